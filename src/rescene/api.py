@@ -1,0 +1,75 @@
+"""The Python face of the program: ``rescene.run`` and ``rescene.load``."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rescene.config import Resolved, resolve
+from rescene.engine import RunFolder, run as run_engine, use_all_cores
+from rescene.errors import RunError
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished run. ``values`` is the whole of results.json."""
+
+    folder: Path
+    values: dict[str, Any]
+
+    @property
+    def aa(self) -> float:
+        """Average accuracy after the last task, in percent."""
+        return float(self.values["aa"])
+
+    @property
+    def aia(self) -> float:
+        """Average incremental accuracy, in percent."""
+        return float(self.values["aia"])
+
+    @property
+    def matrix(self) -> list[list[float]]:
+        """matrix[i][j]: accuracy on task j after task i; NaN for j > i."""
+        return [[math.nan if v is None else float(v) for v in row] for row in self.values["accuracy_matrix"]]
+
+
+def run(recipe: str | Path, *, out: str | Path | None = None, **overrides: Any) -> Result:
+    """Run (or continue) a recipe: ``rescene.run("demo", out="runs/mine", **{"data.path": "images/", "seed": 1})``.
+
+    A folder that holds an unfinished run of the same recipe is continued; a finished one is returned as it is.
+    """
+    return execute(resolve(recipe, overrides), Path(out) if out else None)
+
+
+def execute(
+    resolved: Resolved, out: Path | None = None, progress: Callable[[dict[str, Any]], None] = lambda event: None
+) -> Result:
+    use_all_cores()
+    folder = RunFolder(out or default_folder(resolved))
+    folder.open(resolved)
+    if not folder.finished:
+        run_engine(resolved, folder, progress)
+    return load(folder.path)
+
+
+def load(folder: str | Path) -> Result:
+    """The result of a finished run folder."""
+    path = Path(folder)
+    try:
+        return Result(path, json.loads((path / "results.json").read_text(encoding="utf-8")))
+    except OSError:
+        raise RunError(
+            "E408", "no finished run here", where=str(path), fix=f"rescene resume {path}, if it was interrupted"
+        ) from None
+
+
+def default_folder(resolved: Resolved) -> Path:
+    """runs/<recipe>/<method>-s<seed>-<hash>: the same experiment has the same folder, a different one never shares it."""
+    root = Path(os.environ.get("RESCENE_RUNS", "runs"))
+    recipe = resolved.recipe
+    return root / resolved.name / f"{recipe.method['name']}-s{recipe.seed}-{resolved.digest()}"

@@ -1,0 +1,195 @@
+"""From a recipe name or file plus overrides to a validated recipe that knows where each value came from.
+
+A file may say ``extends: OTHER`` to start from another recipe, and may hold a section ``methods`` with values to use when
+that method is chosen, so that one recipe serves a comparison: ``rescene run demo method=fedavg``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from rescene.config.schema import Recipe
+from rescene.errors import ConfigError, did_you_mean
+from rescene.methods import method_class
+
+SHORTHANDS = {"method": "method.name", "model": "model.name", "data": "data.name"}
+Flat = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A recipe, the name it goes by, and the origin of each dotted key (default, recipe NAME, command line)."""
+
+    name: str
+    recipe: Recipe
+    origins: dict[str, str]
+
+    def flat(self) -> Flat:
+        return flatten(self.recipe.model_dump(mode="json"))
+
+    def digest(self) -> str:
+        """Eight hex digits that identify the experiment, whatever it is called."""
+        text = json.dumps(self.recipe.model_dump(mode="json", exclude={"device"}), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def recipe_names() -> list[str]:
+    """Names of the recipes shipped with the package, such as ``demo`` or ``cifar10``."""
+    folder = files("rescene.config") / "recipes"
+    return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+
+
+def recipe_text(name: str) -> str:
+    return (files("rescene.config") / "recipes" / f"{name}.yaml").read_text(encoding="utf-8")
+
+
+def resolve(recipe: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Resolved:
+    """Read a recipe (shipped name, or YAML / TOML / JSON file), apply ``key=value`` overrides, validate."""
+    layers = _layers(str(recipe))
+    layers.append(("command line", _parse(overrides)))
+    layers = [(origin, {SHORTHANDS.get(k, k): v for k, v in values.items()}) for origin, values in layers]
+    name = next((v["method.name"] for _, v in reversed(layers) if "method.name" in v), "rescene")
+    known = _known_keys(str(name))
+    values: Flat = {}
+    origins = dict.fromkeys(known, "default")
+    for origin, layer in layers:
+        for key, value in _for_method(layer, str(name)).items():
+            _check_key(key, known, origin)
+            values[key] = value
+            origins[key] = origin
+    try:
+        made = Recipe.model_validate(_nest(values))
+    except ValidationError as error:
+        raise _explain(error, origins) from None
+    return Resolved(Path(str(recipe)).stem if _is_file(str(recipe)) else str(recipe), made, origins)
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Flat:
+    """{"a": {"b": 1}} -> {"a.b": 1}; lists and empty dicts are values."""
+    flat: Flat = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def difference(before: Flat, after: Flat) -> list[tuple[str, Any, Any]]:
+    """Keys whose values differ, with both values."""
+    keys = sorted(before.keys() | after.keys())
+    return [(key, before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)]
+
+
+def _is_file(name: str) -> bool:
+    return Path(name).suffix in (".yaml", ".yml", ".toml", ".json")
+
+
+def _layers(name: str) -> list[tuple[str, Flat]]:
+    """The recipe and everything it extends, the base first."""
+    tree, origin = _read(name)
+    base = tree.pop("extends", None)
+    return (_layers(str(base)) if base else []) + [(origin, flatten(tree))]
+
+
+def _read(name: str) -> tuple[dict[str, Any], str]:
+    if _is_file(name):
+        path = Path(name)
+        if not path.is_file():
+            raise ConfigError("E101", f"there is no recipe file {name!r}", fix="rescene list recipes shows the shipped ones")
+        text, origin = path.read_text(encoding="utf-8"), str(path)
+    elif name in recipe_names():
+        text, origin = recipe_text(name), f"recipe {name}"
+    else:
+        close = did_you_mean(name, recipe_names())
+        raise ConfigError(
+            "E101",
+            f"unknown recipe {name!r}" + (f"; did you mean {close!r}?" if close else ""),
+            why=f"shipped: {', '.join(recipe_names())}",
+            fix="rescene list recipes, or give a file ending in .yaml, .toml or .json",
+        )
+    try:
+        tree = tomllib.loads(text) if name.endswith(".toml") else yaml.safe_load(text)
+    except (yaml.YAMLError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError("E105", f"{origin} cannot be read", why=str(error)) from None
+    if not isinstance(tree, dict):
+        raise ConfigError("E105", f"{origin} is not a recipe", why="it holds no sections", fix="rescene show demo prints one")
+    return tree, origin
+
+
+def _parse(overrides: Iterable[str] | Mapping[str, Any]) -> Flat:
+    if isinstance(overrides, Mapping):
+        return flatten(overrides)
+    values: Flat = {}
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise ConfigError(
+                "E106", f"cannot read the override {text!r}", why="overrides look like key=value", fix="federation.beta=0.1"
+            )
+        try:
+            values[key] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            values[key] = value
+    return values
+
+
+def _for_method(layer: Flat, name: str) -> Flat:
+    """A layer as the chosen method sees it: values meant for other methods fall away."""
+    own = {key.removeprefix(f"methods.{name}."): v for key, v in layer.items() if key.startswith(f"methods.{name}.")}
+    written_for = layer.get("method.name", name)
+    rest = {
+        key: value
+        for key, value in layer.items()
+        if not key.startswith("methods.") and (written_for == name or not key.startswith("method."))
+    }
+    return {f"method.{key}": value for key, value in own.items()} | rest
+
+
+def _known_keys(method: str) -> dict[str, Any]:
+    """Every dotted key with its default, for this method."""
+    flat = flatten(Recipe(method={"name": method_class(method).name}).model_dump(mode="json"))
+    return flat
+
+
+def _check_key(key: str, known: Mapping[str, Any], origin: str) -> None:
+    if key in known or any(name.startswith(f"{key}.") for name in known):
+        return
+    close = did_you_mean(key, known) or did_you_mean(key.rsplit(".", 1)[-1], [k.rsplit(".", 1)[-1] for k in known])
+    full = next((k for k in known if k == close or k.rsplit(".", 1)[-1] == close), None)
+    hint = f"did you mean {full} (default {known[full]!r})?" if full else None
+    raise ConfigError("E102", f"unknown key {key!r}", where=origin, why=hint, fix="rescene show RECIPE lists every key")
+
+
+def _nest(flat: Flat) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for key, value in flat.items():
+        *parents, leaf = key.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[leaf] = value
+    return tree
+
+
+def _explain(error: ValidationError, origins: Mapping[str, str], prefix: str = "") -> ConfigError:
+    """The first validation error, in our words: key, value, what is allowed."""
+    first = error.errors()[0]
+    inner = first.get("ctx", {}).get("error")
+    if isinstance(inner, ValidationError):  # the method's own record refused a hyperparameter
+        return _explain(inner, origins, "method.")
+    key = prefix + ".".join(str(part) for part in first["loc"])
+    message = first["msg"].removeprefix("Value error, ")
+    if not first["loc"]:
+        return ConfigError("E104", "the recipe contradicts itself", why=message)
+    return ConfigError("E104", f"{key} = {first['input']!r} is not possible", where=origins.get(key), why=message)

@@ -1,0 +1,90 @@
+"""The recipe: everything that defines an experiment. A key is spelled the same in Python, in YAML and in the record."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from rescene.methods import Method, method_class
+from rescene.steps import Training
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class DataSection(Section):
+    name: str = Field("auto", description="data set, or auto: detect from the path; without a path, fashion-mini")
+    path: str | None = Field(None, description="folder or file that holds the images")
+    image_size: int | None = Field(None, ge=8, description="side in pixels; other sizes are resized")
+    test_fraction: float = Field(0.2, gt=0, lt=1, description="held out per class where the data has no test split")
+    skip_unreadable: bool = Field(False, description="leave out images that cannot be read instead of stopping")
+
+
+class TasksSection(Section):
+    scenario: Literal["class", "domain"] = Field("class", description="new classes, or new domains of the same classes")
+    per_task: int | None = Field(None, ge=1, description="classes per task; the last task takes the remainder")
+    count: int | None = Field(None, ge=1, description="number of tasks of equal size")
+    sizes: list[int] | None = Field(None, description="classes of each task")
+    plan: list[list[str]] | None = Field(None, description="classes of each task by name")
+    order: Literal["natural", "seeded"] = Field("natural", description="order in which classes arrive")
+    limit: int | None = Field(None, ge=1, description="stop after this many tasks")
+
+
+class FederationSection(Section):
+    num_clients: int = Field(20, ge=1, description="N, sites in all")
+    per_round: int = Field(10, ge=1, description="K, sites that take part in a round")
+    num_rounds: int = Field(20, ge=1, description="R, rounds per task")
+    partition: Literal["capped", "dirichlet", "iid"] = Field("capped", description="how a task's images are split over sites")
+    beta: float = Field(0.5, gt=0, description="Dirichlet concentration: small means skewed")
+    min_size: int = Field(1, ge=0, description="redraw the split until every site has this many images of a task")
+    quorum: float = Field(0.5, ge=0, le=1, description="share of the asked sites that must answer")
+    engine: Literal["batched", "one-by-one", "debug"] = Field("batched", description="how sites are simulated")
+    evaluate_every: int = Field(1, ge=0, description="rounds between evaluations; 0: only after each task")
+
+
+class ModelSection(Section):
+    name: str = Field("resnet18", description="resnet18, resnet50, vit-small or convnet")
+    norm: Literal["batch", "group"] = "batch"
+    width: int | None = Field(None, ge=1, description="base channels of convnet")
+    init: str | None = Field(None, description="safetensors file with initial weights")
+
+
+class PrivacySection(Section):
+    mechanism: Literal["none"] = Field("none", description="none: uploads carry no formal guarantee")
+
+
+class Recipe(Section):
+    """A complete, validated experiment. ``method`` holds the chosen method's own hyperparameters and its ``name``."""
+
+    data: DataSection = DataSection()
+    tasks: TasksSection = TasksSection()
+    federation: FederationSection = FederationSection()
+    model: ModelSection = ModelSection()
+    method: dict[str, Any] = {"name": "rescene"}
+    train: Training = Training()
+    privacy: PrivacySection = PrivacySection()
+    seed: int = Field(0, ge=0)
+    device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
+
+    @field_validator("method")
+    @classmethod
+    def _complete_method(cls, value: dict[str, Any]) -> dict[str, Any]:
+        """Fill in every hyperparameter of the method, so that the record shows what ran."""
+        given = {key: v for key, v in value.items() if key != "name"}
+        method = method_class(str(value.get("name", "rescene")))
+        return {"name": method.name, **method(**given).model_dump(exclude={"train"})}
+
+    @model_validator(mode="after")
+    def _participants_exist(self) -> Recipe:
+        if self.federation.per_round > self.federation.num_clients:
+            raise ValueError(
+                f"federation.per_round: {self.federation.per_round} sites cannot take part in a round, "
+                f"federation.num_clients has only {self.federation.num_clients}"
+            )
+        return self
+
+    def build_method(self) -> Method:
+        given = {key: v for key, v in self.method.items() if key != "name"}
+        return method_class(self.method["name"])(**given, train=self.train)

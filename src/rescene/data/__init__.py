@@ -1,0 +1,27 @@
+"""Images, tasks, partitions and shards; readers for the paper's data sets and for your own."""
+
+from rescene.data.catalog import available
+from rescene.data.checks import inspect, propose_tasks, verify
+from rescene.data.images import Dataset, Images, Transform
+from rescene.data.loading import load, prepare
+from rescene.data.partition import dirichlet_partition, iid_partition, partition
+from rescene.data.shard import Shard
+from rescene.data.tasks import Task, plan_tasks
+
+__all__ = [
+    "Dataset",
+    "Images",
+    "Shard",
+    "Task",
+    "Transform",
+    "available",
+    "dirichlet_partition",
+    "iid_partition",
+    "inspect",
+    "load",
+    "partition",
+    "plan_tasks",
+    "prepare",
+    "propose_tasks",
+    "verify",
+]

@@ -1,0 +1,92 @@
+"""The data sets known by name: facts about them, and the places where they are looked for."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Facts about one named data set. ``source``: what a user points ``prepare`` at."""
+
+    name: str
+    num_classes: int
+    image_size: int
+    licence: str
+    source: str
+
+
+CATALOG = {
+    entry.name: entry
+    for entry in (
+        Entry("fashion-mini", 10, 32, "MIT, Zalando SE 2017; cite Xiao, Rasul, Vollgraf 2017", "part of the package"),
+        Entry(
+            "cifar10",
+            10,
+            32,
+            "no formal licence; cite Krizhevsky 2009",
+            "cifar-10-python.tar.gz, cifar-10-binary.tar.gz, the parquet files, or a folder with train/ and test/",
+        ),
+        Entry(
+            "cifar100",
+            100,
+            32,
+            "no formal licence; cite Krizhevsky 2009",
+            "cifar-100-python.tar.gz, cifar-100-binary.tar.gz, the parquet files, or a folder with train/ and test/",
+        ),
+        Entry(
+            "tinyimagenet",
+            200,
+            64,
+            "ImageNet terms: non-commercial research; cite Le and Yang 2015",
+            "the folder tiny-imagenet-200 (train/, val/, wnids.txt)",
+        ),
+        Entry(
+            "office31",
+            31,
+            64,
+            "third-party photographs, research use; cite Saenko et al. 2010",
+            "a folder with amazon/, dslr/ and webcam/",
+        ),
+    )
+}
+
+
+def prepared_name(name: str) -> str:
+    """File that ``prepare`` writes and ``load`` prefers."""
+    return f"{name}.safetensors"
+
+
+def cache_folder() -> Path:
+    from platformdirs import user_cache_path
+
+    return user_cache_path("rescene")
+
+
+def places(name: str) -> list[Path]:
+    """Folders in which a named data set is looked for, in this order."""
+    roots = [Path("data")]
+    if os.environ.get("RESCENE_DATA"):
+        roots.append(Path(os.environ["RESCENE_DATA"]).expanduser())
+    return [root / name for root in [*roots, cache_folder()]]
+
+
+def available() -> list[dict[str, Any]]:
+    """One row per named data set: name, classes, image_size, found (a place or None), licence, source."""
+    rows = []
+    for entry in CATALOG.values():
+        found = [str(folder) for folder in places(entry.name) if folder.is_dir() and any(folder.iterdir())]
+        rows.append(
+            {
+                "name": entry.name,
+                "classes": entry.num_classes,
+                "image_size": entry.image_size,
+                "found": "embedded" if entry.name == "fashion-mini" else next(iter(found), None),
+                "licence": entry.licence,
+                "source": entry.source,
+            }
+        )
+    return rows

@@ -1,0 +1,119 @@
+"""Look at a data set before a long run: what is in it, what is odd about it, what to do."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import warnings
+from typing import Any
+
+import torch
+
+from rescene.data.images import Dataset, Images
+from rescene.data.loading import load
+from rescene.errors import DataError, ResceneWarning
+
+_TINY_CLASS = 10  # images; below it condensation and a hold-out have little to work with
+Row = dict[str, Any]
+
+
+def inspect(dataset: Dataset) -> Row:
+    """What a data set holds: classes, counts per class and split, size, notes, proposed tasks, warnings. Plain values only."""
+    train, test = (_counts(images, len(dataset.classes)) for images in (dataset.train, dataset.test))
+    return {
+        "name": dataset.name,
+        "num_train": len(dataset.train),
+        "num_test": len(dataset.test),
+        "image_size": dataset.image_size,
+        "classes": [
+            {"name": name, "train": n, "test": m} for name, n, m in zip(dataset.classes, train, test, strict=True)
+        ],
+        "domains": [
+            {"name": name, "train": _in_domain(dataset.train, d), "test": _in_domain(dataset.test, d)}
+            for d, name in enumerate(dataset.domains)
+        ],
+        "mean": list(dataset.transform.mean),
+        "std": list(dataset.transform.std),
+        "split": dataset.split,
+        "notes": list(dataset.notes),
+        "proposed_tasks": propose_tasks(dataset),
+        "warnings": [row["problem"] for row in _content_rows(dataset) if row["problem"]],
+        "fingerprint": dataset.fingerprint(),
+    }
+
+
+def verify(name: str, path: str | os.PathLike[str] | None = None) -> list[Row]:
+    """Load a data set and check it: rows of check, problem (empty when all is well) and fix.
+
+    Damaged images are all found, not only the first; a set that cannot be loaded at all gives one row that says why.
+    """
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", ResceneWarning)
+            dataset = load(name, path, skip_unreadable=True)
+    except DataError as problem:
+        why = f"{problem.what}: {problem.why}" if problem.why else problem.what
+        return [_row(f"complete [{problem.code}]", why, problem.fix or "")]
+    unreadable = [w.message for w in caught if isinstance(w.message, ResceneWarning) and w.message.code == "W203"]
+    found = f"{len(dataset.train):,} training and {len(dataset.test):,} test images of {len(dataset.classes)} classes"
+    return [
+        _row(f"complete ({found})"),
+        _row("images readable", "; ".join(w.what for w in unreadable), "copy them again"),
+        *_content_rows(dataset),
+    ]
+
+
+def propose_tasks(dataset: Dataset) -> Row:
+    """A task plan to start from, as arguments of ``plan_tasks``: one task per domain, else the paper's 5 (below 50 classes)
+    or 10 tasks, with at least two classes each where there are enough."""
+    if dataset.domains:
+        return {"scenario": "domain"}
+    num_classes = len(dataset.classes)
+    return {"scenario": "class", "count": min(5 if num_classes < 50 else 10, max(1, num_classes // 2))}
+
+
+def _content_rows(dataset: Dataset) -> list[Row]:
+    train, test = (_counts(images, len(dataset.classes)) for images in (dataset.train, dataset.test))
+    small = [f"{name} ({n})" for name, n in zip(dataset.classes, train, strict=True) if n < _TINY_CLASS]
+    untested = [name for name, n in zip(dataset.classes, test, strict=True) if n == 0]
+    hashes = [_hashes(images) for images in (dataset.train, dataset.test)]
+    repeats = [len(values) - len(set(values)) for values in hashes]
+    leaked = sum(value in set(hashes[0]) for value in set(hashes[1]))
+    return [
+        _row(
+            f"at least {_TINY_CLASS} training images per class",
+            _few(small, "tiny classes"),
+            "add images or merge classes",
+        ),
+        _row("test images of every class", _few(untested, "classes without test image"), "add test images"),
+        _row("no repeated training image", _count(repeats[0], "repeat another training image"), "remove the copies"),
+        _row("no repeated test image", _count(repeats[1], "repeat another test image"), "remove the copies"),
+        _row("no test image in training", _count(leaked, "of the test split are also training images"), "remove them"),
+    ]
+
+
+def _row(check: str, problem: str = "", fix: str = "") -> Row:
+    return {"check": check, "problem": problem, "fix": fix if problem else ""}
+
+
+def _few(names: list[str], what: str) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"{len(names)} {what}: {', '.join(names[:5])}{more}" if names else ""
+
+
+def _count(count: int, what: str) -> str:
+    return f"{count:,} images {what}" if count else ""
+
+
+def _counts(images: Images, num_classes: int) -> list[int]:
+    return [int(n) for n in torch.bincount(images.labels, minlength=num_classes)]
+
+
+def _in_domain(images: Images, domain: int) -> int:
+    return 0 if images.domains is None else int((images.domains == domain).sum())
+
+
+def _hashes(images: Images) -> list[bytes]:
+    """One digest per picture, by its pixels."""
+    rows = images.pixels.cpu().flatten(1).numpy()
+    return [hashlib.blake2b(row.data, digest_size=16).digest() for row in rows]

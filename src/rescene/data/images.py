@@ -1,0 +1,160 @@
+"""Pictures as tensors: one uint8 tensor per split, and how it looks to a network.
+
+Everything works on whole batches on the tensor's own device; there is no per-image Python code and no loader process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+Device = torch.device | str
+Channels = tuple[float, float, float]
+
+
+@dataclass(frozen=True, eq=False)
+class Images:
+    """One split. ``pixels`` uint8 [n, 3, H, W], ``labels`` int64 [n], ``domains`` int64 [n] (domain-incremental data only)."""
+
+    pixels: Tensor
+    labels: Tensor
+    domains: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.pixels.dtype != torch.uint8 or self.pixels.ndim != 4 or self.pixels.shape[1] != 3:
+            raise TypeError(f"pixels must be uint8 [n, 3, H, W], not {self.pixels.dtype} {tuple(self.pixels.shape)}")
+        for name, values in (("labels", self.labels), ("domains", self.domains)):
+            if values is not None and (values.dtype != torch.int64 or values.shape != self.pixels.shape[:1]):
+                raise TypeError(f"{name} must be int64 [{len(self.pixels)}], not {values.dtype} {tuple(values.shape)}")
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def to(self, device: Device) -> Images:
+        """The same pictures on another device (no copy if they are there already)."""
+        domains = None if self.domains is None else self.domains.to(device)
+        return Images(self.pixels.to(device), self.labels.to(device), domains)
+
+    def select(self, index: Tensor | Sequence[int] | slice) -> Images:
+        """The pictures at these positions (positions, a boolean mask or a slice), copied unless a slice."""
+        if not isinstance(index, slice):
+            index = torch.as_tensor(index, device=self.labels.device)
+            index = index if index.dtype == torch.bool else index.long()
+        domains = None if self.domains is None else self.domains[index]
+        return Images(self.pixels[index], self.labels[index], domains)
+
+
+@dataclass(frozen=True)
+class Transform:
+    """How pictures look to the network: normalised by channel; training adds a random crop (``pad``) and a mirror image.
+
+    >>> black = Transform(mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25), pad=4)
+    >>> black.fill
+    (-2.0, -2.0, -2.0)
+    """
+
+    mean: Channels
+    std: Channels
+    pad: int
+
+    @property
+    def fill(self) -> Channels:
+        """Black in normalised units: what a crop pads with."""
+        red, green, blue = ((0.0 - m) / s for m, s in zip(self.mean, self.std, strict=True))
+        return red, green, blue
+
+    def normalise(self, pixels: Tensor) -> Tensor:
+        """uint8 [..., 3, H, W] -> float32 (x / 255 - mean) / std on the same device."""
+        return (pixels.float() / 255 - _channels(self.mean, pixels)) / _channels(self.std, pixels)
+
+    def to_pixels(self, x: Tensor) -> Tensor:
+        """Inverse of :meth:`normalise`, rounded and clamped to uint8; exact on what ``normalise`` gave."""
+        values = (x.detach().float() * _channels(self.std, x) + _channels(self.mean, x)) * 255
+        return values.round().clamp(0, 255).to(torch.uint8)
+
+    def augment(self, x: Tensor, generator: torch.Generator) -> Tensor:
+        """Random crop out of the picture padded with black, then a random mirror image; normalised [n, 3, H, W] in and out.
+
+        Each picture has its own offset (0..2*pad in both directions) and its own coin. ``pad=0`` only mirrors. The draws
+        come from the generator's device, so that a CPU generator gives the same crops on every device.
+        """
+        n = len(x)
+        offsets = torch.randint(2 * self.pad + 1, (2, n), generator=generator, device=generator.device).to(x.device)
+        mirror = (torch.rand(n, generator=generator, device=generator.device) < 0.5).to(x.device)
+        cropped = self._crop(x, offsets) if self.pad else x
+        return torch.where(mirror[:, None, None, None], cropped.flip(-1), cropped)
+
+    def _crop(self, x: Tensor, offsets: Tensor) -> Tensor:
+        """Window of x's own size at ``offsets`` [2, n] (down, right) of each padded picture."""
+        n, _, height, width = x.shape
+        black = _channels(self.fill, x).to(x.dtype)
+        padded = black.expand(n, 3, height + 2 * self.pad, width + 2 * self.pad).clone()
+        padded[..., self.pad : self.pad + height, self.pad : self.pad + width] = x
+        windows = padded.unfold(2, height, 1).unfold(3, width, 1)  # [n, 3, 2 pad + 1, 2 pad + 1, H, W], a view
+        return windows[torch.arange(n, device=x.device), :, offsets[0], offsets[1]]
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """Two splits with class names. ``notes`` states what was done to the pictures; ``split`` says who chose the test set:
+    ``given`` (the data) or ``fraction=0.2 seed=0`` (drawn here)."""
+
+    name: str
+    classes: tuple[str, ...]
+    train: Images
+    test: Images
+    transform: Transform
+    domains: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    split: str = "given"
+
+    @property
+    def image_size(self) -> int:
+        return int(self.train.pixels.shape[-1])
+
+    def to(self, device: Device) -> Dataset:
+        return replace(self, train=self.train.to(device), test=self.test.to(device))
+
+    def fingerprint(self) -> str:
+        """sha256 (hex) over pixels, labels and domains of both splits and the names; the same on every device."""
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        digest = hashlib.sha256("\0".join([*self.classes, "", *self.domains]).encode())
+        for images in (self.train, self.test):
+            for values in (images.pixels, images.labels, images.domains):
+                if values is not None:
+                    digest.update(str(tuple(values.shape)).encode())
+                    digest.update(values.cpu().contiguous().numpy().data)
+        return digest.hexdigest()
+
+
+def measure(pixels: Tensor, pad: int | None = None) -> Transform:
+    """The transform for these uint8 training pictures: their own mean and std (at least 1e-3), pad H // 8.
+
+    >>> measure(torch.full((2, 3, 32, 32), 255, dtype=torch.uint8))
+    Transform(mean=(1.0, 1.0, 1.0), std=(0.001, 0.001, 0.001), pad=4)
+    """
+    total = torch.zeros(2, 3, dtype=torch.float64)
+    for chunk in pixels.split(1024):  # bounds the float copy to about 100 MB at 64 px
+        values = chunk.double() / 255
+        total += torch.stack([values.sum((0, 2, 3)), values.square().sum((0, 2, 3))]).cpu()
+    mean, square = total / (pixels.numel() / 3)
+    std = (square - mean.square()).clamp(min=0).sqrt().clamp(min=1e-3)
+    return Transform(_triple(mean), _triple(std), pixels.shape[-1] // 8 if pad is None else pad)
+
+
+def _triple(values: Tensor) -> Channels:
+    red, green, blue = (round(v, 6) for v in values.tolist())
+    return red, green, blue
+
+
+def _channels(values: Channels, like: Tensor) -> Tensor:
+    """[3, 1, 1] on the device of ``like``. Not cached: a tensor made in inference mode could not be used in training."""
+    return torch.tensor(values, dtype=torch.float32, device=like.device).view(3, 1, 1)

@@ -1,0 +1,139 @@
+"""Load a data set by name or by path, and prepare one so that the next load takes a moment."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from rescene.data import prepared
+from rescene.data.catalog import CATALOG, cache_folder, places, prepared_name
+from rescene.data.detect import detect, single_file
+from rescene.data.images import Dataset
+from rescene.data.options import Options
+from rescene.data.resize import fit_dataset
+from rescene.data.sources import READERS, fashion_mini
+from rescene.errors import DataError, did_you_mean
+
+AnyPath = str | os.PathLike[str]
+NAMES = ("auto", *READERS)
+
+
+def load(
+    name: str = "auto",
+    path: AnyPath | None = None,
+    *,
+    image_size: int | None = None,
+    test_fraction: float = 0.2,
+    seed: int = 0,
+    skip_unreadable: bool = False,
+) -> Dataset:
+    """A data set on the CPU.
+
+    ``auto`` without a path is the embedded fashion-mini, with one the layout is detected; ``folder``, ``csv`` and ``npz`` need
+    a path; the paper's sets are looked for in ./data, $RESCENE_DATA and the user cache if no path is given. A prepared file
+    (:func:`prepare`) is preferred, unless its test split was drawn with another fraction or seed.
+
+    >>> load().classes[:3]
+    ('T-shirt', 'Trouser', 'Pullover')
+    """
+    options = Options(image_size, test_fraction, seed, skip_unreadable)
+    if name not in NAMES:
+        close = did_you_mean(name, NAMES)
+        fix = f"did you mean {close!r}?" if close else f"one of: {', '.join(NAMES)}"
+        raise DataError("E201", f"unknown data set {name!r}", fix=fix)
+    if name == "fashion-mini" or (name == "auto" and path is None):
+        dataset = fashion_mini.read(fashion_mini.FILE, options)
+    elif path is not None:
+        dataset = _load_path(name, _existing(path), options)
+    else:
+        dataset = _load_named(name, options)
+    return fit_dataset(dataset, image_size)
+
+
+def prepare(
+    name: str,
+    source: AnyPath,
+    out: AnyPath | None = None,
+    *,
+    image_size: int | None = None,
+    test_fraction: float = 0.2,
+    seed: int = 0,
+    skip_unreadable: bool = False,
+) -> Path:
+    """Decode ``source`` once and write <out>/<name>.safetensors, which ``load`` prefers; returns that file.
+
+    ``name`` is a known set, or a name of your own for a source whose layout is detected. ``out`` is a folder, by default the
+    one in the user cache where ``load(name)`` looks; a set of your own is loaded again by the path of the file.
+    """
+    options = Options(image_size, test_fraction, seed, skip_unreadable)
+    source = _existing(source)
+    kind = name if name in READERS else detect(source)
+    dataset = replace(fit_dataset(_read_source(kind, source, options), image_size), name=name)
+    folder = Path(out).expanduser() if out is not None else cache_folder() / name
+    return prepared.write(dataset, folder / prepared_name(name))
+
+
+def _existing(path: AnyPath) -> Path:
+    found = Path(path).expanduser()
+    if not found.exists():
+        raise DataError("E201", f"there is nothing at {found}", where=str(found.absolute()), fix="check the path")
+    return found
+
+
+def _load_path(name: str, path: Path, options: Options) -> Dataset:
+    if path.suffix == ".safetensors":
+        return _read_prepared(path, options)
+    name = detect(path) if name == "auto" else name
+    ready = path / prepared_name(name)
+    if ready.is_file() and _fits(ready, options):
+        return prepared.read(ready)
+    return _read_source(name, path, options)
+
+
+def _load_named(name: str, options: Options) -> Dataset:
+    if name not in CATALOG:
+        raise DataError("E201", f"data of kind {name!r} needs a path", fix="give path (data.path=...)")
+    ready = [folder / prepared_name(name) for folder in places(name) if (folder / prepared_name(name)).is_file()]
+    fitting = [file for file in ready if _fits(file, options)]
+    if fitting:
+        return prepared.read(fitting[0])
+    raw = [folder for folder in places(name) if folder.is_dir() and any(f not in ready for f in folder.iterdir())]
+    if raw:
+        return _read_source(name, raw[0], options)
+    if ready:
+        return _read_prepared(ready[0], options)
+    raise _not_found(name)
+
+
+def _read_source(name: str, path: Path, options: Options) -> Dataset:
+    return READERS[name](single_file(path, name) if name in ("csv", "npz") else path, options)
+
+
+def _fits(file: Path, options: Options) -> bool:
+    """Whether a prepared file's test split is the data's own or was drawn with these options."""
+    return prepared.split_of(file) in ("given", options.split)
+
+
+def _read_prepared(file: Path, options: Options) -> Dataset:
+    if not _fits(file, options):
+        raise DataError(
+            "E202",
+            "a prepared data file has another test split",
+            where=str(file),
+            why=f"prepared with {prepared.split_of(file)}, asked for {options.split}",
+            fix="use the same test_fraction and seed, or prepare it again with these",
+        )
+    return prepared.read(file)
+
+
+def _not_found(name: str) -> DataError:
+    looked = [str(folder) for folder in places(name)]
+    unset = "" if os.environ.get("RESCENE_DATA") else "\n$RESCENE_DATA (unset)"
+    return DataError(
+        "E201",
+        f"data set {name!r} is not on this machine",
+        where="looked in " + ", ".join(looked) + unset,
+        fix=f"rescene data prepare {name} SOURCE, where SOURCE is {CATALOG[name].source};\n"
+        "or give its path (data.path=...); fashion-mini needs no download",
+    )

@@ -1,0 +1,138 @@
+"""Who holds which images of a task: the paper's capped Dirichlet split, the plain one, and an even one.
+
+A split has its own random stream, so that every method of a comparison sees the same one.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rescene.errors import ConfigError, ResceneWarning
+from rescene.rng import Rng
+
+KINDS = ("capped", "dirichlet", "iid")
+
+
+def partition(
+    labels: Tensor, num_clients: int, *, kind: str, beta: float, seed: int, min_size: int = 1
+) -> list[Tensor]:
+    """Split by name: ``capped`` (the paper's), ``dirichlet`` (no size cap) or ``iid`` (``beta`` unused)."""
+    if kind not in KINDS:
+        raise ConfigError("E208", f"unknown partition {kind!r}", fix=f"one of: {', '.join(KINDS)}")
+    if kind == "iid":
+        return iid_partition(labels, num_clients, seed=seed)
+    return dirichlet_partition(labels, num_clients, beta, seed=seed, capped=kind == "capped", min_size=min_size)
+
+
+def iid_partition(labels: Tensor, num_clients: int, *, seed: int) -> list[Tensor]:
+    """Shuffled and cut into parts that differ by at most one image; sorted positions on the labels' device."""
+    _check(num_clients)
+    order = torch.randperm(len(labels), generator=Rng(seed).at("partition", "iid").generator()).to(labels.device)
+    return [part.sort().values for part in order.tensor_split(num_clients)]
+
+
+def dirichlet_partition(
+    labels: Tensor,
+    num_clients: int,
+    beta: float,
+    *,
+    seed: int,
+    capped: bool = True,
+    min_size: int = 1,
+    max_draws: int = 1000,
+) -> list[Tensor]:
+    """Per-class Dirichlet(``beta``) split of one task's ``labels`` [n]; sorted positions into them, one tensor per client.
+
+    Disjoint and complete. ``capped``: a client that already holds n / num_clients images gets nothing of the next class.
+    Redrawn while a client has fewer than ``min_size`` images; after ``max_draws`` the best draw is kept with warning W121
+    (with many clients and a small beta no draw may ever satisfy the rule).
+    """
+    _check(num_clients)
+    if not (math.isfinite(beta) and beta > 0) or max_draws < 1:
+        raise ConfigError("E208", f"cannot draw a split with beta={beta}, max_draws={max_draws}", fix="both above 0")
+    positions = _by_class(labels)
+    num_images = [len(p) for p in positions]
+    best: tuple[int, int] | None = None
+    for draw in range(max_draws):
+        rng = _stream(seed, draw)
+        sizes = _draw_sizes(rng, num_images, num_clients, beta, capped)
+        held = sizes.sum(0)
+        score = (int(held.min()), -int((held < min_size).sum()))  # largest minimum, then fewest clients below the rule
+        if best is None or score > best:
+            best, chosen = score, draw
+        if score[0] >= min_size:
+            break
+    else:
+        _warn_small(-best[1] if best else 0, num_clients, min_size, max_draws)
+    return _deal(_stream(seed, chosen), positions, num_clients, beta, capped, labels.device)
+
+
+def _check(num_clients: int) -> None:
+    if num_clients < 1:
+        raise ConfigError("E208", f"a split needs at least one client, not {num_clients}", fix="num_clients: 1 or more")
+
+
+def _stream(seed: int, draw: int) -> np.random.Generator:
+    return np.random.default_rng(Rng(seed).at("partition", draw).integer())
+
+
+def _by_class(labels: Tensor) -> list[np.ndarray]:
+    """Positions of each class present, ascending labels."""
+    values = labels.cpu().numpy()
+    return [np.flatnonzero(values == c) for c in np.unique(values)]
+
+
+def _draw_sizes(
+    rng: np.random.Generator, num_images: list[int], num_clients: int, beta: float, capped: bool
+) -> np.ndarray:
+    """How many images of each class each client gets, [num_classes, num_clients].
+
+    Sizes need no shuffle, so a rejected draw costs microseconds; only the accepted one deals images out.
+    """
+    shares = rng.dirichlet(np.full(num_clients, beta), size=len(num_images))
+    sizes = np.zeros((len(num_images), num_clients), dtype=np.int64)
+    cap = sum(num_images) / num_clients if capped else math.inf
+    held = np.zeros(num_clients, dtype=np.int64)
+    for c, n in enumerate(num_images):
+        open_clients = held < cap  # never empty: before the last image the mean holding is below the cap
+        share = shares[c] * open_clients
+        if not share.sum() > 0:  # all mass on full clients, or an underflow at tiny beta
+            share = open_clients.astype(float)
+        # the small number keeps rounding in the sum from handing the last client an image it has no share of
+        cuts = np.floor(np.cumsum(share / share.sum()) * n + 1e-9).astype(np.int64)
+        sizes[c] = np.diff(np.append(cuts[:-1], n), prepend=0)
+        held += sizes[c]
+    return sizes
+
+
+def _deal(
+    rng: np.random.Generator,
+    positions: list[np.ndarray],
+    num_clients: int,
+    beta: float,
+    capped: bool,
+    device: torch.device,
+) -> list[Tensor]:
+    """Repeat the accepted draw of sizes from a fresh stream, then shuffle each class and hand its images out."""
+    sizes = _draw_sizes(rng, [len(p) for p in positions], num_clients, beta, capped)
+    owner = [np.repeat(np.arange(num_clients), row) for row in sizes]
+    shuffled = [rng.permutation(p) for p in positions]
+    images = np.concatenate([*shuffled, np.empty(0, dtype=np.int64)])
+    owners = np.concatenate([*owner, np.empty(0, dtype=np.int64)])
+    return [torch.from_numpy(np.sort(images[owners == k])).to(device) for k in range(num_clients)]
+
+
+def _warn_small(num_small: int, num_clients: int, min_size: int, max_draws: int) -> None:
+    warnings.warn(
+        ResceneWarning(
+            "W121",
+            f"{num_small} of {num_clients} clients hold fewer than {min_size} images: no draw of {max_draws} did better",
+            fix="fewer clients, a larger beta, or a smaller min_size",
+        ),
+        stacklevel=3,
+    )

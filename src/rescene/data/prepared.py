@@ -1,0 +1,87 @@
+"""A data set decoded once: one safetensors file with both splits and everything said about them."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rescene.data.images import Dataset, Images, Transform
+from rescene.errors import DataError
+
+FORMAT = "rescene-data-1"
+_FIELDS = ("pixels", "labels", "domains")
+
+
+def write(dataset: Dataset, file: Path) -> Path:
+    """Write atomically (a half-written file never has the final name); returns the file."""
+    from safetensors.torch import save_file
+
+    tensors = {
+        f"{split}.{field}": getattr(images, field).cpu().contiguous()
+        for split, images in (("train", dataset.train), ("test", dataset.test))
+        for field in _FIELDS
+        if getattr(images, field) is not None
+    }
+    about = {
+        "name": dataset.name,
+        "classes": dataset.classes,
+        "domains": dataset.domains,
+        "notes": dataset.notes,
+        "split": dataset.split,
+        "mean": dataset.transform.mean,
+        "std": dataset.transform.std,
+        "pad": dataset.transform.pad,
+        "sha256": dataset.fingerprint(),
+    }
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_name(f".{file.name}.{os.getpid()}")
+    save_file(tensors, unfinished, metadata={"format": FORMAT, "about": json.dumps(about)})
+    os.replace(unfinished, file)
+    return file
+
+
+def read(file: Path) -> Dataset:
+    """Inverse of :func:`write`; a file that is damaged or not one of these is E202."""
+    about, tensors = _open(file)
+    try:
+        dataset = _rebuild(about, tensors)
+    except (KeyError, TypeError, ValueError) as problem:
+        raise _damaged(file, str(problem)) from problem
+    if dataset.fingerprint() != about.get("sha256"):
+        raise _damaged(file, "its checksum does not match its content")
+    return dataset
+
+
+def split_of(file: Path) -> str:
+    """How the test split of a prepared file was chosen, from its header alone."""
+    return str(_open(file, header_only=True)[0].get("split"))
+
+
+def _open(file: Path, header_only: bool = False) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as stored:
+            metadata = stored.metadata() or {}
+            tensors = {} if header_only else {key: stored.get_tensor(key) for key in stored.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as problem:
+        raise _damaged(file, str(problem)) from problem
+    if metadata.get("format") != FORMAT:
+        raise _damaged(file, f"its format is {metadata.get('format')!r}, not {FORMAT!r}")
+    return json.loads(metadata["about"]), tensors
+
+
+def _rebuild(about: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Dataset:
+    train, test = (Images(*(tensors.get(f"{split}.{field}") for field in _FIELDS)) for split in ("train", "test"))
+    transform = Transform(tuple(about["mean"]), tuple(about["std"]), about["pad"])
+    classes, domains, notes = (tuple(about[key]) for key in ("classes", "domains", "notes"))
+    return Dataset(about["name"], classes, train, test, transform, domains, notes, about["split"])
+
+
+def _damaged(file: Path, why: str) -> DataError:
+    fix = "delete it and prepare the data set again: rescene data prepare"
+    return DataError("E202", "a prepared data file cannot be used", where=str(file), why=why, fix=fix)

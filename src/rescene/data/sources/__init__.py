@@ -1,0 +1,23 @@
+"""One reader per form of data: ``read(path, options) -> Dataset``. Pillow and pyarrow load when a reader first needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from rescene.data.images import Dataset
+from rescene.data.options import Options
+from rescene.data.sources import arrays, cifar, fashion_mini, folder, manifest, office31, tinyimagenet
+
+Reader = Callable[[Path, Options], Dataset]
+
+READERS: dict[str, Reader] = {
+    "fashion-mini": fashion_mini.read,
+    "cifar10": cifar.read_cifar10,
+    "cifar100": cifar.read_cifar100,
+    "tinyimagenet": tinyimagenet.read,
+    "office31": office31.read,
+    "folder": folder.read,
+    "csv": manifest.read,
+    "npz": arrays.read,
+}

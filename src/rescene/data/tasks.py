@@ -1,0 +1,178 @@
+"""Which classes (or domains) arrive when.
+
+Class-incremental: the data set is relabelled in arrival order, so that task t brings consecutive labels and the labels known
+so far are always 0..num_seen-1. Domain-incremental: one task per domain, every label from the start (methods: Office-31).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from rescene.data.images import Dataset, Images
+from rescene.errors import ConfigError, DataError, did_you_mean
+from rescene.rng import Rng
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """One task. ``classes``: labels new in it (class-incremental) or all labels (domain-incremental); labels
+    0..``num_seen``-1 are known during it. ``train`` and ``test``: positions into the data set's splits, all clients together."""
+
+    index: int
+    classes: tuple[int, ...]
+    num_seen: int
+    domain: int | None
+    train: Tensor
+    test: Tensor
+
+
+def plan_tasks(
+    dataset: Dataset,
+    *,
+    scenario: str = "class",
+    per_task: int | None = None,
+    count: int | None = None,
+    sizes: Sequence[int] | None = None,
+    plan: Sequence[Sequence[str]] | None = None,
+    order: str = "natural",
+    seed: int = 0,
+) -> tuple[Dataset, list[Task]]:
+    """Split a data set into tasks; returns it relabelled in arrival order, and the tasks.
+
+    ``scenario="class"`` takes exactly one of ``per_task`` (chunks, the last takes the remainder), ``count`` (tasks as equal as
+    possible, larger ones first), ``sizes`` (must sum to the number of classes) and ``plan`` (lists of class names; classes it
+    leaves out are dropped, with a note). ``order`` is ``natural`` or ``seeded``. ``scenario="domain"`` takes none of them.
+    """
+    given = {k: v for k, v in dict(per_task=per_task, count=count, sizes=sizes, plan=plan).items() if v is not None}
+    if scenario == "domain":
+        return dataset, _domain_tasks(dataset, given, order)
+    if scenario != "class":
+        raise _bad_plan(f"unknown scenario {scenario!r}", fix="scenario: class or domain")
+    if len(given) != 1:
+        named = ", ".join(given) or "none of them"
+        raise _bad_plan("a task plan needs exactly one of per_task, count, sizes and plan", why=f"given: {named}")
+    if plan is not None:
+        arrival, sizes = _named_plan(dataset.classes, plan, order)
+    else:
+        arrival = _class_order(len(dataset.classes), order, seed)
+        sizes = _task_sizes(len(arrival), per_task, count, sizes)
+    return _class_tasks(_relabel(dataset, arrival), sizes)
+
+
+def _bad_plan(what: str, *, why: str | None = None, fix: str | None = None) -> ConfigError:
+    return ConfigError("E207", what, where="task plan", why=why, fix=fix)
+
+
+def _class_order(num_classes: int, order: str, seed: int) -> list[int]:
+    if order == "natural":
+        return list(range(num_classes))
+    if order == "seeded":
+        return torch.randperm(num_classes, generator=Rng(seed).at("class-order").generator()).tolist()
+    raise _bad_plan(f"unknown class order {order!r}", fix="order: natural or seeded")
+
+
+def _task_sizes(num_classes: int, per_task: int | None, count: int | None, sizes: Sequence[int] | None) -> list[int]:
+    """Number of classes of each task, from whichever of the three is given.
+
+    >>> _task_sizes(5, 2, None, None), _task_sizes(10, None, 3, None)
+    ([2, 2, 1], [4, 3, 3])
+    """
+    if per_task is not None:
+        if per_task < 1:
+            raise _bad_plan(f"per_task must be at least 1, not {per_task}")
+        return [min(per_task, num_classes - start) for start in range(0, num_classes, per_task)]
+    if count is not None:
+        if not 1 <= count <= num_classes:
+            raise _bad_plan(f"cannot make {count} tasks of {num_classes} classes", fix=f"count: 1 to {num_classes}")
+        return [num_classes // count + (t < num_classes % count) for t in range(count)]
+    sizes = list(sizes or ())
+    if sum(sizes) != num_classes or min(sizes, default=0) < 1:
+        why = f"{' + '.join(map(str, sizes)) or 'nothing'} = {sum(sizes)}, but there are {num_classes} classes"
+        raise _bad_plan("the sizes of the tasks do not add up", why=why, fix="positive sizes that sum to the classes")
+    return sizes
+
+
+def _named_plan(classes: tuple[str, ...], plan: Sequence[Sequence[str]], order: str) -> tuple[list[int], list[int]]:
+    """Arrival order (old labels) and task sizes of a plan by class names."""
+    if order != "natural":
+        raise _bad_plan("a named plan fixes the order of the classes itself", fix="leave out order, or use per_task")
+    names = [str(name) for task in plan for name in task]
+    for name in names:
+        if name not in classes:
+            close = did_you_mean(name, classes)
+            fix = f"did you mean {close!r}?" if close else f"classes: {', '.join(classes[:20])}"
+            raise _bad_plan(f"no class is called {name!r}", fix=fix)
+        if names.count(name) > 1:
+            raise _bad_plan(f"class {name!r} appears twice", why="a class arrives once", fix="keep one of them")
+    if not all(plan) or not names:
+        raise _bad_plan("a task of the plan has no class", fix="remove the empty list")
+    return [classes.index(name) for name in names], [len(task) for task in plan]
+
+
+def _relabel(dataset: Dataset, arrival: list[int]) -> Dataset:
+    """The data set with old label ``arrival[i]`` called i; pictures of other classes are left out."""
+    if arrival == list(range(len(dataset.classes))):
+        return dataset
+    new_label = torch.full((len(dataset.classes),), -1)
+    new_label[arrival] = torch.arange(len(arrival))
+    dropped = [name for c, name in enumerate(dataset.classes) if new_label[c] < 0]
+    notes = (
+        (*dataset.notes, f"classes not in the task plan, dropped: {', '.join(dropped)}") if dropped else dataset.notes
+    )
+    return replace(
+        dataset,
+        classes=tuple(dataset.classes[c] for c in arrival),
+        train=_renamed(dataset.train, new_label),
+        test=_renamed(dataset.test, new_label),
+        notes=notes,
+    )
+
+
+def _renamed(images: Images, new_label: Tensor) -> Images:
+    labels = new_label.to(images.labels.device)[images.labels]
+    renamed = replace(images, labels=labels)
+    return renamed if bool((labels >= 0).all()) else renamed.select(labels >= 0)
+
+
+def _class_tasks(dataset: Dataset, sizes: Sequence[int]) -> tuple[Dataset, list[Task]]:
+    counts = torch.bincount(dataset.train.labels, minlength=len(dataset.classes)).tolist()
+    empty = [name for name, n in zip(dataset.classes, counts, strict=True) if n == 0]
+    if empty:
+        raise DataError(
+            "E204", f"no training image of: {', '.join(empty)}", where=dataset.name, fix="add images or drop it"
+        )
+    tasks, seen = [], 0
+    for t, size in enumerate(sizes):
+        classes = tuple(range(seen, seen + size))
+        seen += size
+        train, test = (_positions(images.labels, classes) for images in (dataset.train, dataset.test))
+        tasks.append(Task(t, classes, seen, None, train, test))
+    return dataset, tasks
+
+
+def _positions(labels: Tensor, classes: tuple[int, ...]) -> Tensor:
+    return torch.nonzero((labels >= classes[0]) & (labels <= classes[-1])).flatten()
+
+
+def _domain_tasks(dataset: Dataset, given: dict[str, object], order: str) -> list[Task]:
+    if given or order != "natural":
+        named = ", ".join(given) or f"order={order}"
+        raise _bad_plan(f"{named} has no meaning when tasks are domains", fix="leave it out, or scenario: class")
+    if not dataset.domains or dataset.train.domains is None or dataset.test.domains is None:
+        raise _bad_plan(
+            f"{dataset.name} has no domains", fix="use <domain>/<class>/* folders or a CSV with a domain column"
+        )
+    labels = tuple(range(len(dataset.classes)))
+    tasks = []
+    for d, name in enumerate(dataset.domains):
+        train, test = (
+            torch.nonzero(domains == d).flatten() for domains in (dataset.train.domains, dataset.test.domains)
+        )
+        if len(train) == 0:
+            raise DataError("E204", f"no training image in domain {name}", where=dataset.name, fix="add images to it")
+        tasks.append(Task(d, labels, len(labels), d, train, test))
+    return tasks

@@ -1,0 +1,150 @@
+"""Checkpoints that survive a kill at any moment.
+
+A checkpoint is a manifest (JSON) that refers to chunks of tensors (safetensors) by the SHA-256 of their bytes. A chunk that
+is already on disk is not written again, so a round costs the model and that round's uploads, not the whole pool. Every file
+goes through a temporary name, fsync and rename; the previous checkpoint is kept, and a damaged one is never loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load, save
+from torch import Tensor
+
+from rescene.errors import ResceneWarning, RunError
+from rescene.record import Chunk, Tree, pack, tensors, unpack
+
+SCHEMA = 1
+KEEP = 2
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """All of ``data`` under ``path``, or the old content: temporary file, fsync, rename, fsync of the folder."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise RunError(
+            "E410",
+            f"could not save {path.name}: {error.strerror or error}",
+            where=str(path.parent),
+            why="nothing is lost: the last complete state is still there",
+            fix="make room (or make the folder writable), then: rescene resume <run folder>",
+        ) from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Sorted, readable JSON with a final newline, written atomically. NaN must have become null before."""
+    write_atomically(path, (json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n").encode())
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A loaded checkpoint: how many steps of the schedule are done, the state, and plain facts beside it."""
+
+    step: int
+    tree: Tree
+    facts: dict[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of one run folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._written: dict[tuple[int, ...], tuple[str, list[Tensor]]] = {}  # ids of a chunk's tensors -> its digest
+
+    def save(self, step: int, tree: Tree, facts: dict[str, Any]) -> None:
+        """Write a checkpoint, then remove what neither it nor its predecessor needs."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        skeleton, chunks = pack(tree)
+        held: dict[tuple[int, ...], tuple[str, list[Tensor]]] = {}
+        digests = [self._store(chunk, held) for chunk in chunks]
+        body = {"schema": SCHEMA, "step": step, "facts": facts, "skeleton": skeleton, "chunks": digests}
+        body["sha256"] = _digest_of(body)
+        write_atomically(self.folder / f"step-{step:06d}.json", json.dumps(body).encode())
+        self._written = held
+        self._prune()
+
+    def load(self) -> Saved | None:
+        """The newest checkpoint that is whole; older ones stand in for damaged ones, with a warning. None if none is."""
+        for path in self._manifests():
+            try:
+                return self._read(path)
+            except (OSError, ValueError, KeyError) as error:
+                warnings.warn(
+                    ResceneWarning("W401", f"checkpoint {path.name} is damaged ({error}); going back to the one before"),
+                    stacklevel=2,
+                )
+        return None
+
+    def _store(self, chunk: Chunk, held: dict[tuple[int, ...], tuple[str, list[Tensor]]]) -> str:
+        """Write a chunk unless these very tensors were written before. States are never changed in place, and the
+        tensors are held on to here, so equal ids mean equal values."""
+        values = list(tensors(chunk))
+        key = tuple(id(value) for value in values)
+        known = self._written.get(key)
+        digest = known[0] if known else None
+        if digest is None:
+            data = save({name: value.detach().cpu().contiguous().clone() for name, value in chunk.items()})
+            digest = hashlib.sha256(data).hexdigest()
+            path = self._chunk_path(digest)
+            if not path.exists():
+                write_atomically(path, data)
+        held[key] = (digest, values)
+        return digest
+
+    def _read(self, path: Path) -> Saved:
+        body = json.loads(path.read_bytes())
+        if body.get("schema") != SCHEMA:
+            raise ValueError(f"format {body.get('schema')} is not {SCHEMA}")
+        if body.pop("sha256") != _digest_of(body):
+            raise ValueError("its checksum does not match")
+        chunks = []
+        for digest in body["chunks"]:
+            data = self._chunk_path(digest).read_bytes()
+            if hashlib.sha256(data).hexdigest() != digest:
+                raise ValueError(f"chunk {digest[:12]} does not match its checksum")
+            chunks.append(load(data))
+        return Saved(body["step"], unpack(body["skeleton"], chunks), body["facts"])
+
+    def _manifests(self) -> list[Path]:
+        return sorted(self.folder.glob("step-*.json"), reverse=True) if self.folder.is_dir() else []
+
+    def _chunk_path(self, digest: str) -> Path:
+        return self.folder / f"chunk-{digest[:32]}.safetensors"
+
+    def _prune(self) -> None:
+        kept, old = self._manifests()[:KEEP], self._manifests()[KEEP:]
+        needed = set()
+        for path in kept:
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                needed |= {self._chunk_path(digest).name for digest in json.loads(path.read_bytes())["chunks"]}
+        for path in old:
+            path.unlink(missing_ok=True)
+        for path in self.folder.glob("chunk-*.safetensors"):
+            if path.name not in needed:
+                path.unlink(missing_ok=True)
+
+
+def _digest_of(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,135 @@
+"""From a recipe to everything a run needs: images on the device, tasks, the split over sites, network, method."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rescene.config import Recipe
+from rescene.data import Dataset, Shard, Task, load, partition, plan_tasks
+from rescene.errors import ConfigError
+from rescene.methods import Method
+from rescene.nets import Arch, check_fits, grow_head, load_weights
+from rescene.rng import Rng
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Immutable set-up of one run; two runs with the same recipe have the same experiment."""
+
+    recipe: Recipe
+    method: Method
+    dataset: Dataset
+    tasks: list[Task]
+    shards: list[list[Tensor]]  # [task][client] -> positions into dataset.train
+    arch: Arch
+    device: torch.device
+    rng: Rng
+
+    def shard(self, task: Task, client: int, net: Callable[..., nn.Module]) -> Shard:
+        return Shard(self.dataset.train, self.shards[task.index][client], task, self.dataset.transform, net)
+
+    def initial_net(self) -> nn.Module:
+        """The network before the first task: fresh, or from ``model.init``."""
+        num_classes = self.tasks[0].num_seen
+        net = self.arch.build(num_classes, self.rng.at("init").generator())
+        if self.recipe.model.init:
+            net = self.arch.restore(self._given_weights(num_classes))
+        return net.to(self.device)
+
+    def participants(self, task: Task, round: int) -> list[int]:
+        """K of N without replacement; depends on seed, task and round only, so every method meets the same sites."""
+        federation = self.recipe.federation
+        generator = self.rng.at("participants", task.index, round).generator()
+        drawn = torch.randperm(federation.num_clients, generator=generator)[: federation.per_round]
+        return sorted(drawn.tolist())
+
+    def counts(self) -> dict[str, Any]:
+        """Images per site and class, for partition.json."""
+        labels = self.dataset.train.labels.cpu()
+        rows = []
+        for task, shards in zip(self.tasks, self.shards, strict=True):
+            full = [torch.bincount(labels[s.cpu()], minlength=task.num_seen) for s in shards]
+            rows.append(
+                {
+                    "task": task.index,
+                    "classes": list(task.classes),
+                    "counts": [[int(row[c]) for c in task.classes] for row in full],
+                }
+            )
+        return {"num_clients": len(self.shards[0]), "classes": list(self.dataset.classes), "tasks": rows}
+
+    def _given_weights(self, num_classes: int) -> dict[str, Tensor]:
+        state = load_weights(self.recipe.model.init)
+        rows = min(num_classes, len(state["head.weight"]))
+        head = {key: state[key][:rows] for key in ("head.weight", "head.bias")}
+        state = grow_head(state | head, num_classes, self.rng.at("init", "head").generator())
+        check_fits(self.arch, state)
+        return state
+
+
+def prepare(recipe: Recipe) -> Experiment:
+    """Load the data, plan the tasks, draw the split. Everything random has its own address under the seed."""
+    device = pick_device(recipe.device)
+    rng = Rng(recipe.seed)
+    method = recipe.build_method()
+    data = recipe.data
+    dataset = load(
+        data.name,
+        data.path,
+        image_size=data.image_size,
+        test_fraction=data.test_fraction,
+        seed=recipe.seed,
+        skip_unreadable=data.skip_unreadable,
+    )
+    plan = recipe.tasks
+    dataset, tasks = plan_tasks(
+        dataset,
+        scenario=plan.scenario,
+        per_task=plan.per_task,
+        count=plan.count,
+        sizes=plan.sizes,
+        plan=plan.plan,
+        order=plan.order,
+        seed=recipe.seed,
+    )
+    tasks = tasks[: plan.limit]
+    dataset = dataset.to(device)
+    tasks = [replace(task, train=task.train.to(device), test=task.test.to(device)) for task in tasks]
+    federation = recipe.federation
+    shards = []
+    for task in tasks:
+        parts = partition(
+            dataset.train.labels[task.train].cpu(),
+            federation.num_clients,
+            kind=federation.partition,
+            beta=federation.beta,
+            seed=rng.at("split", task.index).integer(),
+            min_size=federation.min_size,
+        )
+        shards.append([task.train[part.to(device)] for part in parts])
+    arch = Arch(recipe.model.name, dataset.image_size, recipe.model.norm, recipe.model.width)
+    return Experiment(recipe, method, dataset, tasks, shards, arch, device, rng)
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError("E107", f"unknown device {name!r}", fix="device=auto, cpu, cuda or cuda:0") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("E107", f"device {name!r} is not there", why="torch sees no CUDA device", fix="device=cpu")
+    return device
+
+
+def use_all_cores() -> None:
+    """Threads for torch: what the machine lets this process use (containers often show more cores than they give)."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1))

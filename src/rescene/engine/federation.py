@@ -1,0 +1,141 @@
+"""The federation inside one process: ``ask`` calls the clients' verbs directly, all in one pass where a method can."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rescene.data import Shard, Task, Transform
+from rescene.engine.ledger import Ledger
+from rescene.errors import ResceneError, RunError
+from rescene.methods import Method, Payload, Uploads
+from rescene.nets import Arch
+from rescene.record import Tree, check_tree
+from rescene.rng import Rng
+
+Answer = tuple[Payload, Tree]
+Note = Callable[..., None]  # events.note(level, code, message, client=...)
+
+
+class InProcess:
+    """All sites simulated here. ``form`` is batched, one-by-one or debug (stop at the first failing client)."""
+
+    def __init__(
+        self,
+        method: Method,
+        arch: Arch,
+        shard_of: Callable[[Task, int], Shard],
+        ledger: Ledger,
+        note: Note,
+        *,
+        num_clients: int,
+        num_rounds: int,
+        transform: Transform,
+        device: torch.device,
+        rng: Rng,
+        form: str = "batched",
+        quorum: float = 0.5,
+    ) -> None:
+        self.method, self.arch, self.ledger, self.note = method, arch, ledger, note
+        self.clients: Sequence[int] = range(num_clients)
+        self.participants: Sequence[int] = self.clients
+        self.num_rounds, self.transform, self.device = num_rounds, transform, device
+        self.client_states: dict[int, Tree] = {}
+        self.task: Task
+        self.observe: Callable[[Mapping[int, Payload]], None] = lambda uploads: None
+        self.traffic = [0, 0]  # bytes up and down since the last move
+        self._shard_of, self._rng, self._form, self._quorum = shard_of, rng, form, quorum
+
+    def move(self, task: Task, round: int | None, participants: Sequence[int] | None = None) -> None:
+        """Go to a place in time; ``round`` None is the beginning or end of the task, where everybody may be asked."""
+        self.task, self.participants = task, self.clients if participants is None else participants
+        self._place = self._rng.at("client", task.index, -1 if round is None else round)
+        self._exchanges = 0
+        self.traffic = [0, 0]
+
+    def net(self, model: Mapping[str, Tensor]) -> nn.Module:
+        return self.ledger.meter.attach(self.arch.restore(model), len(model["head.weight"]))
+
+    def ask(self, clients: Sequence[int], verb: str, payload: Payload) -> Uploads:
+        """Call ``verb`` on these clients; answers come back in client order, failures are noted and left out."""
+        check_tree(payload, f"payload of {verb}")
+        rng, self._exchanges = self._place.at(verb, self._exchanges), self._exchanges + 1
+        clients = sorted(clients)
+        with self.ledger.meter.on("client"):
+            answers = self._answers(clients, verb, payload, rng)
+        for client, (upload, state) in answers.items():
+            check_tree(upload, f"upload of client {client} to {verb}")
+            self.client_states[client] = state
+        uploads = {client: upload for client, (upload, _) in answers.items()}
+        up, down = self.ledger.exchange(verb, payload, list(uploads.values()), len(clients))
+        self.traffic = [self.traffic[0] + up, self.traffic[1] + down]
+        self._require_quorum(len(uploads), len(clients), verb)
+        self.observe(uploads)
+        return uploads
+
+    def _answers(self, clients: Sequence[int], verb: str, payload: Payload, rng: Rng) -> dict[int, Answer]:
+        batched = getattr(self.method, f"{verb}_batched", None)
+        if self._form == "batched" and batched is not None and len(clients) > 1:
+            try:
+                shards = [self._shard_of(self.task, k) for k in clients]
+                states = [self.client_states.get(k) for k in clients]
+                return dict(zip(clients, batched(payload, shards, states, [rng.at(k) for k in clients]), strict=True))
+            except ResceneError:
+                raise
+            except Exception as error:
+                self.note("info", "I301", f"{verb} failed for all sites together ({_first_line(error)}); one by one now")
+        one = getattr(self.method, verb)
+        answers = {}
+        for client in clients:
+            try:
+                shard = self._shard_of(self.task, client)
+                answers[client] = one(payload, shard, self.client_states.get(client), rng.at(client))
+            except Exception as error:
+                if self._form == "debug":
+                    raise self._explain(error, verb, client, payload) from error
+                self.note("error", "E321", f"site {client} failed in {verb}: {_first_line(error)}", client=client)
+        return answers
+
+    def _require_quorum(self, answered: int, asked: int, verb: str) -> None:
+        if answered < self._quorum * asked or (asked and not answered):
+            raise RunError(
+                "E320",
+                f"only {answered} of {asked} sites answered {verb}",
+                where=f"task {self.task.index}",
+                why=f"the quorum is {self._quorum:.0%}; events.jsonl names each failure",
+                fix="federation.engine=debug stops at the first failure; the run can be resumed",
+            )
+
+    def _explain(self, error: Exception, verb: str, client: int, payload: Payload) -> RunError:
+        shard = self._shard_of(self.task, client)
+        counts = {label: len(members) for label, members in shard.by_class().items()}
+        return RunError(
+            "E321",
+            f"site {client} failed in {verb}: {_first_line(error)}",
+            where=f"task {self.task.index}, {_last_frame(error)}",
+            why=f"payload {_describe(payload)}; images per class {counts}; state {_describe(self.client_states.get(client))}",
+            fix="--debug shows the whole traceback",
+        )
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+def _last_frame(error: BaseException) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno} in {frame.name}"
+
+
+def _describe(tree: Any) -> str:
+    """Shapes instead of numbers."""
+    if isinstance(tree, Tensor):
+        return f"{str(tree.dtype).removeprefix('torch.')}{list(tree.shape)}"
+    if isinstance(tree, dict):
+        inner = ", ".join(f"{key}: {_describe(value)}" for key, value in list(tree.items())[:4])
+        return "{" + inner + (f", and {len(tree) - 4} more" if len(tree) > 4 else "") + "}"
+    return repr(tree)[:80]

@@ -1,0 +1,138 @@
+"""The run folder: everything known about a run, in files that outlive it.
+
+config.yaml origin.json command.txt env.json   what was asked, from where, and on what
+status.json metrics.jsonl events.jsonl          how it goes
+partition.json partition.safetensors            who holds what
+results.json timing.json csv/ model/            what came out; no wall-clock value outside timing.json
+surrogates.safetensors surrogates.json          a few uploads beside their nearest real images
+checkpoints/                                    how to go on
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors.torch import save
+
+import rescene
+from rescene.config import Resolved
+from rescene.config.compose import difference, flatten
+from rescene.engine.checkpoint import Checkpoints, write_atomically, write_json
+from rescene.engine.experiment import Experiment
+from rescene.errors import RunError
+
+NOT_COMPARED = {"device"}  # may change between the parts of a run without changing the experiment
+
+
+class RunFolder:
+    """Paths and writers of one run. Appending files are cut back on resume to what the checkpoint knew."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = Checkpoints(path / "checkpoints")
+
+    @property
+    def finished(self) -> bool:
+        return (self.path / "results.json").is_file()
+
+    def open(self, resolved: Resolved) -> None:
+        """Make the folder, or check that it belongs to this very experiment."""
+        config = self.path / "config.yaml"
+        if config.is_file():
+            before = flatten(yaml.safe_load(config.read_text(encoding="utf-8")))
+            changed = [row for row in difference(before, resolved.flat()) if row[0] not in NOT_COMPARED]
+            if changed:
+                rows = "\n".join(f"{key}: {old!r} -> {new!r}" for key, old, new in changed)
+                raise RunError(
+                    "E405",
+                    "this folder holds a run with a different recipe",
+                    where=str(self.path),
+                    why=rows,
+                    fix="use another --out, or remove the folder",
+                )
+            return
+        if self.path.is_dir() and any(self.path.iterdir()):
+            raise RunError("E406", "the folder is not empty and not a run", where=str(self.path), fix="use another --out")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunError("E407", f"cannot make the run folder: {error.strerror}", where=str(self.path)) from None
+        text = yaml.safe_dump(resolved.recipe.model_dump(mode="json"), sort_keys=False)
+        write_json(self.path / "origin.json", {"recipe": resolved.name, "origins": resolved.origins})
+        write_atomically(self.path / "command.txt", f"{_command()}\n".encode())
+        write_atomically(config, text.encode())
+
+    def describe(self, experiment: Experiment) -> None:
+        """Who holds what, and on what machine."""
+        write_json(self.path / "partition.json", experiment.counts())
+        index = {
+            f"task{t}.client{k}": part.cpu().contiguous()
+            for t, parts in enumerate(experiment.shards)
+            for k, part in enumerate(parts)
+        }
+        write_atomically(self.path / "partition.safetensors", save(index))
+        write_json(self.path / "env.json", environment(experiment))
+
+    def append(self, name: str, row: dict[str, Any]) -> None:
+        with open(self.path / name, "a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def lengths(self) -> dict[str, int]:
+        """Sizes of the appending files, part of every checkpoint."""
+        names = ("metrics.jsonl", "events.jsonl")
+        return {name: (self.path / name).stat().st_size if (self.path / name).exists() else 0 for name in names}
+
+    def cut(self, lengths: dict[str, int]) -> None:
+        """Drop lines written after the checkpoint: their rounds will be run again."""
+        for name, length in lengths.items():
+            path = self.path / name
+            if path.exists() and path.stat().st_size > length:
+                os.truncate(path, length)
+
+    def status(self, **fields: Any) -> None:
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        write_json(self.path / "status.json", {"schema": 1, "updated": now, "pid": os.getpid(), **fields})
+
+
+def environment(experiment: Experiment) -> dict[str, Any]:
+    """What a number depends on besides the recipe."""
+    device = experiment.device
+    return {
+        "schema": 1,
+        "rescene": rescene.__version__,
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "platform": platform.platform(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})",
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "data": experiment.dataset.name,
+        "data_notes": list(experiment.dataset.notes),
+        "data_fingerprint": experiment.dataset.fingerprint(),
+        "normalisation": {"mean": experiment.dataset.transform.mean, "std": experiment.dataset.transform.std},
+    }
+
+
+def _command() -> str:
+    return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
+def _commit() -> str | None:
+    """The commit of the source tree, if the package runs from one."""
+    try:
+        found = subprocess.run(
+            ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout.strip() or None if found.returncode == 0 else None

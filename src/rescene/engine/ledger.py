@@ -1,0 +1,103 @@
+"""The ledger: bytes of real payloads, floating-point operations, remembered state. Methods know nothing of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rescene.nets import Arch, forward_flops
+from rescene.record import Tree, num_bytes
+
+
+class FlopMeter:
+    """Counts operations by a hook on the network's body.
+
+    An image costs F going forward. A backward pass costs 2F when weights learn (gradients of inputs and of weights) and F
+    when only pixels do. F counts convolutions and linear layers, two operations per multiply-add.
+    """
+
+    def __init__(self, arch: Arch) -> None:
+        self.arch = arch
+        self.side = "server"
+        self.flops = {"client": 0, "server": 0, "evaluation": 0}
+
+    @contextmanager
+    def on(self, side: str) -> Iterator[None]:
+        """Everything inside is work of this side."""
+        before, self.side = self.side, side
+        try:
+            yield
+        finally:
+            self.side = before
+
+    def attach(self, net: nn.Module, num_classes: int) -> nn.Module:
+        cost = forward_flops(self.arch, num_classes)
+
+        def count(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            passes = 1
+            if torch.is_grad_enabled() and output.requires_grad:
+                passes += 2 if next(module.parameters()).requires_grad else 1
+            self.flops[self.side] += len(inputs[0]) * cost * passes
+
+        net.body.register_forward_hook(count)  # type: ignore[union-attr, arg-type]
+        return net
+
+
+class Ledger:
+    """Sums over a run; a plain dict goes into every checkpoint and comes back from it."""
+
+    def __init__(self, meter: FlopMeter) -> None:
+        self.meter = meter
+        self.sums: dict[str, int] = dict.fromkeys(
+            ("uplink_bytes", "downlink_bytes", "round_uplink_bytes", "round_downlink_bytes", "round_messages"), 0
+        )
+        self.client_state_bytes = 0
+        self.server_state_bytes = 0
+
+    def exchange(self, verb: str, down: Tree, ups: list[Tree], num_asked: int) -> tuple[int, int]:
+        """Enter one call of ``ask``: the payload went to everybody asked, the answers came back. Returns (up, down)."""
+        down_bytes, up_bytes = num_bytes(down) * num_asked, sum(num_bytes(up) for up in ups)
+        self.sums["downlink_bytes"] += down_bytes
+        self.sums["uplink_bytes"] += up_bytes
+        if verb == "client_round":
+            self.sums["round_downlink_bytes"] += down_bytes
+            self.sums["round_uplink_bytes"] += up_bytes
+            self.sums["round_messages"] += num_asked
+        return up_bytes, down_bytes
+
+    def states(self, server: Tree, clients: dict[int, Tree], model_bytes: int) -> None:
+        """Remember the largest state so far: a client holds the model plus what it keeps between rounds."""
+        self.server_state_bytes = max(self.server_state_bytes, num_bytes(server))
+        largest = max((num_bytes(state) for state in clients.values()), default=0)
+        self.client_state_bytes = max(self.client_state_bytes, model_bytes + largest)
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "sums": self.sums,
+            "flops": self.meter.flops,
+            "client_state_bytes": self.client_state_bytes,
+            "server_state_bytes": self.server_state_bytes,
+        }
+
+    def restore(self, facts: dict[str, Any]) -> None:
+        self.sums = dict(facts["sums"])
+        self.meter.flops = dict(facts["flops"])
+        self.client_state_bytes = facts["client_state_bytes"]
+        self.server_state_bytes = facts["server_state_bytes"]
+
+    def measured(self) -> dict[str, float]:
+        messages = max(self.sums["round_messages"], 1)
+        return {
+            "uplink_bytes": self.sums["uplink_bytes"],
+            "downlink_bytes": self.sums["downlink_bytes"],
+            "uplink_bytes_per_message": self.sums["round_uplink_bytes"] / messages,
+            "downlink_bytes_per_message": self.sums["round_downlink_bytes"] / messages,
+            "client_state_bytes": self.client_state_bytes,
+            "server_state_bytes": self.server_state_bytes,
+            "client_flops": self.meter.flops["client"],
+            "server_flops": self.meter.flops["server"],
+        }

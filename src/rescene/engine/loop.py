@@ -1,0 +1,285 @@
+"""The one loop that owns time.
+
+A run is a schedule of steps: for each task, begin, R rounds, end. After each step the state is committed, so a run that
+dies continues with the first step that was not. What happens inside a step belongs to the method.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from safetensors.torch import save
+
+from rescene.config import Resolved
+from rescene.data import Task
+from rescene.engine.checkpoint import write_atomically, write_json
+from rescene.engine.evaluate import Evaluation, evaluate
+from rescene.engine.experiment import Experiment, prepare
+from rescene.engine.federation import InProcess
+from rescene.engine.folder import RunFolder
+from rescene.engine.ledger import FlopMeter, Ledger
+from rescene.engine.results import results_of, write_tables
+from rescene.engine.watch import LeakageWatch, Progress, Timer, warnings_to
+from rescene.nets import state_bytes
+from rescene.record import to_device
+
+
+@dataclass(frozen=True)
+class Step:
+    task: Task
+    round: int | None  # None: begin (ends=False) or end of the task
+    ends: bool = False
+
+
+@dataclass
+class Facts:
+    """What the run has found out so far, in plain values; part of every checkpoint."""
+
+    matrix: list[list[float]] = field(default_factory=list)
+    incremental: list[float] = field(default_factory=list)
+    within_task: list[float] = field(default_factory=list)
+    confusion: list[list[int]] = field(default_factory=list)
+    leakage: list[dict[str, Any]] = field(default_factory=list)
+    num_client_failures: int = 0
+    num_fallbacks: int = 0
+
+
+def schedule(tasks: list[Task], num_rounds: int) -> list[Step]:
+    """begin, rounds, end for each task."""
+    steps = []
+    for task in tasks:
+        steps += [Step(task, None), *(Step(task, r) for r in range(num_rounds)), Step(task, None, ends=True)]
+    return steps
+
+
+def run(resolved: Resolved, folder: RunFolder, progress: Progress = lambda event: None) -> dict[str, Any]:
+    """Run, or continue, the experiment of this folder; returns what results.json holds."""
+    folder.open(resolved)
+    return Run(resolved, folder, progress).complete()
+
+
+class Run:
+    """One run in progress: the method's state, the federation, and what is noticed on the way."""
+
+    def __init__(self, resolved: Resolved, folder: RunFolder, progress: Progress) -> None:
+        self.folder, self.progress, self.timer = folder, progress, Timer()
+        self.facts, self.place = Facts(), (0, -1)
+        self.early: list[dict[str, Any]] = []
+        with self.timer.phase("prepare"), warnings_to(self._keep_early):
+            self.experiment: Experiment = prepare(resolved.recipe)
+        e = self.experiment
+        self.steps = schedule(e.tasks, resolved.recipe.federation.num_rounds)
+        self.leakage = LeakageWatch(e.dataset)
+        self.ledger = Ledger(FlopMeter(e.arch))
+        federation = resolved.recipe.federation
+        self.federation = InProcess(
+            e.method,
+            e.arch,
+            lambda task, client: e.shard(task, client, self.federation.net),
+            self.ledger,
+            self.note,
+            num_clients=federation.num_clients,
+            num_rounds=federation.num_rounds,
+            transform=e.dataset.transform,
+            device=e.device,
+            rng=e.rng,
+            form=federation.engine,
+            quorum=federation.quorum,
+        )
+        self.federation.observe = self._observe
+        self.state: Any = None
+        self._setting = {
+            "method": e.method.title,
+            "num_tasks": len(e.tasks),
+            "num_rounds": federation.num_rounds,
+        }
+
+    def complete(self) -> dict[str, Any]:
+        done = self._restore()
+        self._tell("start", done=done, steps=len(self.steps))
+        for number, step in enumerate(self.steps[done:], start=done + 1):
+            self._perform(step)
+            self._commit(number)
+        return self._finish()
+
+    def _perform(self, step: Step) -> None:
+        task, method, rng = step.task, self.experiment.method, self.experiment.rng.at("server", step.task.index)
+        self.place = (task.index, -1 if step.round is None else step.round)
+        if step.round is not None:
+            self._round(task, step.round)
+            return
+        self.federation.move(task, None)
+        if step.ends:
+            with self.timer.phase("server"):
+                self.state = method.end_task(self.state, task, self.federation, rng.at("end"))
+            self._after_task(task)
+            return
+        self.leakage.begin(task)
+        with self.timer.phase("server"):
+            if self.state is None:
+                self.state = method.init(self.experiment.initial_net(), self.experiment.rng.at("init"))
+            self.state = method.begin_task(self.state, task, self.federation, rng.at("begin"))
+
+    def _round(self, task: Task, r: int) -> None:
+        """One round, as in the contract: broadcast, ask, learn."""
+        e, rng = self.experiment, self.experiment.rng.at("server", task.index, r)
+        self.federation.move(task, r, e.participants(task, r))
+        self._tell("phase", phase="clients")
+        with self.timer.phase("client"):
+            payload = e.method.broadcast(self.state, r, self.federation, rng.at("broadcast"))
+            uploads = self.federation.ask(self.federation.participants, "client_round", payload)
+        self._tell("phase", phase="server")
+        with self.timer.phase("server"):
+            self.state = e.method.server_round(self.state, uploads, r, self.federation, rng.at("round"))
+        self.ledger.states(self.state, self.federation.client_states, state_bytes(self.state.model))
+        every = e.recipe.federation.evaluate_every
+        accuracy = self._evaluate(task).overall if every and (r + 1) % every == 0 else None
+        up, down = self.federation.traffic
+        row = {
+            "kind": "round",
+            "task": task.index,
+            "round": r,
+            "participants": list(self.federation.participants),
+            "accuracy": accuracy,
+            "uplink_bytes": up,
+            "downlink_bytes": down,
+            "notes": _notes(self.state, uploads),
+        }
+        self.folder.append("metrics.jsonl", row)
+        self._tell("round", **row)
+
+    def _after_task(self, task: Task) -> None:
+        found = self._evaluate(task)
+        facts, missing = self.facts, len(self.experiment.tasks) - task.index - 1
+        facts.matrix.append(found.per_task + [math.nan] * missing)
+        facts.incremental.append(_overall(found, self.experiment.recipe.tasks.scenario))
+        facts.within_task, facts.confusion = found.within_task, found.confusion
+        summary = self.leakage.summary()
+        if summary is not None:
+            facts.leakage.append({"task": task.index, **summary})
+            self._save_gallery()
+        row = {"kind": "task", "task": task.index, "accuracy": found.per_task, "aa": facts.incremental[-1]}
+        self.folder.append("metrics.jsonl", row)
+        self._tell("task", **row)
+
+    def _evaluate(self, task: Task) -> Evaluation:
+        self._tell("phase", phase="evaluate")
+        with self.timer.phase("evaluate"), self.ledger.meter.on("evaluation"):
+            net = self.federation.net(self.state.model)
+            return evaluate(net, self.experiment.dataset, self.experiment.tasks[: task.index + 1])
+
+    def _observe(self, uploads: Any) -> None:
+        with self.timer.phase("leakage"):
+            self.leakage.look(uploads)
+        fallbacks = sum(int(u.get("notes", {}).get("num_fallbacks", 0)) for u in uploads.values())
+        if fallbacks:
+            self.facts.num_fallbacks += fallbacks
+            self.note("warning", "W301", f"{fallbacks} surrogates became non-finite and fell back to their start image")
+
+    def note(self, level: str, code: str, message: str, client: int | None = None) -> None:
+        """Write an event; failures of clients are counted."""
+        if client is not None and level == "error":
+            self.facts.num_client_failures += 1
+        task, round = self.place
+        row = {"task": task, "round": round, "level": level, "code": code, "message": message, "client": client}
+        self.folder.append("events.jsonl", row)
+        self._tell("event", **row)
+
+    def _keep_early(self, level: str, code: str, message: str) -> None:
+        self.early.append({"level": level, "code": code, "message": message})
+
+    def _tell(self, what: str, **fields: Any) -> None:
+        self.progress({"event": what, "place": self.place, "elapsed_s": self.timer.total(), **self._setting, **fields})
+
+    def _commit(self, number: int) -> None:
+        with self.timer.phase("checkpoint"):
+            tree = {
+                "state": self.state,
+                "clients": {str(k): state for k, state in sorted(self.federation.client_states.items())},
+                "leakage": self.leakage.tree(),
+            }
+            facts = {"facts": _plain(vars(self.facts)), "ledger": self.ledger.facts(), "lengths": self.folder.lengths()}
+            self.folder.checkpoints.save(number, tree, facts)
+            task, round = self.place
+            aa = self.facts.incremental[-1] if self.facts.incremental else None
+            self.folder.status(
+                state="running", task=task, round=round, done=number, steps=len(self.steps), aa=aa, **self._setting
+            )
+
+    def _restore(self) -> int:
+        """Load the newest good checkpoint; returns the number of steps done (0: from the beginning)."""
+        with warnings_to(self._keep_early):
+            saved = self.folder.checkpoints.load()
+        if saved is None:
+            self.folder.cut(dict.fromkeys(self.folder.lengths(), 0))
+            self.folder.describe(self.experiment)
+        else:
+            self.folder.cut(saved.facts["lengths"])
+            e = self.experiment
+            self.state = to_device(saved.tree["state"], e.device)
+            self.federation.client_states = {int(k): to_device(v, e.device) for k, v in saved.tree["clients"].items()}
+            self.facts = Facts(**_unplain(saved.facts["facts"]))
+            self.ledger.restore(saved.facts["ledger"])
+            step = self.steps[saved.step - 1]
+            self.leakage.restore(step.task, saved.tree["leakage"])
+            self.place = (step.task.index, -1 if step.round is None else step.round)
+            self.early.append({"level": "info", "code": "I401", "message": f"resumed after step {saved.step}"})
+        for event in self.early:
+            self.note(**event)
+        return saved.step if saved else 0
+
+    def _finish(self) -> dict[str, Any]:
+        """The model first, then the tables: whatever happens later, the result of the training is safe."""
+        path, e = self.folder.path, self.experiment
+        (path / "model").mkdir(exist_ok=True)
+        model = {key: value.detach().cpu().contiguous() for key, value in self.state.model.items()}
+        write_atomically(path / "model" / "final.safetensors", save(model))
+        card = {"schema": 1, "arch": vars(e.arch), "classes": list(e.dataset.classes[: e.tasks[-1].num_seen])}
+        look = {"mean": e.dataset.transform.mean, "std": e.dataset.transform.std}
+        write_json(path / "model" / "model.json", card | look)
+        results = results_of(e, vars(self.facts), self.ledger)
+        write_tables(path / "csv", results, path / "metrics.jsonl")
+        write_json(path / "timing.json", self.timer.report())
+        write_json(path / "results.json", results)
+        task, round = self.place
+        self.folder.status(
+            state="done", task=task, round=round, done=len(self.steps), steps=len(self.steps), aa=results["aa"], **self._setting
+        )
+        self._tell("done", results=results)
+        return results
+
+    def _save_gallery(self) -> None:
+        """A few surrogates per class beside their nearest real images, of all tasks so far."""
+        pictures, rows = self.leakage.gallery()
+        write_atomically(self.folder.path / "surrogates.safetensors", save(pictures))
+        write_json(self.folder.path / "surrogates.json", rows)
+
+
+def _overall(found: Evaluation, scenario: str) -> float:
+    """Accuracy over all seen test images; the macro mean over domains when tasks are domains."""
+    return sum(found.per_task) / len(found.per_task) if scenario == "domain" else found.overall
+
+
+def _notes(state: Any, uploads: Any) -> dict[str, float]:
+    """Numbers worth logging: the server's own, and the mean of each of the clients'."""
+    gathered: dict[str, list[float]] = {}
+    for upload in uploads.values():
+        for key, value in upload.get("notes", {}).items():
+            gathered.setdefault(key, []).append(float(value))
+    means = {key: sum(values) / len(values) for key, values in gathered.items()}
+    return {key: value for key, value in (means | getattr(state, "notes", {})).items() if math.isfinite(value)}
+
+
+def _plain(value: Any) -> Any:
+    """NaN as null, so that JSON stays JSON."""
+    if isinstance(value, dict):
+        return {key: _plain(v) for key, v in value.items()}
+    if isinstance(value, list):
+        return [_plain(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _unplain(facts: dict[str, Any]) -> dict[str, Any]:
+    return facts | {"matrix": [[math.nan if v is None else v for v in row] for row in facts["matrix"]]}

@@ -1,0 +1,145 @@
+"""results.json and the tables beside it: everything later readers need, and no wall-clock value."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rescene import functional as fn
+from rescene.engine.experiment import Experiment
+from rescene.engine.ledger import Ledger
+from rescene.engine.nominal import nominal_cost
+
+SCHEMA = 1
+NO_IMAGES = "No images leave the sites, but model weights do; weights can be inverted and carry no formal guarantee."
+NO_GUARANTEE = "Not private: uploads carry no formal guarantee."
+
+
+def results_of(experiment: Experiment, facts: dict[str, Any], ledger: Ledger) -> dict[str, Any]:
+    """The record of a finished run. Percent throughout; entries of the accuracy matrix above the diagonal are null."""
+    matrix = facts["matrix"]
+    tasks = experiment.tasks
+    sizes = None if experiment.recipe.tasks.scenario == "domain" else [len(task.test) for task in tasks]
+    old, recent = fn.old_and_recent(matrix)
+    leakage = _leakage(facts["leakage"])
+    return _rounded(
+        {
+            "schema": SCHEMA,
+            "method": experiment.method.name,
+            "aa": fn.average_accuracy(matrix, sizes),
+            "aia": fn.average_incremental_accuracy(matrix, sizes),
+            "forgetting": fn.forgetting(matrix),
+            "bwt": fn.backward_transfer(matrix),
+            "old": old,
+            "recent": recent,
+            "worst_task": min(matrix[-1]),
+            "balanced_accuracy": fn.balanced_accuracy(facts["confusion"]),
+            "within_task": facts["within_task"],
+            "incremental_accuracy": facts["incremental"],
+            "accuracy_matrix": matrix,
+            "confusion": facts["confusion"],
+            "tasks": [
+                {
+                    "index": task.index,
+                    "classes": [experiment.dataset.classes[c] for c in task.classes],
+                    "domain": None if task.domain is None else experiment.dataset.domains[task.domain],
+                    "train_size": len(task.train),
+                    "test_size": len(task.test),
+                }
+                for task in tasks
+            ],
+            "cost": {"measured": ledger.measured(), "nominal": nominal_cost(experiment)},
+            "leakage": leakage,
+            "privacy": {"private": False, "statement": _statement(leakage)},
+            "events_summary": {
+                "client_failures": facts["num_client_failures"],
+                "image_fallbacks": facts["num_fallbacks"],
+            },
+            "seed": experiment.recipe.seed,
+            "config": experiment.recipe.model_dump(mode="json", exclude={"device"}),
+        }
+    )
+
+
+def write_tables(folder: Path, results: dict[str, Any], metrics: Path) -> None:
+    """The same numbers as CSV: accuracy matrix, rounds, cost, confusion."""
+    folder.mkdir(exist_ok=True)
+    tasks = [f"task_{j}" for j in range(len(results["tasks"]))]
+    _write_csv(
+        folder / "accuracy_matrix.csv",
+        ["after_task", *tasks],
+        ([i, *row] for i, row in enumerate(results["accuracy_matrix"])),
+    )
+    names = [name for task in results["tasks"] for name in task["classes"]]
+    names = names[: len(results["confusion"])]
+    _write_csv(
+        folder / "confusion.csv",
+        ["true_class", *names],
+        ([name, *row] for name, row in zip(names, results["confusion"], strict=True)),
+    )
+    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    keys = ("task", "round", "accuracy", "uplink_bytes", "downlink_bytes")
+    rounds = [row for row in lines if row["kind"] == "round"]
+    _write_csv(folder / "rounds.csv", list(keys), ([row[key] for key in keys] for row in rounds))
+    _write_csv(
+        folder / "participation.csv",
+        ["task", "round", "client"],
+        ([row["task"], row["round"], client] for row in rounds for client in row["participants"]),
+    )
+    cost = results["cost"]
+    nominal = cost["nominal"] or {}
+    _write_csv(
+        folder / "cost.csv",
+        ["quantity", "measured", "nominal"],
+        ([key, value, nominal.get(key)] for key, value in cost["measured"].items()),
+    )
+
+
+def _leakage(per_task: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Figures over the whole run from those of the tasks: counts add up, means are weighted by images."""
+    total = sum(row["num_images"] for row in per_task)
+    if not total:
+        return None
+
+    def mean(key: str) -> float:
+        return float(sum(row[key] * row["num_images"] for row in per_task) / total)
+
+    return {
+        "num_images": total,
+        "nearest_rms_mean": mean("nearest_rms_mean"),
+        "nearest_rms_median": mean("nearest_rms_median"),
+        "nearest_rms_min": min(row["nearest_rms_min"] for row in per_task),
+        "nearest_psnr_median_db": mean("nearest_psnr_median_db"),
+        "near_copies": mean("near_copies"),
+        "exact_copies": sum(row["exact_copies"] for row in per_task),
+        "per_task": per_task,
+    }
+
+
+def _statement(leakage: dict[str, Any] | None) -> str:
+    if leakage is None:
+        return NO_IMAGES
+    share = f"{100 * leakage['near_copies']:.0f} %"
+    return f"{NO_GUARANTEE} {share} of the uploaded images are near-copies (PSNR > 30 dB) of a real training image."
+
+
+def _rounded(value: Any) -> Any:
+    """Ten decimals and null for NaN: readable, and the same text for the same bits."""
+    if isinstance(value, dict):
+        return {key: _rounded(v) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_rounded(v) for v in value]
+    if isinstance(value, float):
+        return round(value, 10) if math.isfinite(value) else None
+    return value
+
+
+def _write_csv(path: Path, header: list[str], rows: Iterable[list[Any]]) -> None:
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(header)
+        writer.writerows(["" if cell is None else cell for cell in row] for row in rows)

@@ -1,0 +1,131 @@
+"""What the engine notices while a run goes on: phases, events, and how close uploads are to real images."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rescene.data import Dataset, Task
+from rescene.errors import ResceneWarning
+from rescene.methods import Payload
+from rescene.privacy import nearest_real, psnr, summarise
+
+SAMPLES_PER_CLASS = 4
+Progress = Callable[[dict[str, Any]], None]
+
+
+class Timer:
+    """Seconds per phase; phases do not nest, the inner one counts and the outer one waits."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._open: list[tuple[str, float]] = []
+        self._begin = time.perf_counter()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self._pause()
+        self._open.append((name, time.perf_counter()))
+        try:
+            yield
+        finally:
+            self._pause()
+            self._open.pop()
+            if self._open:
+                self._open[-1] = (self._open[-1][0], time.perf_counter())
+
+    def _pause(self) -> None:
+        if self._open:
+            name, since = self._open[-1]
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - since
+            self._open[-1] = (name, time.perf_counter())
+
+    def total(self) -> float:
+        return time.perf_counter() - self._begin
+
+    def report(self) -> dict[str, Any]:
+        total = self.total()
+        rounded = {name: round(value, 3) for name, value in sorted(self.seconds.items())}
+        return {"schema": 1, "total_s": round(total, 3), "phases": rounded | {"other": round(total - sum(self.seconds.values()), 3)}}
+
+
+class LeakageWatch:
+    """Looks at every upload that carries images and measures its distance to the nearest real training image."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset = dataset
+        self.samples: dict[str, dict[str, Tensor]] = {}  # by task: a few uploads beside their nearest real images
+        self.begin(None)
+
+    def begin(self, task: Task | None) -> None:
+        self.task = task
+        self.rms: list[Tensor] = []
+        self.psnr: list[Tensor] = []
+
+    def look(self, uploads: Mapping[int, Payload]) -> None:
+        """Called with the answers to every ``ask``. The latest round's first images per class are kept as samples."""
+        parts = [(u["images"], u["labels"]) for u in uploads.values() if "images" in u and len(u["images"])]
+        if not parts or self.task is None:
+            return
+        images, labels = torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+        real = self.dataset.train.pixels[self.task.train]
+        rms, where = nearest_real(images, real, self.dataset.transform)
+        decibel = psnr(images, self.dataset.transform.normalise(real[where]), self.dataset.transform)
+        self.rms.append(rms.cpu())
+        self.psnr.append(decibel.cpu())
+        chosen = torch.cat([(labels == c).nonzero().squeeze(1)[:SAMPLES_PER_CLASS] for c in labels.unique().tolist()])
+        self.samples[str(self.task.index)] = {
+            "surrogates": self.dataset.transform.to_pixels(images[chosen]).cpu(),
+            "nearest": real[where[chosen]].cpu(),
+            "labels": labels[chosen].cpu(),
+            "rms": rms[chosen].cpu(),
+            "psnr": decibel[chosen].cpu(),
+        }
+
+    def summary(self) -> dict[str, Any] | None:
+        """Figures of the current task, None if nobody sent an image."""
+        return summarise(torch.cat(self.rms), torch.cat(self.psnr)) if self.rms else None
+
+    def gallery(self) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+        """All samples as two tensors of pictures, and one row of facts for each pair."""
+        parts = list(self.samples.values())
+        pictures = {key: torch.cat([part[key] for part in parts]).contiguous() for key in ("surrogates", "nearest")}
+        rows = [
+            {"task": int(task), "label": label, "class": self.dataset.classes[label], "rms": rms, "psnr": decibel}
+            for task, part in self.samples.items()
+            for label, rms, decibel in zip(
+                part["labels"].tolist(), part["rms"].tolist(), part["psnr"].tolist(), strict=True
+            )
+        ]
+        return pictures, rows
+
+    def tree(self) -> dict[str, Any]:
+        """For the checkpoint: the task's distances so far, and the samples."""
+        empty = torch.zeros(0)
+        rms, decibel = (torch.cat(part) if part else empty for part in (self.rms, self.psnr))
+        return {"rms": rms, "psnr": decibel, "samples": dict(self.samples)}
+
+    def restore(self, task: Task, tree: dict[str, Any]) -> None:
+        self.begin(task)
+        self.samples = tree["samples"]
+        if len(tree["rms"]):
+            self.rms, self.psnr = [tree["rms"]], [tree["psnr"]]
+
+
+@contextmanager
+def warnings_to(note: Callable[..., None]) -> Iterator[None]:
+    """Our own warnings become events; everybody else's stay warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ResceneWarning)
+        yield
+    for item in caught:
+        if isinstance(item.message, ResceneWarning):
+            note("warning", item.message.code, item.message.what)
+        else:
+            warnings.warn_explicit(item.message, item.category, item.filename, item.lineno)

@@ -1,0 +1,73 @@
+"""Errors that say what, where, why and how to fix it; each has a code and an exit status.
+
+Every layer may raise these. The command line prints them without a traceback (``--debug`` gives one).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class ResceneError(Exception):
+    """An error meant for a person. ``code`` is stable and listed in the docs; ``exit_code`` is the process status."""
+
+    exit_code = 1
+
+    def __init__(
+        self,
+        code: str,
+        what: str,
+        *,
+        where: str | None = None,
+        why: str | None = None,
+        fix: str | None = None,
+    ) -> None:
+        super().__init__(what)
+        self.code, self.what, self.where, self.why, self.fix = code, what, where, why, fix
+
+    def __str__(self) -> str:
+        lines = [f"error[{self.code}] {self.what}"]
+        for label in ("where", "why", "fix"):
+            text = getattr(self, label)
+            if text:
+                first, *rest = str(text).splitlines()
+                lines.append(f"  {label:<6} {first}")
+                lines.extend(f"  {'':<6} {line}" for line in rest)
+        return "\n".join(lines)
+
+
+class ConfigError(ResceneError):
+    """Something in the recipe, an override or a command-line argument (E1xx)."""
+
+    exit_code = 2
+
+
+class DataError(ResceneError):
+    """Images that are missing, half copied, unreadable or too few (E2xx)."""
+
+    exit_code = 3
+
+
+class RunError(ResceneError):
+    """A run that cannot go on (E3xx) or cannot be resumed (E4xx)."""
+
+    exit_code = 4
+
+
+class ResceneWarning(UserWarning):
+    """A warning worth keeping: shown once and written to the run's events."""
+
+    def __init__(self, code: str, what: str, *, fix: str | None = None) -> None:
+        super().__init__(f"warning[{code}] {what}" + (f"  fix: {fix}" if fix else ""))
+        self.code, self.what, self.fix = code, what, fix
+
+
+def did_you_mean(word: str, options: Iterable[str]) -> str | None:
+    """The closest option to a mistyped word, or None.
+
+    >>> did_you_mean("buget", ["budget", "beta"])
+    'budget'
+    """
+    close = difflib.get_close_matches(word, list(options), n=1, cutoff=0.6)
+    return close[0] if close else None

@@ -1,0 +1,34 @@
+"""The mathematics: tensors in, tensors out, the paper's symbols, nothing of the framework."""
+
+from rescene.functional.averaging import weighted_average
+from rescene.functional.balance import logit_adjusted_cross_entropy, sampling_probabilities
+from rescene.functional.clipping import clip_groups
+from rescene.functional.herding import herd, recent_window
+from rescene.functional.matching import group_means, matching_loss
+from rescene.functional.metrics import (
+    average_accuracy,
+    average_incremental_accuracy,
+    backward_transfer,
+    balanced_accuracy,
+    forgetting,
+    old_and_recent,
+)
+from rescene.functional.perturbation import perturbed
+
+__all__ = [
+    "average_accuracy",
+    "average_incremental_accuracy",
+    "backward_transfer",
+    "balanced_accuracy",
+    "clip_groups",
+    "forgetting",
+    "group_means",
+    "herd",
+    "logit_adjusted_cross_entropy",
+    "matching_loss",
+    "old_and_recent",
+    "perturbed",
+    "recent_window",
+    "sampling_probabilities",
+    "weighted_average",
+]

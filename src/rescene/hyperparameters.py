@@ -1,0 +1,33 @@
+"""Hyperparameters as frozen, validated records: every field has a symbol, a place in the paper and a meaning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Hyperparameters(BaseModel):
+    """Base of all such records. Unknown keys are refused; instances cannot be changed after they are made."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @classmethod
+    def table(cls) -> list[dict[str, Any]]:
+        """One row per hyperparameter (name, symbol, default, place, meaning), for `rescene list` and the docs."""
+        rows = []
+        for name, field in cls.model_fields.items():
+            about = field.json_schema_extra
+            if isinstance(about, dict) and "place" in about:
+                default = field.get_default(call_default_factory=True)
+                row = {"name": name, "symbol": about["symbol"], "default": default, "place": about["place"]}
+                rows.append(row | {"meaning": field.description})
+        return rows
+
+
+def hyper(default: Any, symbol: str, place: str, meaning: str, **bounds: Any) -> Any:
+    """A hyperparameter: its default, the paper's symbol, where the default comes from, and what it means.
+
+    ``bounds`` are pydantic's (gt, ge, lt, le, ...). A place in brackets marks a choice of ours where the paper is silent.
+    """
+    return Field(default, description=meaning, json_schema_extra={"symbol": symbol, "place": place}, **bounds)

@@ -1,0 +1,105 @@
+"""The contract of a method.
+
+The object is its hyperparameters, the state is an argument. A method is a frozen, validated record with six verbs, of which
+a simple one writes two (``client_round`` and ``server_round``). Time belongs to the engine, meaning to the method:
+
+    state = method.init(net, rng)
+    for each task:
+        state = method.begin_task(state, task, federation, rng)
+        for each round:
+            payload = method.broadcast(state, round, federation, rng)
+            uploads = federation.ask(federation.participants, "client_round", payload)
+            state = method.server_round(state, uploads, round, federation, rng)
+        state = method.end_task(state, task, federation, rng)
+
+What crosses the wire and what is remembered are trees of tensors and plain values (see ``rescene.record``); verbs never
+change their arguments. Three conventions let the engine account for a method without knowing it: a state has the global
+model under ``model``; pictures travel under ``images`` (normalised) with their ``labels``; numbers worth logging stand
+under ``notes`` in a state or an upload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from rescene.data import Shard, Task, Transform
+from rescene.hyperparameters import Hyperparameters
+from rescene.nets import grow_head
+from rescene.record import Tree, record
+from rescene.rng import Rng
+from rescene.steps import Training
+
+Payload = dict[str, Tree]
+Uploads = Mapping[int, Payload]  # by client, in ascending order whatever the order of arrival; a failed client is absent
+Model = dict[str, Tensor]
+
+
+class Federation(Protocol):
+    """What a method sees of the world on the server's side. In-process and Flower are two implementations."""
+
+    clients: Sequence[int]  # all N
+    participants: Sequence[int]  # the K of this round; all N outside rounds
+    task: Task
+    num_rounds: int
+    transform: Transform
+    device: torch.device
+
+    def ask(self, clients: Sequence[int], verb: str, payload: Payload) -> Uploads:
+        """Call a client verb, by name, on these clients: the only way to reach them; bytes are metered here."""
+
+    def net(self, model: Model) -> nn.Module:
+        """The network with (a copy of) these weights, on the federation's device."""
+
+
+@record
+class ModelState:
+    """State of a server that remembers nothing but the global model."""
+
+    model: Model
+    notes: dict[str, float]
+
+
+def weights_of(net: nn.Module) -> Model:
+    """The network's state as plain tensors, detached from it."""
+    return {name: value.detach().clone() for name, value in net.state_dict().items()}
+
+
+class Method(Hyperparameters):
+    """Base of all methods: hyperparameters as fields, verbs with their defaults."""
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    paper: ClassVar[str]
+    leaves_site: ClassVar[str]
+    remembers: ClassVar[str] = "nothing"
+
+    train: Training = Training()
+
+    def init(self, net: nn.Module, rng: Rng) -> Any:
+        return ModelState(model=weights_of(net), notes={})
+
+    def begin_task(self, state: Any, task: Task, federation: Federation, rng: Rng) -> Any:
+        """Grow the head to all classes seen so far; old rows are kept."""
+        return replace(state, model=grow_head(state.model, task.num_seen, rng.at("head").generator()))
+
+    def broadcast(self, state: Any, round: int, federation: Federation, rng: Rng) -> Payload:
+        return {"model": state.model}
+
+    def client_round(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
+        """The client's work of one round: what it received, its images, what it remembers -> what it sends, remembers.
+
+        A verb may have a batched form named ``<verb>_batched`` that takes lists of shards, client states and streams and
+        returns a list of answers; the in-process engine prefers it. Both forms must agree.
+        """
+        raise TypeError(f"method {self.name!r} does not define client_round")
+
+    def server_round(self, state: Any, uploads: Uploads, round: int, federation: Federation, rng: Rng) -> Any:
+        raise TypeError(f"method {self.name!r} does not define server_round")
+
+    def end_task(self, state: Any, task: Task, federation: Federation, rng: Rng) -> Any:
+        return state

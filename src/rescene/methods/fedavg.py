@@ -1,0 +1,56 @@
+"""FedAvg (McMahan et al., AISTATS 2017): local training, weighted averaging. Nothing protects old tasks.
+
+    server: broadcast theta
+    client: E epochs of SGD on its images, cross-entropy over all seen classes; send theta_k and n_k
+    server: theta <- sum_k (n_k / sum n) theta_k
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar, Literal
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rescene.data import Shard
+from rescene.functional import weighted_average
+from rescene.hyperparameters import hyper
+from rescene.methods.base import Federation, Method, ModelState, Payload, Uploads, weights_of
+from rescene.methods.registry import register
+from rescene.record import Tree
+from rescene.rng import Rng
+from rescene.steps import fit_shard
+
+
+@register
+class FedAvg(Method):
+    name: ClassVar[str] = "fedavg"
+    title: ClassVar[str] = "FedAvg"
+    paper: ClassVar[str] = "McMahan et al., AISTATS 2017"
+    leaves_site: ClassVar[str] = "model weights and the number of local images"
+
+    weighting: Literal["size", "uniform"] = hyper("size", "n_k", "[ours]", "weight of a client: its images, or equal")
+    local_ce: Literal["all", "new"] = hyper("all", "-", "[ours]", "cross-entropy over all seen classes, or this task's only")
+
+    def client_round(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
+        if len(shard) == 0:
+            return {"num_images": 0}, client_state
+        net = shard.net(payload["model"])
+        first = min(shard.task.classes) if self.local_ce == "new" else 0
+
+        def loss(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+            return F.cross_entropy(net(x)[:, first:], y - first)
+
+        final = fit_shard(net, shard, self.train, rng.at("sgd").generator(shard.device), loss)
+        upload = {"model": weights_of(net), "num_images": len(shard), "notes": {"local_loss": final}}
+        return upload, client_state
+
+    def server_round(
+        self, state: ModelState, uploads: Uploads, round: int, federation: Federation, rng: Rng
+    ) -> ModelState:
+        senders = [upload for upload in uploads.values() if upload["num_images"] > 0]
+        if not senders:
+            return state
+        weights = [upload["num_images"] if self.weighting == "size" else 1 for upload in senders]
+        return replace(state, model=weighted_average([upload["model"] for upload in senders], weights))

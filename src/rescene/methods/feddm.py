@@ -1,0 +1,40 @@
+"""FedDM (Xiong et al., CVPR 2023): condensed uploads, trained on once and discarded. Nothing protects old tasks.
+
+    server: broadcast theta and the noise seed of the round
+    client: condense each class into at most IPC surrogates (Eq. 1) and send them
+    server: train theta for E_srv epochs on this round's surrogates only, plain shuffled batches, plain cross-entropy
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+
+from rescene.methods.base import Federation, ModelState, Uploads, weights_of
+from rescene.methods.registry import register
+from rescene.methods.surrogates import SurrogateMethod
+from rescene.rng import Rng
+from rescene.steps import fit_pool
+
+
+@register
+class FedDM(SurrogateMethod):
+    name: ClassVar[str] = "feddm"
+    title: ClassVar[str] = "FedDM"
+    paper: ClassVar[str] = "Xiong et al., CVPR 2023"
+
+    def server_round(
+        self, state: ModelState, uploads: Uploads, round: int, federation: Federation, rng: Rng
+    ) -> ModelState:
+        images = torch.cat([upload["images"] for upload in uploads.values()])
+        labels = torch.cat([upload["labels"] for upload in uploads.values()])
+        if len(labels) == 0:
+            return state
+        net = federation.net(state.model)
+        generator = rng.at("sgd").generator(federation.device)
+        loss = fit_pool(
+            net, images, labels, federation.transform, self.train, generator, num_classes=federation.task.num_seen
+        )
+        return replace(state, model=weights_of(net), notes={"server_loss": loss, "pool_size": len(labels)})

@@ -1,0 +1,133 @@
+"""ReSCENE: the server keeps condensed surrogates of every task and trains on all of them at once.
+
+    each round of task t:
+        server: broadcast theta and the noise seed of the round
+        client: condense each class into at most IPC surrogates (Eq. 1) and send them
+        server: S_t <- S_t + uploads; train theta for E_srv epochs on B_1..B_{t-1} + S_t,
+                classes drawn with q_c ~ n_c^alpha, loss CE(f(x) + tau log pi, y)
+    end of task t:
+        server: for each class, herd B surrogates of S_t towards the mean of its recent rounds (Eq. 2) into B_t; drop S_t
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rescene.data import Task
+from rescene.functional import herd, recent_window
+from rescene.hyperparameters import hyper
+from rescene.methods.base import Federation, Model, Uploads, weights_of
+from rescene.methods.registry import register
+from rescene.methods.surrogates import SurrogateMethod
+from rescene.record import record
+from rescene.rng import Rng
+from rescene.steps import embed, fit_pool
+
+
+@record
+class Collected:
+    """Surrogates on the server: one round's uploads in the pool, or one task's buffer."""
+
+    images: Tensor
+    labels: Tensor
+    rounds: Tensor  # 1-based, as in the paper
+
+
+@record
+class ServerState:
+    model: Model
+    pool: tuple[Collected, ...]  # S_t, one entry per round, never changed once added
+    buffers: tuple[Collected, ...]  # B_1 .. B_{t-1}
+    notes: dict[str, float]
+
+
+@register
+class ReSCENE(SurrogateMethod):
+    name: ClassVar[str] = "rescene"
+    title: ClassVar[str] = "ReSCENE"
+    paper: ClassVar[str] = "Kang, Tu, Lee: ReSCENE, server-side replay for federated continual learning"
+
+    budget: int = hyper(1000, "B", "Sec. 4.1", "surrogates kept per class after a task", ge=1)
+    recent_fraction: float = hyper(0.75, "lambda", "Sec. 4.1", "fraction of rounds that forms the herding target", gt=0, le=1)
+    alpha: float = hyper(0.5, "alpha", "App. A", "sampling exponent: 1 count-proportional, 0 class-balanced", ge=0, le=1)
+    tau: float = hyper(1.0, "tau", "App. A", "strength of the logit adjustment", ge=0)
+    buffer: Literal["temporal", "full-pool", "earliest", "latest", "random", "keep-all", "none"] = hyper(
+        "temporal", "-", "Sec. 5.2", "which surrogates of a finished task are kept"
+    )
+    accumulate: bool = hyper(True, "-", "Sec. 3.2", "keep the surrogates of earlier rounds of the task in the pool")
+
+    def init(self, net: nn.Module, rng: Rng) -> ServerState:
+        return ServerState(model=weights_of(net), pool=(), buffers=(), notes={})
+
+    def server_round(
+        self, state: ServerState, uploads: Uploads, round: int, federation: Federation, rng: Rng
+    ) -> ServerState:
+        pool = (state.pool if self.accumulate else ()) + _collect(uploads, round + 1)
+        everything = _joined(state.buffers + pool)
+        if everything is None:
+            return state
+        net = federation.net(state.model)
+        loss = fit_pool(
+            net,
+            everything.images,
+            everything.labels,
+            federation.transform,
+            self.train,
+            rng.at("sgd").generator(federation.device),
+            num_classes=federation.task.num_seen,
+            alpha=self.alpha,
+            tau=self.tau,
+        )
+        notes = {"server_loss": loss, "pool_size": len(everything.labels)}
+        return replace(state, model=weights_of(net), pool=pool, notes=notes)
+
+    def end_task(self, state: ServerState, task: Task, federation: Federation, rng: Rng) -> ServerState:
+        pool = _joined(state.pool)
+        if pool is None or self.buffer == "none":
+            return replace(state, pool=())
+        # z(s) = phi(s) / ||phi(s)|| under the task-end model, before the head grows (Sec. 3.3)
+        z = F.normalize(embed(federation.net(state.model), pool.images), dim=1, eps=1e-12)
+        kept = [
+            members[self._keep(z[members], pool.rounds[members], federation.num_rounds, rng.at("buffer", label))]
+            for label in task.classes
+            if len(members := (pool.labels == label).nonzero().squeeze(1))
+        ]
+        # stored in pool order, so that training does not depend on the order of the picks
+        index = torch.cat(kept).sort().values
+        chosen = Collected(pool.images[index], pool.labels[index], pool.rounds[index])
+        return replace(state, pool=(), buffers=state.buffers + (chosen,))
+
+    def _keep(self, z: Tensor, rounds: Tensor, num_rounds: int, rng: Rng) -> Tensor:
+        """Positions of the candidates of one class that go into the buffer."""
+        n = len(z)
+        if self.buffer in ("temporal", "full-pool"):
+            fraction = self.recent_fraction if self.buffer == "temporal" else 1.0
+            target = z[recent_window(rounds, num_rounds, fraction)].mean(dim=0)  # m_{t,c}
+            return herd(z, target, self.budget)
+        if self.buffer == "random":
+            return torch.randperm(n, generator=rng.generator())[: self.budget].to(z.device)
+        order = torch.arange(n, device=z.device)  # the pool is in order of rounds, and of clients within a round
+        if self.buffer == "earliest":
+            return order[: self.budget]
+        return order[-self.budget :] if self.buffer == "latest" else order
+
+
+def _collect(uploads: Uploads, round_number: int) -> tuple[Collected, ...]:
+    """One round's uploads as one pool entry; none if nobody sent anything."""
+    senders = [upload for upload in uploads.values() if len(upload["labels"])]
+    if not senders:
+        return ()
+    labels = torch.cat([upload["labels"] for upload in senders])
+    images = torch.cat([upload["images"] for upload in senders])
+    return (Collected(images, labels, torch.full_like(labels, round_number)),)
+
+
+def _joined(parts: tuple[Collected, ...]) -> Collected | None:
+    if not parts:
+        return None
+    return Collected(*(torch.cat([getattr(p, name) for p in parts]) for name in ("images", "labels", "rounds")))

@@ -1,0 +1,32 @@
+"""What every method that uploads surrogates shares: the broadcast of model and noise seed, and the client's condensation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from rescene.data import Shard
+from rescene.methods.base import Federation, Method, Payload
+from rescene.record import Tree
+from rescene.rng import Rng
+from rescene.steps import Condensation, condense
+
+
+class SurrogateMethod(Condensation, Method):
+    """Not a method of its own: the client side of Eq. 1, one client at a time or all of them in one pass."""
+
+    leaves_site: ClassVar[str] = "a few condensed images per class with their labels; near-copies of real images by default"
+
+    def broadcast(self, state: Any, round: int, federation: Federation, rng: Rng) -> Payload:
+        """The model, and the seed of the perturbation noise that all clients of the round share."""
+        return {"model": state.model, "noise_seed": rng.at("noise").integer()}
+
+    def client_round(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
+        return self.client_round_batched(payload, [shard], [client_state], [rng])[0]
+
+    def client_round_batched(
+        self, payload: Payload, shards: Sequence[Shard], client_states: Sequence[Tree], rngs: Sequence[Rng]
+    ) -> list[tuple[Payload, Tree]]:
+        net = shards[0].net(payload["model"])
+        made = condense(net, shards, rngs, self, payload["noise_seed"])
+        return [(surrogates.as_upload(), state) for surrogates, state in zip(made, client_states, strict=True)]

@@ -1,0 +1,152 @@
+"""From a plot to its files: plots/<name>.svg, .png and .csv, and the SVG that goes into the page.
+
+A plot is its data (the rows of the CSV) and a function that draws them. Figures are drawn once, with the neutral colours
+of ``look``; in the page these become the theme's variables, so that one figure serves light and dark.
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rescene.report.look import CARD, GRID, INK, MUTED
+from rescene.report.runs import Row
+
+WIDTH_IN = 5.4  # one width for all figures: text then has one size everywhere, also scaled down on a phone
+_STYLE = {
+    "svg.fonttype": "none",  # text stays text: it takes the page's font and can be searched
+    "text.parse_math": False,  # a "$" in a class name is a dollar
+    "font.size": 9.5,
+    "axes.titlesize": 9.5,
+    "text.color": INK,
+    "axes.labelcolor": MUTED,
+    "axes.edgecolor": GRID,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.7,
+    "xtick.color": GRID,
+    "ytick.color": GRID,
+    "xtick.labelcolor": MUTED,
+    "ytick.labelcolor": MUTED,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "legend.frameon": False,
+    "legend.handlelength": 1.6,
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+}
+_THEME = {INK: "var(--ink)", MUTED: "var(--muted)", GRID: "var(--grid)", CARD: "var(--card)"}
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A figure to be drawn: file name, words, the numbers behind it, and how to draw them."""
+
+    name: str
+    title: str
+    caption: str
+    rows: Sequence[Row]
+    draw: Callable[[Any], None]  # takes a matplotlib Figure
+    height_in: float = 3.5
+    width_in: float = WIDTH_IN
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A drawn figure as the page needs it."""
+
+    name: str
+    title: str
+    caption: str
+    svg: str
+    csv_uri: str
+
+
+def render(plot: Plot, folder: Path) -> Figure:
+    """Draw a plot, write its three files into ``folder`` (which exists) and return what the page shows."""
+    svg, png = _draw(plot)
+    (folder / f"{plot.name}.svg").write_text(_on_white(svg), "utf-8")
+    (folder / f"{plot.name}.png").write_bytes(png)
+    text = csv_text(plot.rows)
+    (folder / f"{plot.name}.csv").write_text(text, "utf-8", newline="")
+    return Figure(plot.name, plot.title, plot.caption, _for_page(svg, plot), data_uri("text/csv", text.encode("utf-8")))
+
+
+def _draw(plot: Plot) -> tuple[str, bytes]:
+    import matplotlib
+    from matplotlib.figure import Figure as Sheet
+
+    svg, png = io.StringIO(), io.BytesIO()
+    salt = {"svg.hashsalt": plot.name}  # ids from the content: the same run gives the same file
+    with matplotlib.rc_context({**_STYLE, **salt}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # class names may be in any script
+        sheet = Sheet(figsize=(plot.width_in, plot.height_in), layout="constrained")
+        plot.draw(sheet)
+        sheet.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
+        sheet.savefig(png, format="png", dpi=160, facecolor="white")
+    return svg.getvalue(), png.getvalue()
+
+
+def _on_white(svg: str) -> str:
+    """The file version gets a white sheet: transparent figures vanish in a dark viewer."""
+    head = svg.index(">", svg.index("<svg")) + 1
+    return f'{svg[:head]}\n <rect width="100%" height="100%" fill="#ffffff"/>{svg[head:]}'
+
+
+def _for_page(svg: str, plot: Plot) -> str:
+    """The SVG element alone, with theme colours and ids that no other figure of the page has."""
+    body = svg[svg.index("<svg") :]
+    body = re.sub(r"\s*<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
+    body = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{plot.name}--", body)
+    for colour, variable in _THEME.items():
+        body = body.replace(colour, variable)
+    head = body.index(">")
+    view = re.search(r'viewBox="[^"]*"', body[:head])
+    opening = f'<svg class="plot" xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" {view[0] if view else ""}'
+    return f'{opening} role="img" aria-labelledby="title-{plot.name}" style="max-width:{plot.width_in * 1.18:.2f}in">{body[head + 1 :]}'
+
+
+def csv_text(rows: Sequence[Row]) -> str:
+    """Rows as CSV with a header; None is an empty cell. No rows give an empty text."""
+    if not rows:
+        return ""
+    out = io.StringIO()
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow([_cell(key) for key in keys])
+    writer.writerows([_cell(row.get(key)) for key in keys] for row in rows)
+    return out.getvalue()
+
+
+def _cell(value: Any) -> Any:
+    """Text that a spreadsheet would run as a formula is quoted: class names come from other people's folders."""
+    if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r"):
+        return "'" + value
+    return value
+
+
+def data_uri(kind: str, content: bytes) -> str:
+    return f"data:{kind};base64,{base64.b64encode(content).decode('ascii')}"
+
+
+def percent_axis(axis: Any, label: str) -> None:
+    """0 to 100 percent with a little air, so that markers at the ends are not cut."""
+    axis.set_label_text(label)
+    axis.axes.set(**{f"{axis.axis_name}lim": (-3, 103)})
+    axis.set_ticks([0, 20, 40, 60, 80, 100])
+
+
+def legend_above(sheet: Any, num: int) -> None:
+    """A legend above the axes; one entry needs none."""
+    if num > 1:
+        sheet.legend(loc="outside upper left", ncols=min(num, 4), columnspacing=1.2, labelcolor=INK)

@@ -1,0 +1,156 @@
+"""The small print: setting, progress, events, environment, glossary. Files in, plain rows out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rescene.report.groups import Group, flatten, same, spread
+from rescene.report.look import plain
+from rescene.report.runs import Row, Run, number
+from rescene.report.words import count, seconds_text
+
+Pairs = list[tuple[str, str]]
+_LEVELS = ("error", "warning")
+_MOST_EVENTS = 60
+
+
+def setting(run: Run, runs: Sequence[Run]) -> Pairs:
+    """The experiment in a few facts; what a folder does not tell is left out."""
+    flat = flatten(run.config)
+    tasks = run.tasks or run.partition.get("tasks") or []
+    names = run.partition.get("classes") or [name for task in run.tasks for name in task.get("classes") or []]
+    turns = [len(row.get("participants") or ()) for row in run.rounds]
+    per_task = Counter(row.get("task") for row in run.rounds)
+    seeds = sorted({other.seed for other in runs if other.seed is not None})
+    seconds = spread(number(other.timing.get("total_s")) for other in runs)
+    facts: list[tuple[str, Any]] = [
+        ("Data", _first(flat, "data.name", "data.path", "data", "data.source", "data.kind")),
+        ("Tasks", len(tasks) or run.status.get("num_tasks")),
+        ("Classes", len(set(map(str, names))) or None),
+        ("Sites", number(run.partition.get("num_clients"))),
+        ("Sites per round", max(turns, default=None)),
+        ("Rounds per task", run.status.get("num_rounds") or max(per_task.values(), default=None)),
+        ("Skew β", next((value for key, value in flat.items() if key.split(".")[-1] == "beta"), None)),
+        ("Model", _first(flat, "model.name", "model", "model.arch", "model.kind")),
+        ("Seeds", ", ".join(map(str, seeds)) or None),
+        ("Device", run.env.get("device") or run.config.get("device")),
+        ("Time per run", seconds_text(seconds.mean) if seconds else None),
+    ]
+    return [(name, _short(value)) for name, value in facts if value not in (None, "", 0)]
+
+
+def _first(flat: dict[str, Any], *keys: str) -> Any:
+    return next((flat[key] for key in keys if flat.get(key) not in (None, "")), None)
+
+
+def _short(value: Any) -> str:
+    return plain(f"{value:g}" if isinstance(value, float) else value, 120)
+
+
+def config_rows(runs: Sequence[Run]) -> list[tuple[str, str, bool]]:
+    """Every key of the recipes: (key, value or values, whether it differs between runs)."""
+    flats = [flatten(run.config) for run in runs if run.config]
+    keys = sorted({key for flat in flats for key in flat})
+    rows = []
+    for key in keys:
+        values = list(dict.fromkeys(same(flat[key]) for flat in flats if key in flat))
+        rows.append((plain(key), plain("  |  ".join(values), 200), len(values) > 1))
+    return rows
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A run that is not done: who, how far, in which state."""
+
+    label: str
+    state: str
+    text: str
+    share: float  # 0 to 1
+
+
+def progress(groups: Sequence[Group]) -> list[Progress]:
+    """The runs without results, in the groups' order."""
+    return [_progress(group, run) for group in groups for run in group.runs if not run.finished]
+
+
+def _progress(group: Group, run: Run) -> Progress:
+    told = {key: number(run.status.get(key)) for key in ("task", "round", "num_tasks", "num_rounds")}
+    task, turn = told["task"] or 0.0, told["round"] or 0.0
+    tasks, turns = told["num_tasks"] or 0.0, told["num_rounds"] or 1.0
+    words = [f"task {task + 1:.0f} of {tasks:.0f}", f"round {turn + 1:.0f} of {turns:.0f}"] if tasks else ["no status yet"]
+    words += [plain(run.status["phase"], 30)] if run.status.get("phase") else []
+    seed = "" if run.seed is None else f", seed {run.seed}"
+    share = min((task + turn / turns) / tasks, 1.0) if tasks else 0.0
+    return Progress(group.label + seed, plain(run.state, 20), " · ".join(words), share)
+
+
+@dataclass(frozen=True)
+class Event:
+    """A warning or error, as often as it occurred, with the first place."""
+
+    level: str
+    code: str
+    message: str
+    method: str
+    place: str
+    num: int
+
+
+def events(groups: Sequence[Group]) -> list[Event]:
+    """Warnings and errors of all runs, equal ones counted; errors first, then the frequent."""
+    first: dict[tuple[str, str, str, str], str] = {}
+    counts: Counter[tuple[str, str, str, str]] = Counter()
+    for group in groups:
+        for run in group.runs:
+            for row in run.events:
+                if row.get("level") in _LEVELS:
+                    key = (str(row["level"]), plain(row.get("code", ""), 12), plain(row.get("message", ""), 400), group.label)
+                    first.setdefault(key, _place(row))
+                    counts[key] += 1
+    found = [Event(*key, place=first[key], num=num) for key, num in counts.items()]
+    return sorted(found, key=lambda event: (_LEVELS.index(event.level), -event.num))[:_MOST_EVENTS]
+
+
+def _place(row: Row) -> str:
+    names = (("task", "T"), ("round", "round "), ("client", "site "))
+    return ", ".join(f"{word}{plain(row[key], 8)}" for key, word in names if row.get(key) is not None)
+
+
+def event_summary(runs: Sequence[Run]) -> str:
+    """
+    >>> event_summary([])
+    'no warnings, no errors'
+    """
+    levels = Counter(row.get("level") for run in runs for row in run.events)
+    return ", ".join(count(levels[level], level) if levels[level] else f"no {level}s" for level in ("warning", "error"))
+
+
+def environment(runs: Sequence[Run]) -> Pairs:
+    """Versions, machine, commit, data fingerprint; where runs differ all values are listed."""
+    keys = dict.fromkeys(key for run in runs for key in run.env)
+    return [(plain(key), " | ".join(dict.fromkeys(plain(run.env[key], 120) for run in runs if key in run.env))) for key in keys]
+
+
+def commands(runs: Sequence[Run]) -> list[str]:
+    """The command lines that made these runs, each once."""
+    return list(dict.fromkeys(plain(run.command, 400) for run in runs if run.command))
+
+
+# a[i][j]: accuracy on task j after learning task i; T tasks, numbered 0 to T-1.
+GLOSSARY: tuple[tuple[str, str, str], ...] = (
+    ("a(i, j)", "", "Accuracy on the test images of task j after task i was learned, in percent; the answer is one of all classes seen so far."),
+    ("AA", "Σⱼ nⱼ a(T−1, j) / Σⱼ nⱼ", "Average accuracy: over the test images of all tasks after the last one (nⱼ: test images of task j; domains count equally)."),
+    ("AIA", "(1/T) Σᵢ Aᵢ", "Average incremental accuracy: Aᵢ is the accuracy over everything seen after task i; AIA is its mean over the tasks."),
+    ("Old, recent", "mean of a(T−1, j) for j < ⌊T/2⌋, for j ≥ ⌊T/2⌋", "Final accuracy on the first ⌊T/2⌋ tasks and on the rest, the split of the paper."),
+    ("Forgetting", "(1/(T−1)) Σ_{j<T−1} [maxᵢ a(i, j) − a(T−1, j)]", "Points each task but the last has lost since its best moment; 0 is best."),
+    ("BWT", "(1/(T−1)) Σ_{j<T−1} [a(T−1, j) − a(j, j)]", "Backward transfer: what later tasks did to earlier ones; negative means forgetting."),
+    ("Within-task accuracy", "", "Accuracy when the choice is only among the classes of the image's own task. Its distance to AA is lost between tasks, its distance to 100 inside them."),
+    ("Upload per site and round", "bytes sent up / participations", "Counted on what was really sent, tensors as they are. MB are 10⁶ bytes."),
+    ("Nominal cost", "", "The figure the paper's formulas give for this setting (all classes present, labels not counted)."),
+    ("Nearest real image", "", "For an uploaded image, the real training image with the smallest root-mean-square pixel difference (RMS)."),
+    ("PSNR", "10 log₁₀(peak² / mean squared difference)", "Likeness in decibel. Above 30 dB two small pictures look the same to most people; such an upload is counted as a near-copy."),
+    ("± ", "√(Σ(x − x̄)² / (n−1))", "Standard deviation over n seeds; not shown for one seed."),
+)

@@ -1,0 +1,196 @@
+"""Runs that belong together: one method in one setting, over its seeds.
+
+Runs are averaged only if they differ in nothing but the seed (and where they ran). The same method with another recipe is
+another group whose label names the difference, so a sweep never melts into one row.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from rescene.report.look import Look, is_ours, look_of, plain, slug
+from rescene.report.runs import Row, Run, number
+
+_NOT_THE_EXPERIMENT = {"seed", "device", "threads", "out", "tag"}
+METRICS = ("aa", "aia", "old", "recent", "forgetting")
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean over seeds; ``std`` uses n-1 and is None for a single value."""
+
+    mean: float
+    std: float | None
+    num: int
+
+
+@dataclass(frozen=True)
+class Group:
+    """One method in one setting. ``runs``: one per seed, finished ones first; ``repeats``: same seed again, not counted."""
+
+    method: str
+    label: str
+    slug: str
+    variant: int
+    runs: tuple[Run, ...]
+    repeats: tuple[Run, ...]
+
+    @property
+    def look(self) -> Look:
+        return look_of(self.method)
+
+    @property
+    def ours(self) -> bool:
+        return is_ours(self.method)
+
+    @property
+    def finished(self) -> tuple[Run, ...]:
+        return tuple(run for run in self.runs if run.finished)
+
+    @property
+    def shown(self) -> tuple[Run, ...]:
+        """Runs whose curves are drawn: the finished ones, or else the one that got furthest."""
+        return self.finished or (max(self.runs, key=lambda run: len(run.rounds)),)
+
+    def spread(self, pick: Callable[[Run], float | None]) -> Spread | None:
+        """Mean and deviation over the finished seeds that have the value."""
+        return spread(pick(run) for run in self.finished)
+
+    def stack(self, pick: Callable[[Run], np.ndarray]) -> np.ndarray:
+        """The arrays of the shown runs, [seed, ...]; a run whose shape differs from the first one's is left out."""
+        arrays = [pick(run) for run in self.shown]
+        return np.stack([array for array in arrays if array.shape == arrays[0].shape])
+
+
+def spread(values: Iterable[float | None]) -> Spread | None:
+    """Mean and sample deviation (n-1) of the values that are there.
+
+    >>> spread([1.0, 3.0, None])
+    Spread(mean=2.0, std=1.4142135623730951, num=2)
+    """
+    found = [value for value in values if value is not None]
+    if not found:
+        return None
+    return Spread(statistics.fmean(found), statistics.stdev(found) if len(found) > 1 else None, len(found))
+
+
+def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested config as dotted keys; seeds and places are left out.
+
+    >>> flatten({"seed": 3, "federation": {"beta": 0.1}})
+    {'federation.beta': 0.1}
+    """
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if str(key) not in _NOT_THE_EXPERIMENT and not str(key).endswith("_seed"):
+            flat.update(flatten(value, f"{prefix}.{key}" if prefix else str(key)))
+    return flat
+
+
+def same(value: Any) -> str:
+    """A value as text that is equal exactly when the values are."""
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+def group_runs(runs: Sequence[Run]) -> list[Group]:
+    """Group runs by method and recipe; best AA first, unfinished last."""
+    cells: dict[tuple[str, str], list[Run]] = {}
+    for run in runs:
+        cells.setdefault((run.method, same(flatten(run.config))), []).append(run)
+    groups: list[Group] = []
+    for method in dict.fromkeys(method for method, _ in cells):
+        groups += _variants(method, [members for (name, _), members in cells.items() if name == method])
+    return sorted(_with_unique_slugs(groups), key=_rank)
+
+
+def _variants(method: str, cells: list[list[Run]]) -> list[Group]:
+    """The groups of one method; with several recipes each label names what sets it apart."""
+    configs = [flatten(members[0].config) for members in cells]
+    keys = list(dict.fromkeys(key for config in configs for key in config))
+    apart = [key for key in keys if len({same(config.get(key)) for config in configs}) > 1]
+    groups = []
+    for i, (config, members) in enumerate(zip(configs, cells, strict=True)):
+        traits = [f"{key.split('.')[-1]}={plain(config[key], 24)}" for key in apart if key in config]
+        name = " ".join([look_of(method).label, *traits[:3], *(["…"] if len(traits) > 3 else [])])
+        kept, repeats = _one_per_seed(members)
+        groups.append(Group(method, name, slug(name), i, kept, repeats))
+    return groups
+
+
+def _one_per_seed(members: list[Run]) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
+    """One run per seed: counting the same seed twice would make the deviation too small."""
+    ordered = sorted(members, key=lambda run: not run.finished)
+    kept: list[Run] = []
+    repeats: list[Run] = []
+    for run in ordered:
+        known = run.seed is not None and any(run.seed == other.seed for other in kept)
+        (repeats if known else kept).append(run)
+    return tuple(kept), tuple(repeats)
+
+
+def _with_unique_slugs(groups: list[Group]) -> list[Group]:
+    """Slugs name files and ids, so two groups may not share one."""
+    taken: dict[str, int] = {}
+    unique = []
+    for group in groups:
+        taken[group.slug] = taken.get(group.slug, 0) + 1
+        count = taken[group.slug]
+        unique.append(group if count == 1 else replace(group, slug=f"{group.slug}-{count}"))
+    return unique
+
+
+def _rank(group: Group) -> tuple[bool, float, str]:
+    aa = group.spread(lambda run: run.number("aa"))
+    return (aa is None, -(aa.mean if aa else 0.0), group.label)
+
+
+def headline_group(groups: Sequence[Group]) -> Group | None:
+    """The group the page opens with: ReSCENE where it finished, else the best finished method."""
+    finished = [group for group in groups if group.finished]
+    return next((group for group in finished if group.ours), finished[0] if finished else None)
+
+
+def near_copies(run: Run) -> float | None:
+    """Share (0 to 1) of uploaded images that are near-copies of a real one; None where it was not measured."""
+    return number(run.leakage.get("near_copies"))
+
+
+def comparison_rows(runs: Sequence[Run]) -> list[Row]:
+    """The comparison table's data, one row per method (and recipe), best AA first.
+
+    Each quantity comes as ``name`` (mean over seeds, None if never measured) and ``name_std`` (n-1, None for one seed).
+    Accuracies and forgetting are in percent; ``upload_bytes`` is per client and round; ``near_copies`` is a share.
+    """
+    return [_comparison_row(group) for group in group_runs(runs)]
+
+
+def _comparison_row(group: Group) -> Row:
+    row: Row = {
+        "method": group.method,
+        "label": group.label,
+        "num_seeds": len(group.finished),
+        "num_unfinished": len(group.runs) - len(group.finished),
+    }
+    spreads = {key: group.spread(lambda run, key=key: run.number(key)) for key in METRICS}  # type: ignore[misc]
+    spreads["upload_bytes"] = group.spread(lambda run: run.upload_bytes)
+    spreads["near_copies"] = group.spread(near_copies)
+    for key, value in spreads.items():
+        row[key], row[f"{key}_std"] = (value.mean, value.std) if value else (None, None)
+    row["private"] = bool(group.finished) and all(run.privacy.get("private") is True for run in group.finished)
+    return row
+
+
+def differing_settings(groups: Sequence[Group]) -> list[str]:
+    """Keys of data, tasks, federation and model in which the groups differ: such rows are not comparable one to one."""
+    sections = ("data", "tasks", "federation", "model")
+    flats = [flatten({name: group.runs[0].config.get(name, {}) for name in sections}) for group in groups]
+    keys = dict.fromkeys(key for flat in flats for key in flat)
+    return [key for key in keys if len({same(flat[key]) for flat in flats if key in flat}) > 1]

@@ -1,0 +1,106 @@
+"""How methods look: one fixed name, colour and marker each, everywhere.
+
+Colours are Okabe and Ito's set, which people with colour-blindness can tell apart; a marker goes with each so that no
+figure depends on colour alone. The blue of ReSCENE is the tint of the paper's tables.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+
+# Neutral colours of the figures. On the page they become the theme's variables, so figures follow light and dark.
+INK, MUTED, GRID, CARD = "#22262e", "#6a7180", "#dfe2e8", "#ffffff"
+WHITE = "#fefefe"  # white that stays white in the dark theme (text on a filled cell)
+
+BLUE, ORANGE, SKY, GREEN = "#0072b2", "#e69f00", "#56b4e9", "#009e73"
+VERMILLION, PURPLE, YELLOW, GREY = "#d55e00", "#cc79a7", "#f0e442", "#8a909c"
+
+_GLYPHS = {"o": "●", "s": "■", "^": "▲", "v": "▼", "D": "◆", "P": "✚", "X": "✖", "*": "★", "<": "◀", ">": "▶"}
+_DASHES = ("-", "--", ":", "-.")
+
+
+@dataclass(frozen=True)
+class Look:
+    """Name, colour, marker of a method, and what its clients send (None: not known)."""
+
+    label: str
+    colour: str
+    marker: str
+    sends: str | None = None
+
+    @property
+    def glyph(self) -> str:
+        """The marker as a character, so that tables can serve as the legend."""
+        return _GLYPHS[self.marker]
+
+    @property
+    def css_colour(self) -> str:
+        return "var(--ink)" if self.colour == INK else self.colour
+
+
+_IMAGES, _WEIGHTS = "surrogate images with labels", "model weights"
+_KNOWN = {
+    "rescene": Look("ReSCENE", BLUE, "o", _IMAGES),
+    "fedavg": Look("FedAvg", GREY, "s", _WEIGHTS),
+    "fedewc": Look("FedEWC", SKY, "^", _WEIGHTS),
+    "fedlwf": Look("FedLwF", SKY, "v", _WEIGHTS),
+    "target": Look("TARGET", PURPLE, "D", _WEIGHTS),
+    "glfc": Look("GLFC", GREEN, "P", "model weights and gradients of class prototypes"),
+    "fedcbdr": Look("FedCBDR", VERMILLION, "X", "model weights and rotated features"),
+    "refed": Look("Re-Fed", ORANGE, "*", _WEIGHTS),
+    "feddm": Look("FedDM", INK, "<", _IMAGES),
+    "fedaf": Look("FedAF", YELLOW, ">", "surrogate images, class-mean logits and soft labels"),
+}
+
+
+def key_of(method: str) -> str:
+    """Spelling-proof key of a method.
+
+    >>> key_of("Re-Fed")
+    'refed'
+    """
+    return re.sub(r"[^a-z0-9]", "", method.lower())
+
+
+def look_of(method: str) -> Look:
+    """The look of a method; one that is not ours gets a colour and marker from its name, the same in every report."""
+    known = _KNOWN.get(key_of(method))
+    if known:
+        return known
+    digest = hashlib.sha256(method.encode("utf-8", "replace")).digest()
+    colours = (ORANGE, SKY, GREEN, VERMILLION, PURPLE, YELLOW)
+    markers = tuple(_GLYPHS)[1:]
+    return Look(plain(method), colours[digest[0] % len(colours)], markers[digest[1] % len(markers)])
+
+
+def is_ours(method: str) -> bool:
+    return key_of(method) == "rescene"
+
+
+def dash_of(variant: int) -> str:
+    """Line style of the n-th variant of one method (a sweep): same colour and marker, another dash."""
+    return _DASHES[variant % len(_DASHES)]
+
+
+def plain(text: object, limit: int = 80) -> str:
+    """Text from a file as one printable line, cut at ``limit`` characters.
+
+    Control and direction-changing characters become spaces: they would break an SVG or disguise a name.
+
+    >>> plain("a\\nb"), plain("abcdef", 4)
+    ('a b', 'abc…')
+    """
+    line = "".join(char if char.isprintable() else " " for char in str(text)).strip()
+    return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+def slug(text: str) -> str:
+    """A file-name and id made of a-z, 0-9 and dashes, unique enough for names that share those letters.
+
+    >>> slug("ReSCENE"), slug("rescene · beta=0.1")
+    ('rescene', 'rescene-beta-0-1')
+    """
+    kept = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40]
+    return kept or "method-" + hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:6]

@@ -1,0 +1,88 @@
+"""Figures about cost: accuracy for the bytes sent, and where the time went."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rescene.report.canvas import Plot, legend_above, percent_axis
+from rescene.report.groups import Group, spread
+from rescene.report.look import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, VERMILLION
+from rescene.report.plots_accuracy import mean_points, name_rows
+from rescene.report.runs import number, table
+from rescene.report.words import bytes_text, seconds_text
+
+_PHASES = {
+    "client": (SKY, "sites"),
+    "server": (BLUE, "server"),
+    "evaluate": (GREEN, "evaluation"),
+    "checkpoint": (ORANGE, "checkpoints"),
+    "leakage": (PURPLE, "leakage check"),
+    "other": (GREY, "other"),
+}
+
+
+def accuracy_for_upload(groups: Sequence[Group]) -> Plot | None:
+    """AA against the bytes a site sends per round."""
+    rows = [
+        {"method": group.label, "seed": run.seed, "upload_bytes": run.upload_bytes, "aa": run.number("aa")}
+        for group in groups
+        for run in group.finished
+        if run.upload_bytes and run.number("aa") is not None
+    ]
+    if not rows:
+        return None
+
+    def draw(sheet: Any) -> None:
+        from matplotlib.ticker import FuncFormatter, NullFormatter
+
+        axes = sheet.subplots()
+        axes.set_xscale("log")
+        mean_points(axes, groups, rows, "upload_bytes", "aa")
+        sizes = [row["upload_bytes"] for row in rows]
+        axes.set_xlim(min(sizes) / 2.5, max(sizes) * 2.5)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: bytes_text(value)))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.set_xlabel("upload per site and round (log scale)")
+        percent_axis(axes.yaxis, "AA (%)")
+        legend_above(sheet, len(axes.get_legend_handles_labels()[0]))
+
+    caption = "Further left sends less, further up knows more. How much of what is sent resembles real images is a separate question (see above)."
+    return Plot("upload", "Accuracy for the bytes sent", caption, rows, draw)
+
+
+def timing(groups: Sequence[Group]) -> Plot | None:
+    """Wall-clock seconds by phase, averaged over seeds."""
+    rows = []
+    for group in groups:
+        phases = [table(run.timing, "phases") for run in group.shown]
+        names = dict.fromkeys([*_PHASES, *(name for found in phases for name in found)])
+        row: dict[str, Any] = {"method": group.label}
+        for name in names:
+            mean = spread(number(found.get(name)) for found in phases)
+            row[f"{name}_s"] = mean.mean if mean else 0.0
+        if any(value for key, value in row.items() if key != "method"):
+            rows.append(row)
+    if not rows:
+        return None
+    keys = list(dict.fromkeys(key for row in rows for key in row if key != "method"))
+    drawn = [group for group in groups if any(row["method"] == group.label for row in rows)]
+
+    def draw(sheet: Any) -> None:
+        axes = sheet.subplots()
+        left = [0.0] * len(rows)
+        for key in keys:
+            colour, label = _PHASES.get(key[:-2], (VERMILLION, key[:-2]))
+            widths = [row.get(key, 0.0) for row in rows]
+            if any(widths):
+                axes.barh(range(len(rows)), widths, left=left, height=0.56, color=colour, label=label, alpha=0.85)
+                left = [a + b for a, b in zip(left, widths, strict=True)]
+        for y, total in enumerate(left):
+            axes.text(total + 0.015 * max(left), y, seconds_text(total), va="center", color=INK, fontsize=9)
+        axes.set_xlim(0, max(left) * 1.2)
+        axes.set_xlabel("seconds")
+        name_rows(axes, drawn)
+        legend_above(sheet, 2)
+
+    caption = "Seconds on the machine that ran the simulation, all sites one after another or batched; not what a site would need."
+    return Plot("timing", "Where the time went", caption, rows, draw, height_in=1.5 + 0.42 * len(rows))

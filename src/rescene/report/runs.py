@@ -1,0 +1,258 @@
+"""Reading a run folder: files in, one frozen record out. Nothing of the engine is imported.
+
+A folder is a run folder if it holds at least one of ``results.json``, ``status.json``, ``metrics.jsonl``, ``config.yaml``.
+Only ``results.json`` must be readable where it exists; every other file may be missing or damaged, and what could not be
+read is listed in ``Run.problems`` and shown on the page.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from rescene.errors import DataError
+
+MARKS = ("results.json", "status.json", "metrics.jsonl", "config.yaml")
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run folder, parsed. Empty dicts and tuples stand for files that are not there (yet)."""
+
+    folder: Path
+    method: str
+    seed: int | None
+    state: str  # done, running, interrupted, failed or unknown
+    results: Row  # empty while the run is going
+    status: Row
+    timing: Row
+    env: Row
+    config: Row
+    partition: Row
+    rounds: tuple[Row, ...]  # one per (task, round), in order
+    task_rows: tuple[Row, ...]  # one per finished task, in order
+    events: tuple[Row, ...]
+    command: str
+    problems: tuple[str, ...]
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.results)
+
+    @property
+    def cost(self) -> Row:
+        return table(self.results, "cost")
+
+    @property
+    def leakage(self) -> Row:
+        return table(self.results, "leakage")
+
+    @property
+    def privacy(self) -> Row:
+        return table(self.results, "privacy")
+
+    @property
+    def tasks(self) -> list[Row]:
+        return [task for task in self.results.get("tasks") or [] if isinstance(task, dict)]
+
+    def number(self, key: str) -> float | None:
+        """A scalar of results.json, or None if it is missing or not finite."""
+        return number(self.results.get(key))
+
+    @property
+    def matrix(self) -> np.ndarray:
+        """Accuracy [stage, task] in percent with NaN above the diagonal; a run still going gives its finished stages."""
+        rows = self.results.get("accuracy_matrix") or [row.get("accuracy") for row in self.task_rows]
+        return triangle(rows)
+
+    @property
+    def incremental(self) -> np.ndarray:
+        """Accuracy on all seen classes after each (finished) task, in percent."""
+        values = self.results.get("incremental_accuracy") or [row.get("aa") for row in self.task_rows]
+        return vector(values)
+
+    @property
+    def upload_bytes(self) -> float | None:
+        """Mean bytes one client sends in one round it takes part in.
+
+        All bytes sent up, divided by the number of participations; the mean message size if rounds were not recorded.
+        The two differ only for methods that ask a client more than once in a round.
+        """
+        measured = table(self.cost, "measured")
+        total = number(measured.get("uplink_bytes"))
+        if total is None and self.rounds:
+            total = sum(number(row.get("uplink_bytes")) or 0.0 for row in self.rounds)
+        turns = sum(len(row.get("participants") or ()) for row in self.rounds)
+        return total / turns if total is not None and turns else number(measured.get("uplink_bytes_per_message"))
+
+
+def number(value: Any) -> float | None:
+    """The value as a finite float, or None.
+
+    >>> number(3), number(float("nan")), number("3"), number(True)
+    (3.0, None, None, None)
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def table(parent: Row, key: str) -> Row:
+    """A nested object, or an empty one if it is missing or null."""
+    value = parent.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def vector(values: Any) -> np.ndarray:
+    """Numbers as floats, NaN for what is missing."""
+    found = [number(value) for value in values] if isinstance(values, list) else []
+    return np.array([math.nan if value is None else value for value in found], dtype=float)
+
+
+def triangle(rows: list[Any]) -> np.ndarray:
+    """Ragged or null-padded rows as a square array, NaN where nothing was measured. No rows: shape [0, 0]."""
+    parsed = [vector(row) for row in rows]
+    square = np.full((len(parsed), len(parsed)), math.nan)
+    for i, row in enumerate(parsed):
+        square[i, : len(row)] = row[: len(parsed)]
+    return square
+
+
+def load_run(folder: Path) -> Run:
+    """Parse one run folder; DataError E208 if it is none, or if its results.json is damaged."""
+    folder = Path(folder)
+    if not any((folder / name).is_file() for name in MARKS):
+        raise _not_a_run(folder)
+    problems: list[str] = []
+    results = _results(folder)
+    status = _object(folder / "status.json", problems)
+    config = table(results, "config") or _config(folder / "config.yaml", problems)
+    metrics = _lines(folder / "metrics.jsonl", problems)
+    return Run(
+        folder=folder,
+        method=_method(folder, results, config),
+        seed=_seed(folder, results, config),
+        state=str(status.get("state") or ("done" if results else "unknown")),
+        results=results,
+        status=status,
+        timing=_object(folder / "timing.json", problems),
+        env=_object(folder / "env.json", problems),
+        config=config,
+        partition=_object(folder / "partition.json", problems),
+        rounds=_in_order(metrics, "round", ("task", "round")),
+        task_rows=_in_order(metrics, "task", ("task",)),
+        events=tuple(_lines(folder / "events.jsonl", problems)),
+        command=_text(folder / "command.txt"),
+        problems=tuple(problems),
+    )
+
+
+def _not_a_run(folder: Path) -> DataError:
+    inside = sorted(path.parent for name in MARKS for path in folder.glob(f"*/{name}")) if folder.is_dir() else []
+    return DataError(
+        "E208",
+        f"'{folder}' is not a run folder",
+        where=str(folder),
+        why="there is no such folder" if not folder.is_dir() else f"it holds none of {', '.join(MARKS)}",
+        fix=f"name the runs inside it, for example {inside[0]}" if inside else "rescene runs   lists the run folders",
+    )
+
+
+def _results(folder: Path) -> Row:
+    path = folder / "results.json"
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        found, why = None, str(error)
+    else:
+        why = "it is empty or not a JSON object"
+    if not isinstance(found, dict) or not found:
+        fix = "rescene resume writes it again from the last checkpoint"
+        raise DataError("E208", f"'{folder}' holds a damaged results.json", where=str(path), why=why, fix=fix)
+    return found
+
+
+def _object(path: Path, problems: list[str]) -> Row:
+    """A JSON object; empty if the file is missing, empty and noted if it is damaged."""
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError):
+        found = None
+    if not isinstance(found, dict):
+        problems.append(f"{path.name} could not be read")
+        return {}
+    return found
+
+
+def _config(path: Path, problems: list[str]) -> Row:
+    try:
+        found = yaml.safe_load(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, yaml.YAMLError):
+        found = None
+    if not isinstance(found, dict):
+        problems.append(f"{path.name} could not be read")
+        return {}
+    return found
+
+
+def _lines(path: Path, problems: list[str]) -> list[Row]:
+    """JSON lines. The last one may be half written while a run is going; a bad line elsewhere is noted."""
+    try:
+        lines = path.read_text("utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    rows, bad = [], []
+    for i, line in enumerate(lines):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if isinstance(row, dict):
+            rows.append(row)
+        elif line.strip():
+            bad.append(i)
+    if bad and bad != [len(lines) - 1]:
+        problems.append(f"{path.name}: {len(bad)} unreadable line(s) left out")
+    return rows
+
+
+def _in_order(rows: list[Row], kind: str, keys: tuple[str, ...]) -> tuple[Row, ...]:
+    """Rows of one kind, sorted; a round written twice (a resumed run) counts once, the later one wins."""
+    last = {tuple(int(number(row.get(key)) or 0) for key in keys): row for row in rows if row.get("kind") == kind}
+    return tuple(last[key] for key in sorted(last))
+
+
+def _method(folder: Path, results: Row, config: Row) -> str:
+    told = results.get("method") or config.get("method")
+    if isinstance(told, dict):
+        told = told.get("name")
+    return str(told or re.split(r"-s\d", folder.name)[0])
+
+
+def _seed(folder: Path, results: Row, config: Row) -> int | None:
+    told = number(results.get("seed", config.get("seed")))
+    if told is not None:
+        return int(told)
+    match = re.search(r"-s(\d+)(?:-|$)", folder.name)
+    return int(match.group(1)) if match else None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8", errors="replace").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,228 @@
+"""Condensation: real images of a class become a few surrogates with the same mean embedding (Sec. 3.2, Eq. 1).
+
+All classes of all given clients are condensed in one pass. A group is one (client, class) pair; the loss is separable over
+groups and the network runs in eval mode, so images do not influence each other and the batched form equals one client at a
+time. The perturbation noise comes from one seed for everybody; everything else a client draws comes from its own stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from pydantic import PositiveInt, model_validator
+from torch import Tensor, nn
+
+from rescene.data import Shard
+from rescene.functional import clip_groups, group_means, matching_loss, perturbed
+from rescene.hyperparameters import Hyperparameters, hyper
+from rescene.rng import Rng, seeded_generator
+
+CHUNK = 1024  # images that pass through the network at once; bounds memory, not results
+
+
+class Condensation(Hyperparameters):
+    """Settings of condensation. ``literal`` restores the paper's printed form where our defaults depart from it."""
+
+    ipc: int = hyper(10, "IPC", "App. A", "surrogates per class and client, at most", ge=1)
+    num_steps: int = hyper(25, "S", "App. A", "condensation steps; 0 uploads the start images as they are", ge=0)
+    image_lr: float = hyper(1.0, "-", "App. A", "learning rate on pixels", gt=0)
+    image_momentum: float = hyper(0.0, "-", "[ours]", "momentum on pixels", ge=0, lt=1)
+    radius: float = hyper(5.0, "rho", "App. A", "radius of the parameter perturbation", ge=0)
+    clip: float | None = hyper(5.0, "C", "App. F", "bound on each class's pixel gradient; null for none", gt=0)
+    reduction: Literal["sum", "mean"] = hyper("sum", "-", "Eq. 1", "squared distance summed or averaged over dimensions")
+    match_logits: bool = hyper(True, "-", "Eq. 1", "match mean logits as well as mean features")
+    real_batch: PositiveInt | Literal["ipc", "all"] = hyper(
+        256, "b", "App. F", "real images per class and step: a number, ipc (as many as surrogates) or all"
+    )
+    start: Literal["real", "noise"] = hyper("real", "-", "App. F", "surrogates start as real images or as white noise")
+    surrogates_per_class: Literal["half", "min", "fixed"] = hyper(
+        "half", "-", "[ours]", "of n images: min(IPC, n//2), min(IPC, n), or always IPC (drawn with replacement)"
+    )
+    literal: bool = hyper(False, "-", "Eq. 1", "the paper's printed form: no clip, min(IPC, n) surrogates")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _literal_defaults(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("literal") in (True, "true", "True"):
+            return {"clip": None, "surrogates_per_class": "min"} | values
+        return values
+
+    def num_surrogates(self, num_images: int) -> int:
+        """How many surrogates a class of this many local images gets (0: the class is skipped)."""
+        if self.surrogates_per_class == "half":  # nobody uploads a whole class
+            return min(self.ipc, num_images // 2)
+        return min(self.ipc, num_images) if self.surrogates_per_class == "min" else self.ipc * (num_images > 0)
+
+    def real_batch_size(self, num_images: int, num_surrogates: int) -> int:
+        wanted = {"ipc": num_surrogates, "all": num_images}.get(str(self.real_batch), self.real_batch)
+        return min(int(wanted), num_images)
+
+
+@dataclass(frozen=True)
+class Surrogates:
+    """What condensation gives one client: normalised images, their labels, and what happened on the way."""
+
+    images: Tensor
+    labels: Tensor
+    start: Tensor
+    loss: float
+    num_fallbacks: int  # images that became non-finite and were replaced by their start image
+
+    def as_upload(self) -> dict[str, Any]:
+        """What goes on the wire: the pictures, their labels, two numbers for the log. The start images stay."""
+        notes = {"matching_loss": self.loss, "num_fallbacks": self.num_fallbacks}
+        return {"images": self.images, "labels": self.labels, "notes": notes}
+
+
+@dataclass(frozen=True)
+class _Group:
+    """One (client, class) pair: where its real images are, what it starts from, and which it sees at each step."""
+
+    client: int
+    label: int
+    start: Tensor
+    members: Tensor
+    batches: Tensor | None  # [steps, b] into members; None: all of them at every step
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    group: _Group
+    images: Tensor
+    loss: float
+    num_fallbacks: int
+
+
+def condense(
+    net: nn.Module, shards: Sequence[Shard], rngs: Sequence[Rng], settings: Condensation, noise_seed: int
+) -> list[Surrogates]:
+    """Condense every class of every shard under ``net`` (eval mode, weights restored at the end). One answer per shard."""
+    groups = [g for k, (s, r) in enumerate(zip(shards, rngs, strict=True)) for g in _groups(k, s, r, settings)]
+    outcomes: list[list[_Outcome]] = [[] for _ in shards]
+    if groups:
+        # all shards in one process share their image tensor and transform, so any of them can fetch for all
+        pixels, losses = _descend(net, shards[0], groups, settings, noise_seed)
+        for group, block, loss in zip(groups, pixels, losses.tolist(), strict=True):
+            finite = torch.isfinite(block).flatten(1).all(dim=1)
+            safe = torch.where(finite.reshape(-1, 1, 1, 1), block, group.start)
+            outcomes[group.client].append(_Outcome(group, safe, loss, int((~finite).sum())))
+    return [_collect(shard, own) for shard, own in zip(shards, outcomes, strict=True)]
+
+
+def _groups(client: int, shard: Shard, rng: Rng, settings: Condensation) -> Iterator[_Group]:
+    for label, members in shard.by_class().items():
+        n = len(members)
+        m = settings.num_surrogates(n)
+        if m == 0:
+            continue
+        generator = rng.at("condense", label).generator()
+        if settings.start == "noise":
+            shape = (m, *shard.images.pixels.shape[1:])
+            start = torch.randn(shape, generator=generator).to(shard.device)
+        else:
+            # a fresh draw every round, so that the pool of a task sees many different images
+            chosen = torch.randperm(n, generator=generator)[:m]
+            if m > n:
+                chosen = torch.cat([chosen, torch.randint(n, (m - n,), generator=generator)])
+            start = shard.pictures(members[chosen.to(members.device)])
+        b = settings.real_batch_size(n, m)
+        batches = None
+        if b < n and settings.num_steps:
+            batches = torch.rand(settings.num_steps, n, generator=generator).argsort(dim=1)[:, :b].to(members.device)
+        yield _Group(client, label, start, members, batches)
+
+
+def _descend(
+    net: nn.Module, shard: Shard, groups: list[_Group], settings: Condensation, noise_seed: int
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Gradient descent on the pixels of all groups; returns each group's pixels and its loss at the last step."""
+    sizes = [len(group.start) for group in groups]
+    pixels = torch.cat([group.start for group in groups])
+    device = pixels.device
+    owner = torch.repeat_interleave(torch.arange(len(groups)), torch.tensor(sizes)).to(device)
+    velocity = torch.zeros_like(pixels)
+    losses = torch.zeros(len(groups), device=device)
+    parameters = list(net.parameters())
+    theta = [p.detach().clone() for p in parameters]
+    noise = seeded_generator(noise_seed, device)
+    net.eval().requires_grad_(False)
+    for step in range(settings.num_steps):
+        _assign(parameters, perturbed(theta, settings.radius, noise))
+        real = _real_means(net, shard, groups, step)
+        losses, gradient = _loss_and_gradient(net, pixels, owner, real, settings)
+        if settings.clip is not None:
+            gradient = clip_groups(gradient, owner, len(groups), settings.clip)
+        velocity = settings.image_momentum * velocity + gradient
+        pixels = pixels - settings.image_lr * velocity
+    _assign(parameters, theta)  # restored from the copy, not by subtracting the noise
+    net.requires_grad_(True)
+    return pixels.split(sizes), losses
+
+
+@torch.no_grad()
+def _assign(parameters: list[nn.Parameter], values: list[Tensor]) -> None:
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.copy_(value)
+
+
+def _embedding(net: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    features = net.features(x)  # type: ignore[operator]
+    return features, net.head(features)  # type: ignore[operator]
+
+
+@torch.no_grad()
+def _real_means(net: nn.Module, shard: Shard, groups: list[_Group], step: int) -> tuple[Tensor, Tensor]:
+    """Mean features and mean logits of each group's real minibatch of this step, in chunks."""
+    members = [g.members if g.batches is None else g.members[g.batches[step]] for g in groups]
+    owner = torch.repeat_interleave(torch.arange(len(groups)), torch.tensor([len(m) for m in members]))
+    parts = [_embedding(net, shard.pictures(chunk)) for chunk in torch.cat(members).split(CHUNK)]
+    owner = owner.to(shard.device)
+    features, logits = (torch.cat(part) for part in zip(*parts, strict=True))
+    return group_means(features, owner, len(groups)), group_means(logits, owner, len(groups))
+
+
+def _loss_and_gradient(
+    net: nn.Module, pixels: Tensor, owner: Tensor, real: tuple[Tensor, Tensor], settings: Condensation
+) -> tuple[Tensor, Tensor]:
+    """Eq. 1 for every group, and its gradient with respect to the pixels; groups are cut into chunks of whole groups."""
+    losses, gradients = [], []
+    for first, last, rows in _chunks_of_groups(owner, len(real[0])):
+        x = pixels[rows].detach().requires_grad_(True)
+        features, logits = _embedding(net, x)
+        local = owner[rows] - first
+        loss = matching_loss(group_means(features, local, last - first), real[0][first:last], settings.reduction)
+        if settings.match_logits:
+            means = group_means(logits, local, last - first)
+            loss = loss + matching_loss(means, real[1][first:last], settings.reduction)
+        (gradient,) = torch.autograd.grad(loss.sum(), x)
+        losses.append(loss.detach())
+        gradients.append(gradient)
+    return torch.cat(losses), torch.cat(gradients)
+
+
+def _chunks_of_groups(owner: Tensor, num_groups: int) -> Iterator[tuple[int, int, slice]]:
+    """(first group, last group + 1, their rows) such that a chunk holds about CHUNK images and no group is cut."""
+    ends = torch.bincount(owner, minlength=num_groups).cumsum(0).tolist()
+    first, begin = 0, 0
+    for group, end in enumerate(ends):
+        if group == num_groups - 1 or ends[group + 1] - begin > CHUNK:
+            yield first, group + 1, slice(begin, end)
+            first, begin = group + 1, end
+
+
+def _collect(shard: Shard, outcomes: list[_Outcome]) -> Surrogates:
+    """Put one client's groups together; a client without any gives empty tensors."""
+    if not outcomes:
+        empty = torch.zeros(0, *shard.images.pixels.shape[1:], device=shard.device)
+        return Surrogates(empty, torch.zeros(0, dtype=torch.long, device=shard.device), empty, 0.0, 0)
+    labels = [o.group.label for o in outcomes for _ in range(len(o.images))]
+    return Surrogates(
+        images=torch.cat([o.images for o in outcomes]),
+        labels=torch.tensor(labels, device=shard.device),
+        start=torch.cat([o.group.start for o in outcomes]),
+        loss=sum(o.loss for o in outcomes) / len(outcomes),
+        num_fallbacks=sum(o.num_fallbacks for o in outcomes),
+    )
