@@ -9,7 +9,19 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_SUBMODULES = {"functional", "nets", "data", "privacy", "steps", "methods", "config", "engine", "report", "cli", "errors"}
+_SUBMODULES = {
+    "functional",
+    "nets",
+    "data",
+    "privacy",
+    "steps",
+    "methods",
+    "config",
+    "engine",
+    "report",
+    "cli",
+    "errors",
+}
 _FROM_API = {"run", "load", "Result"}
 __all__ = ["__version__", "load", "run", "Result"]  # noqa: F822  (resolved by __getattr__)
 

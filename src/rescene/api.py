@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rescene.config import Resolved, resolve
-from rescene.engine import RunFolder, run as run_engine, use_all_cores
+from rescene.engine import RunFolder, use_all_cores
+from rescene.engine import run as run_engine
 from rescene.errors import RunError
 
 

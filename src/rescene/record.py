@@ -97,7 +97,9 @@ def check_tree(tree: Tree, where: str = "value") -> None:
         return
     children = _children(tree)
     if children is None:
-        raise TypeError(f"{where} is a {type(tree).__name__}; allowed: tensors, plain values, dicts, lists, tuples, records")
+        raise TypeError(
+            f"{where} is a {type(tree).__name__}; allowed: tensors, plain values, dicts, lists, tuples, records"
+        )
     if isinstance(tree, dict) and not all(isinstance(key, str) for key in tree):
         raise TypeError(f"{where} has a key that is not a string")
     for name, child in children:

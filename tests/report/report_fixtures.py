@@ -1,4 +1,4 @@
-"""Run folders as the engine writes them, made up but consistent: every summary number is computed from the accuracy matrix."""
+"""Run folders as the engine writes them: made up, but every summary number is computed from the accuracy matrix."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from safetensors.numpy import save_file
 CLASSES = ("T-shirt", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
 NUM_TASKS, NUM_CLIENTS, NUM_ROUNDS, PER_ROUND = 5, 10, 3, 5
 # method: (accuracy when learned, points lost per later task, within-task accuracy, bytes per upload)
-CHARACTER = {"rescene": (94.0, 4.0, 97.0, 61_440), "fedavg": (98.0, 100.0, 88.0, 268_000), "refed": (92.0, 12.0, 93.0, 268_000)}
+CHARACTER = {
+    "rescene": (94.0, 4.0, 97.0, 61_440),
+    "fedavg": (98.0, 100.0, 88.0, 268_000),
+    "refed": (92.0, 12.0, 93.0, 268_000),
+}
 
 
 def accuracy_matrix(method: str, seed: int) -> np.ndarray:
@@ -57,7 +61,13 @@ def results(method: str, seed: int, classes: tuple[str, ...] = CLASSES) -> dict[
         "accuracy_matrix": [[None if np.isnan(value) else float(value) for value in row] for row in matrix],
         "confusion": confusion_matrix(final).tolist(),
         "tasks": [
-            {"index": t, "classes": list(classes[2 * t : 2 * t + 2]), "domain": None, "train_size": 1200, "test_size": 400}
+            {
+                "index": t,
+                "classes": list(classes[2 * t : 2 * t + 2]),
+                "domain": None,
+                "train_size": 1200,
+                "test_size": 400,
+            }
             for t in range(NUM_TASKS)
         ],
         "cost": cost(message, turns, surrogate),
@@ -79,7 +89,13 @@ def cost(message: int, turns: int, surrogate: bool) -> dict[str, Any]:
         "client_flops": 3.1e11 if surrogate else 2.2e12,
         "server_flops": 5.4e12 if surrogate else 0,
     }
-    kept = ("uplink_bytes_per_message", "downlink_bytes_per_message", "client_state_bytes", "client_flops", "server_flops")
+    kept = (
+        "uplink_bytes_per_message",
+        "downlink_bytes_per_message",
+        "client_state_bytes",
+        "client_flops",
+        "server_flops",
+    )
     return {"measured": measured, "nominal": {key: measured[key] * 1.25 for key in kept} if surrogate else None}
 
 
@@ -94,14 +110,23 @@ def leakage() -> dict[str, Any]:
         "exact_copies": 0,
     }
     statement = "Surrogates start from real images and hardly move: nearly every upload shows a training image."
-    return {**numbers, "per_task": [{"task": t, **numbers, "near_copies": 0.99 - 0.01 * t} for t in range(NUM_TASKS)], "statement": statement}
+    return {
+        **numbers,
+        "per_task": [{"task": t, **numbers, "near_copies": 0.99 - 0.01 * t} for t in range(NUM_TASKS)],
+        "statement": statement,
+    }
 
 
 def config(method: str, seed: int) -> dict[str, Any]:
     return {
         "data": {"name": "fashion-mini"},
         "tasks": {"num_tasks": NUM_TASKS},
-        "federation": {"num_clients": NUM_CLIENTS, "clients_per_round": PER_ROUND, "num_rounds": NUM_ROUNDS, "beta": 0.5},
+        "federation": {
+            "num_clients": NUM_CLIENTS,
+            "clients_per_round": PER_ROUND,
+            "num_rounds": NUM_ROUNDS,
+            "beta": 0.5,
+        },
         "model": {"name": "convnet"},
         "method": {"name": method},
         "train": {"lr": 0.05},
@@ -138,7 +163,8 @@ def partition(classes: tuple[str, ...] = CLASSES) -> dict[str, Any]:
     rng = np.random.default_rng(7)
     shares = [rng.dirichlet([0.5] * NUM_CLIENTS, 2) for _ in range(NUM_TASKS)]
     tasks = [
-        {"task": t, "classes": [2 * t, 2 * t + 1], "counts": np.floor(600 * shares[t]).astype(int).T.tolist()} for t in range(NUM_TASKS)
+        {"task": t, "classes": [2 * t, 2 * t + 1], "counts": np.floor(600 * shares[t]).astype(int).T.tolist()}
+        for t in range(NUM_TASKS)
     ]
     return {"num_clients": NUM_CLIENTS, "classes": list(classes), "tasks": tasks}
 
@@ -153,27 +179,67 @@ def write_surrogates(folder: Path, classes: tuple[str, ...] = CLASSES, per_class
             blob = np.exp(-(((x - 0.3 - 0.04 * c) ** 2) + ((y - 0.5) ** 2) * (1 + i)) * 14)
             real.append(np.repeat((255 * blob).astype(np.uint8)[None], 3, axis=0))
             psnr = 38.1 - 5 * i
-            entries.append({"task": c // 2, "round": i, "label": c, "class": name, "rms": float(10 ** (-psnr / 20)), "psnr": psnr})
+            entries.append(
+                {"task": c // 2, "round": i, "label": c, "class": name, "rms": float(10 ** (-psnr / 20)), "psnr": psnr}
+            )
     nearest = np.stack(real)
     noise = np.array([entry["rms"] for entry in entries])[:, None, None, None] * rng.normal(0, 255, nearest.shape)
-    save_file({"surrogates": np.clip(nearest + noise, 0, 255).astype(np.uint8), "nearest": nearest}, folder / "surrogates.safetensors")
+    save_file(
+        {"surrogates": np.clip(nearest + noise, 0, 255).astype(np.uint8), "nearest": nearest},
+        folder / "surrogates.safetensors",
+    )
     (folder / "surrogates.json").write_text(json.dumps(entries))
 
 
-def write_run(folder: Path, method: str = "rescene", seed: int = 0, classes: tuple[str, ...] = CLASSES, **changes: Any) -> Path:
+def write_run(
+    folder: Path, method: str = "rescene", seed: int = 0, classes: tuple[str, ...] = CLASSES, **changes: Any
+) -> Path:
     """A finished run folder; ``changes`` replace keys of results.json."""
     folder.mkdir(parents=True)
     done = {**results(method, seed, classes), **changes}
-    status = {"state": "done", "task": NUM_TASKS - 1, "round": NUM_ROUNDS - 1, "num_tasks": NUM_TASKS, "num_rounds": NUM_ROUNDS}
+    status = {
+        "state": "done",
+        "task": NUM_TASKS - 1,
+        "round": NUM_ROUNDS - 1,
+        "num_tasks": NUM_TASKS,
+        "num_rounds": NUM_ROUNDS,
+    }
     phases = {"client": 20.1, "server": 30.0, "evaluate": 2.0, "checkpoint": 0.5, "leakage": 1.0, "other": 0.3}
-    env = {"python": "3.11.9", "torch": "2.13.0", "platform": "Linux", "device": "cpu", "threads": 2, "commit": "0123abc", "data_fingerprint": "9f3c"}
+    env = {
+        "python": "3.11.9",
+        "torch": "2.13.0",
+        "platform": "Linux",
+        "device": "cpu",
+        "threads": 2,
+        "commit": "0123abc",
+        "data_fingerprint": "9f3c",
+    }
     events = [
-        {"task": 0, "round": 1, "level": "warning", "code": "W121", "message": "2 sites hold no image of class 'Bag'", "client": None},
-        {"task": 1, "round": 1, "level": "warning", "code": "W121", "message": "2 sites hold no image of class 'Bag'", "client": None},
+        {
+            "task": 0,
+            "round": 1,
+            "level": "warning",
+            "code": "W121",
+            "message": "2 sites hold no image of class 'Bag'",
+            "client": None,
+        },
+        {
+            "task": 1,
+            "round": 1,
+            "level": "warning",
+            "code": "W121",
+            "message": "2 sites hold no image of class 'Bag'",
+            "client": None,
+        },
         {"task": 3, "round": 2, "level": "error", "code": "E331", "message": "site 3 did not answer", "client": 3},
         {"task": 0, "round": 0, "level": "info", "code": "I100", "message": "checkpoint written", "client": None},
     ]
-    objects = {"results": done, "status": {**status, "phase": "server"}, "timing": {"total_s": 53.9, "phases": phases}, "env": env}
+    objects = {
+        "results": done,
+        "status": {**status, "phase": "server"},
+        "timing": {"total_s": 53.9, "phases": phases},
+        "env": env,
+    }
     for name, value in {**objects, "partition": partition(classes), "origin": {}}.items():
         (folder / f"{name}.json").write_text(json.dumps(value))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics(method, seed)))
@@ -190,7 +256,14 @@ def write_running(folder: Path, method: str = "rescene", num_lines: int = 7) -> 
     write_run(folder, method)
     for name in ("results.json", "timing.json", "surrogates.json", "surrogates.safetensors"):
         (folder / name).unlink(missing_ok=True)
-    status = {"state": "running", "task": 1, "round": 2, "num_tasks": NUM_TASKS, "num_rounds": NUM_ROUNDS, "phase": "server"}
+    status = {
+        "state": "running",
+        "task": 1,
+        "round": 2,
+        "num_tasks": NUM_TASKS,
+        "num_rounds": NUM_ROUNDS,
+        "phase": "server",
+    }
     (folder / "status.json").write_text(json.dumps(status))
     lines = (folder / "metrics.jsonl").read_text().splitlines()[:num_lines]
     (folder / "metrics.jsonl").write_text("\n".join(lines) + '\n{"kind": "round", "ta')

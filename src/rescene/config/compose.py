@@ -106,7 +106,9 @@ def _read(name: str) -> tuple[dict[str, Any], str]:
     if _is_file(name):
         path = Path(name)
         if not path.is_file():
-            raise ConfigError("E101", f"there is no recipe file {name!r}", fix="rescene list recipes shows the shipped ones")
+            raise ConfigError(
+                "E101", f"there is no recipe file {name!r}", fix="rescene list recipes shows the shipped ones"
+            )
         text, origin = path.read_text(encoding="utf-8"), str(path)
     elif name in recipe_names():
         text, origin = recipe_text(name), f"recipe {name}"
@@ -123,7 +125,9 @@ def _read(name: str) -> tuple[dict[str, Any], str]:
     except (yaml.YAMLError, tomllib.TOMLDecodeError) as error:
         raise ConfigError("E105", f"{origin} cannot be read", why=str(error)) from None
     if not isinstance(tree, dict):
-        raise ConfigError("E105", f"{origin} is not a recipe", why="it holds no sections", fix="rescene show demo prints one")
+        raise ConfigError(
+            "E105", f"{origin} is not a recipe", why="it holds no sections", fix="rescene show demo prints one"
+        )
     return tree, origin
 
 
@@ -135,7 +139,10 @@ def _parse(overrides: Iterable[str] | Mapping[str, Any]) -> Flat:
         key, equals, value = text.partition("=")
         if not equals or not key:
             raise ConfigError(
-                "E106", f"cannot read the override {text!r}", why="overrides look like key=value", fix="federation.beta=0.1"
+                "E106",
+                f"cannot read the override {text!r}",
+                why="overrides look like key=value",
+                fix="federation.beta=0.1",
             )
         try:
             values[key] = yaml.safe_load(value)

@@ -18,7 +18,7 @@ Row = dict[str, Any]
 
 
 def inspect(dataset: Dataset) -> Row:
-    """What a data set holds: classes, counts per class and split, size, notes, proposed tasks, warnings. Plain values only."""
+    """What a data set holds, in plain values: counts per class and split, size, notes, proposed tasks, warnings."""
     train, test = (_counts(images, len(dataset.classes)) for images in (dataset.train, dataset.test))
     return {
         "name": dataset.name,
@@ -64,8 +64,8 @@ def verify(name: str, path: str | os.PathLike[str] | None = None) -> list[Row]:
 
 
 def propose_tasks(dataset: Dataset) -> Row:
-    """A task plan to start from, as arguments of ``plan_tasks``: one task per domain, else the paper's 5 (below 50 classes)
-    or 10 tasks, with at least two classes each where there are enough."""
+    """A task plan to start from, as arguments of ``plan_tasks``: one task per domain, else 5 tasks (10 if there are 50
+    classes or more, as in the paper), with at least two classes each where there are enough."""
     if dataset.domains:
         return {"scenario": "domain"}
     num_classes = len(dataset.classes)
@@ -78,7 +78,8 @@ def _content_rows(dataset: Dataset) -> list[Row]:
     untested = [name for name, n in zip(dataset.classes, test, strict=True) if n == 0]
     hashes = [_hashes(images) for images in (dataset.train, dataset.test)]
     repeats = [len(values) - len(set(values)) for values in hashes]
-    leaked = sum(value in set(hashes[0]) for value in set(hashes[1]))
+    trained = set(hashes[0])
+    leaked = sum(value in trained for value in hashes[1])
     return [
         _row(
             f"at least {_TINY_CLASS} training images per class",

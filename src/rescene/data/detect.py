@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rescene.data import prepared
 from rescene.data.sources import cifar_archive, cifar_parquet, manifest, office31, tinyimagenet
 from rescene.data.sources.cifar_spec import CIFAR10, CIFAR100
 from rescene.data.sources.folder import subfolders
@@ -11,15 +12,16 @@ from rescene.errors import DataError
 
 
 def detect(path: Path) -> str:
-    """Name of the reader for a file or folder; E205 for a file of an unknown kind. Anything else in folders is ``folder``."""
+    """Name of the reader for a file or folder (``folder`` if nothing more special); an unknown kind of file is E205."""
     if path.is_file():
         return _detect_file(path)
     return _detect_cifar(path) or _detect_named(path) or _detect_single_file(path) or "folder"
 
 
 def _detect_file(path: Path) -> str:
-    if path.suffix.lower() in (".npz", ".csv"):
-        return path.suffix.lower()[1:]
+    kind = path.suffix.lower()[1:]
+    if kind in ("npz", "csv", prepared.KIND):
+        return kind
     found = _detect_cifar(path)
     if found:
         return found
@@ -54,11 +56,14 @@ def _detect_named(path: Path) -> str | None:
 
 
 def _detect_single_file(path: Path) -> str | None:
-    """A folder with one manifest or one NumPy file: that file is the data set."""
+    """A folder with one manifest, one NumPy file or one prepared file: that file is the data set."""
     listed = _only(path, "csv")
     if listed and manifest.is_manifest(listed):
         return "csv"
-    return "npz" if _only(path, "npz") else None
+    if _only(path, "npz"):
+        return "npz"
+    ready = _only(path, prepared.KIND)
+    return prepared.KIND if ready and prepared.is_prepared(ready) else None
 
 
 def single_file(path: Path, kind: str) -> Path:

@@ -19,7 +19,7 @@ Channels = tuple[float, float, float]
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """One split. ``pixels`` uint8 [n, 3, H, W], ``labels`` int64 [n], ``domains`` int64 [n] (domain-incremental data only)."""
+    """One split. ``pixels`` uint8 [n, 3, H, W], ``labels`` int64 [n], ``domains`` int64 [n] (domain data only)."""
 
     pixels: Tensor
     labels: Tensor
@@ -51,7 +51,7 @@ class Images:
 
 @dataclass(frozen=True)
 class Transform:
-    """How pictures look to the network: normalised by channel; training adds a random crop (``pad``) and a mirror image.
+    """How pictures look to the network: normalised by channel; training adds a random crop (``pad``) and mirroring.
 
     >>> black = Transform(mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25), pad=4)
     >>> black.fill
@@ -78,10 +78,10 @@ class Transform:
         return values.round().clamp(0, 255).to(torch.uint8)
 
     def augment(self, x: Tensor, generator: torch.Generator) -> Tensor:
-        """Random crop out of the picture padded with black, then a random mirror image; normalised [n, 3, H, W] in and out.
+        """Random crop of the picture padded with black, then a mirror image or not; normalised [n, 3, H, W] in and out.
 
-        Each picture has its own offset (0..2*pad in both directions) and its own coin. ``pad=0`` only mirrors. The draws
-        come from the generator's device, so that a CPU generator gives the same crops on every device.
+        Each picture has its own offset (0..2*pad in both directions) and its own coin; ``pad=0`` only mirrors. The
+        draws come from the generator's device, so that a CPU generator gives the same crops on every device.
         """
         n = len(x)
         offsets = torch.randint(2 * self.pad + 1, (2, n), generator=generator, device=generator.device).to(x.device)
@@ -101,7 +101,7 @@ class Transform:
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Two splits with class names. ``notes`` states what was done to the pictures; ``split`` says who chose the test set:
+    """Two splits with class names. ``notes`` says what was done to the pictures; ``split`` who chose the test set:
     ``given`` (the data) or ``fraction=0.2 seed=0`` (drawn here)."""
 
     name: str
@@ -142,7 +142,7 @@ def measure(pixels: Tensor, pad: int | None = None) -> Transform:
     Transform(mean=(1.0, 1.0, 1.0), std=(0.001, 0.001, 0.001), pad=4)
     """
     total = torch.zeros(2, 3, dtype=torch.float64)
-    for chunk in pixels.split(1024):  # bounds the float copy to about 100 MB at 64 px
+    for chunk in torch.split(pixels, 1024):  # bounds the float copy to about 100 MB at 64 px
         values = chunk.double() / 255
         total += torch.stack([values.sum((0, 2, 3)), values.square().sum((0, 2, 3))]).cpu()
     mean, square = total / (pixels.numel() / 3)
@@ -156,5 +156,5 @@ def _triple(values: Tensor) -> Channels:
 
 
 def _channels(values: Channels, like: Tensor) -> Tensor:
-    """[3, 1, 1] on the device of ``like``. Not cached: a tensor made in inference mode could not be used in training."""
+    """[3, 1, 1] on ``like``'s device. Not cached: a tensor made in inference mode could not be used in training."""
     return torch.tensor(values, dtype=torch.float32, device=like.device).view(3, 1, 1)

@@ -13,7 +13,7 @@ from rescene.data.images import Dataset
 from rescene.data.options import Options
 from rescene.data.resize import fit_dataset
 from rescene.data.sources import READERS, fashion_mini
-from rescene.errors import DataError, did_you_mean
+from rescene.errors import ConfigError, DataError, did_you_mean
 
 AnyPath = str | os.PathLike[str]
 NAMES = ("auto", *READERS)
@@ -30,18 +30,15 @@ def load(
 ) -> Dataset:
     """A data set on the CPU.
 
-    ``auto`` without a path is the embedded fashion-mini, with one the layout is detected; ``folder``, ``csv`` and ``npz`` need
-    a path; the paper's sets are looked for in ./data, $RESCENE_DATA and the user cache if no path is given. A prepared file
-    (:func:`prepare`) is preferred, unless its test split was drawn with another fraction or seed.
+    ``auto`` without a path is the embedded fashion-mini, with one the layout is detected; ``folder``, ``csv`` and
+    ``npz`` need a path; the paper's sets are looked for in ./data, $RESCENE_DATA and the user cache if none is given. A
+    prepared file (:func:`prepare`) is preferred, unless its test split was drawn with another fraction or seed.
 
     >>> load().classes[:3]
     ('T-shirt', 'Trouser', 'Pullover')
     """
     options = Options(image_size, test_fraction, seed, skip_unreadable)
-    if name not in NAMES:
-        close = did_you_mean(name, NAMES)
-        fix = f"did you mean {close!r}?" if close else f"one of: {', '.join(NAMES)}"
-        raise DataError("E201", f"unknown data set {name!r}", fix=fix)
+    _check_name(name, path)
     if name == "fashion-mini" or (name == "auto" and path is None):
         dataset = fashion_mini.read(fashion_mini.FILE, options)
     elif path is not None:
@@ -63,8 +60,8 @@ def prepare(
 ) -> Path:
     """Decode ``source`` once and write <out>/<name>.safetensors, which ``load`` prefers; returns that file.
 
-    ``name`` is a known set, or a name of your own for a source whose layout is detected. ``out`` is a folder, by default the
-    one in the user cache where ``load(name)`` looks; a set of your own is loaded again by the path of the file.
+    ``name`` is a known set, or a name of your own for a source whose layout is detected. ``out``: a folder, by default
+    the one in the user cache in which ``load(name)`` looks. A set of your own is loaded by the path of that file.
     """
     options = Options(image_size, test_fraction, seed, skip_unreadable)
     source = _existing(source)
@@ -72,6 +69,15 @@ def prepare(
     dataset = replace(fit_dataset(_read_source(kind, source, options), image_size), name=name)
     folder = Path(out).expanduser() if out is not None else cache_folder() / name
     return prepared.write(dataset, folder / prepared_name(name))
+
+
+def _check_name(name: str, path: AnyPath | None) -> None:
+    if name not in NAMES:
+        close = did_you_mean(name, NAMES)
+        fix = f"did you mean {close!r}?" if close else f"one of: {', '.join(NAMES)}"
+        raise DataError("E201", f"unknown data set {name!r}", fix=fix)
+    if name == "fashion-mini" and path is not None:
+        raise ConfigError("E208", "fashion-mini is part of the package and takes no path", fix="name=auto")
 
 
 def _existing(path: AnyPath) -> Path:
@@ -82,9 +88,9 @@ def _existing(path: AnyPath) -> Path:
 
 
 def _load_path(name: str, path: Path, options: Options) -> Dataset:
-    if path.suffix == ".safetensors":
-        return _read_prepared(path, options)
-    name = detect(path) if name == "auto" else name
+    name = detect(path) if name == "auto" or path.suffix == f".{prepared.KIND}" else name
+    if name == prepared.KIND:
+        return _read_prepared(single_file(path, name), options)
     ready = path / prepared_name(name)
     if ready.is_file() and _fits(ready, options):
         return prepared.read(ready)

@@ -9,7 +9,7 @@ from rescene.errors import ConfigError
 
 @dataclass(frozen=True)
 class Options:
-    """``image_size``: None keeps or guesses the size. ``test_fraction`` and ``seed`` matter only where the data brings no
+    """``image_size``: None keeps or guesses the size. ``test_fraction`` and ``seed`` matter only where the data has no
     test set of its own. ``skip_unreadable``: leave damaged images out (counted in a warning) instead of refusing."""
 
     image_size: int | None = None

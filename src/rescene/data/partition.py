@@ -46,11 +46,11 @@ def dirichlet_partition(
     min_size: int = 1,
     max_draws: int = 1000,
 ) -> list[Tensor]:
-    """Per-class Dirichlet(``beta``) split of one task's ``labels`` [n]; sorted positions into them, one tensor per client.
+    """Per-class Dirichlet(``beta``) split of one task's ``labels`` [n]; sorted positions into them, one tensor each.
 
-    Disjoint and complete. ``capped``: a client that already holds n / num_clients images gets nothing of the next class.
-    Redrawn while a client has fewer than ``min_size`` images; after ``max_draws`` the best draw is kept with warning W121
-    (with many clients and a small beta no draw may ever satisfy the rule).
+    Disjoint and complete. ``capped``: a client that holds n / num_clients images gets nothing of the next class.
+    Redrawn while a client has fewer than ``min_size`` images; after ``max_draws`` the best draw is kept with warning
+    W121 (with many clients and a small beta no draw may ever satisfy the rule).
     """
     _check(num_clients)
     if not (math.isfinite(beta) and beta > 0) or max_draws < 1:
@@ -131,7 +131,7 @@ def _warn_small(num_small: int, num_clients: int, min_size: int, max_draws: int)
     warnings.warn(
         ResceneWarning(
             "W121",
-            f"{num_small} of {num_clients} clients hold fewer than {min_size} images: no draw of {max_draws} did better",
+            f"{num_small} of {num_clients} clients hold less than {min_size} images; no draw of {max_draws} did better",
             fix="fewer clients, a larger beta, or a smaller min_size",
         ),
         stacklevel=3,

@@ -12,6 +12,7 @@ import torch
 from rescene.data.images import Dataset, Images, Transform
 from rescene.errors import DataError
 
+KIND = "safetensors"
 FORMAT = "rescene-data-1"
 _FIELDS = ("pixels", "labels", "domains")
 
@@ -56,6 +57,14 @@ def read(file: Path) -> Dataset:
     return dataset
 
 
+def is_prepared(file: Path) -> bool:
+    """Whether a safetensors file holds a data set (and not, say, a model)."""
+    try:
+        return bool(_open(file, header_only=True)[0])
+    except DataError:
+        return False
+
+
 def split_of(file: Path) -> str:
     """How the test split of a prepared file was chosen, from its header alone."""
     return str(_open(file, header_only=True)[0].get("split"))
@@ -76,7 +85,10 @@ def _open(file: Path, header_only: bool = False) -> tuple[dict[str, Any], dict[s
 
 
 def _rebuild(about: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Dataset:
-    train, test = (Images(*(tensors.get(f"{split}.{field}") for field in _FIELDS)) for split in ("train", "test"))
+    train, test = (
+        Images(tensors[f"{split}.pixels"], tensors[f"{split}.labels"], tensors.get(f"{split}.domains"))
+        for split in ("train", "test")
+    )
     transform = Transform(tuple(about["mean"]), tuple(about["std"]), about["pad"])
     classes, domains, notes = (tuple(about[key]) for key in ("classes", "domains", "notes"))
     return Dataset(about["name"], classes, train, test, transform, domains, notes, about["split"])

@@ -38,7 +38,7 @@ def fit_pixels(pixels: Tensor, size: int) -> Tensor:
     new_width, new_height = scaled_size(width, height, size)
     left, top = centre(new_width, new_height, size)
     parts = []
-    for chunk in pixels.split(1024):  # bounds the float copy
+    for chunk in torch.split(pixels, 1024):  # bounds the float copy
         scaled = F.interpolate(chunk.float(), (new_height, new_width), mode="bilinear", antialias=True)
         window = scaled[..., top : top + size, left : left + size]
         parts.append(window.round().clamp(0, 255).to(torch.uint8))

@@ -14,7 +14,7 @@ from rescene.data.tasks import Task
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """One client's part of one task. ``images`` is the whole training split, shared; only ``index`` belongs to the client.
+    """One client's part of one task. ``images`` is the whole training split, shared; only ``index`` is the client's.
 
     ``net`` builds the network with the given weights (the head's size is read from them); the engine supplies it.
     """
@@ -40,7 +40,7 @@ class Shard:
     def by_class(self) -> dict[int, Tensor]:
         """Label -> positions into ``images.pixels``; only classes with at least one picture, ascending labels."""
         labels = self.labels
-        return {c: self.index[labels == c] for c in labels.unique().tolist()}
+        return {c: self.index[labels == c] for c in torch.unique(labels).tolist()}
 
     def pictures(self, positions: Tensor) -> Tensor:
         """Normalised float pictures [len(positions), 3, H, W] at these positions of ``images.pixels``."""

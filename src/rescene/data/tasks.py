@@ -1,7 +1,7 @@
 """Which classes (or domains) arrive when.
 
-Class-incremental: the data set is relabelled in arrival order, so that task t brings consecutive labels and the labels known
-so far are always 0..num_seen-1. Domain-incremental: one task per domain, every label from the start (methods: Office-31).
+Class-incremental: the data set is relabelled in arrival order, so that task t brings consecutive labels and the labels
+known so far are always 0..num_seen-1. Domain-incremental: one task per domain, with all labels from the start.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rescene.rng import Rng
 @dataclass(frozen=True, eq=False)
 class Task:
     """One task. ``classes``: labels new in it (class-incremental) or all labels (domain-incremental); labels
-    0..``num_seen``-1 are known during it. ``train`` and ``test``: positions into the data set's splits, all clients together."""
+    0..``num_seen``-1 are known during it. ``train``, ``test``: positions into the splits, all clients together."""
 
     index: int
     classes: tuple[int, ...]
@@ -43,11 +43,13 @@ def plan_tasks(
 ) -> tuple[Dataset, list[Task]]:
     """Split a data set into tasks; returns it relabelled in arrival order, and the tasks.
 
-    ``scenario="class"`` takes exactly one of ``per_task`` (chunks, the last takes the remainder), ``count`` (tasks as equal as
-    possible, larger ones first), ``sizes`` (must sum to the number of classes) and ``plan`` (lists of class names; classes it
-    leaves out are dropped, with a note). ``order`` is ``natural`` or ``seeded``. ``scenario="domain"`` takes none of them.
+    ``scenario="class"`` takes exactly one of ``per_task`` (chunks, the last takes the remainder), ``count`` (tasks as
+    equal as possible, larger ones first), ``sizes`` (must sum to the number of classes) and ``plan`` (lists of class
+    names; classes it leaves out are dropped, with a note). ``order`` is ``natural`` or ``seeded``.
+    ``scenario="domain"`` takes none of them.
     """
-    given = {k: v for k, v in dict(per_task=per_task, count=count, sizes=sizes, plan=plan).items() if v is not None}
+    asked = {"per_task": per_task, "count": count, "sizes": sizes, "plan": plan}
+    given = [name for name, value in asked.items() if value is not None]
     if scenario == "domain":
         return dataset, _domain_tasks(dataset, given, order)
     if scenario != "class":
@@ -120,15 +122,13 @@ def _relabel(dataset: Dataset, arrival: list[int]) -> Dataset:
     new_label = torch.full((len(dataset.classes),), -1)
     new_label[arrival] = torch.arange(len(arrival))
     dropped = [name for c, name in enumerate(dataset.classes) if new_label[c] < 0]
-    notes = (
-        (*dataset.notes, f"classes not in the task plan, dropped: {', '.join(dropped)}") if dropped else dataset.notes
-    )
+    notes = (f"classes not in the task plan, dropped: {', '.join(dropped)}",) if dropped else ()
     return replace(
         dataset,
         classes=tuple(dataset.classes[c] for c in arrival),
         train=_renamed(dataset.train, new_label),
         test=_renamed(dataset.test, new_label),
-        notes=notes,
+        notes=(*dataset.notes, *notes),
     )
 
 
@@ -142,23 +142,31 @@ def _class_tasks(dataset: Dataset, sizes: Sequence[int]) -> tuple[Dataset, list[
     counts = torch.bincount(dataset.train.labels, minlength=len(dataset.classes)).tolist()
     empty = [name for name, n in zip(dataset.classes, counts, strict=True) if n == 0]
     if empty:
-        raise DataError(
-            "E204", f"no training image of: {', '.join(empty)}", where=dataset.name, fix="add images or drop it"
-        )
+        what = f"no training image of class {', '.join(empty)}"
+        raise DataError("E204", what, where=dataset.name, fix="add images, or leave the class out of the task plan")
     tasks, seen = [], 0
     for t, size in enumerate(sizes):
         classes = tuple(range(seen, seen + size))
         seen += size
         train, test = (_positions(images.labels, classes) for images in (dataset.train, dataset.test))
-        tasks.append(Task(t, classes, seen, None, train, test))
+        tasks.append(_tested(dataset, Task(t, classes, seen, None, train, test)))
     return dataset, tasks
+
+
+def _tested(dataset: Dataset, task: Task) -> Task:
+    """The task itself; without a test image its accuracy would be undefined."""
+    if len(task.test) == 0:
+        names = ", ".join(dataset.classes[c] for c in task.classes[:5])
+        where = names if task.domain is None else f"domain {dataset.domains[task.domain]}"
+        raise DataError("E202", f"task {task.index} has no test image", where=where, fix="add test images")
+    return task
 
 
 def _positions(labels: Tensor, classes: tuple[int, ...]) -> Tensor:
     return torch.nonzero((labels >= classes[0]) & (labels <= classes[-1])).flatten()
 
 
-def _domain_tasks(dataset: Dataset, given: dict[str, object], order: str) -> list[Task]:
+def _domain_tasks(dataset: Dataset, given: list[str], order: str) -> list[Task]:
     if given or order != "natural":
         named = ", ".join(given) or f"order={order}"
         raise _bad_plan(f"{named} has no meaning when tasks are domains", fix="leave it out, or scenario: class")
@@ -174,5 +182,5 @@ def _domain_tasks(dataset: Dataset, given: dict[str, object], order: str) -> lis
         )
         if len(train) == 0:
             raise DataError("E204", f"no training image in domain {name}", where=dataset.name, fix="add images to it")
-        tasks.append(Task(d, labels, len(labels), d, train, test))
+        tasks.append(_tested(dataset, Task(d, labels, len(labels), d, train, test)))
     return tasks

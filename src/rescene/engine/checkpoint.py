@@ -92,7 +92,9 @@ class Checkpoints:
                 return self._read(path)
             except (OSError, ValueError, KeyError) as error:
                 warnings.warn(
-                    ResceneWarning("W401", f"checkpoint {path.name} is damaged ({error}); going back to the one before"),
+                    ResceneWarning(
+                        "W401", f"checkpoint {path.name} is damaged ({error}); going back to the one before"
+                    ),
                     stacklevel=2,
                 )
         return None

@@ -87,7 +87,9 @@ class InProcess:
             except ResceneError:
                 raise
             except Exception as error:
-                self.note("info", "I301", f"{verb} failed for all sites together ({_first_line(error)}); one by one now")
+                self.note(
+                    "info", "I301", f"{verb} failed for all sites together ({_first_line(error)}); one by one now"
+                )
         one = getattr(self.method, verb)
         answers = {}
         for client in clients:

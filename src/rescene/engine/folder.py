@@ -61,7 +61,9 @@ class RunFolder:
                 )
             return
         if self.path.is_dir() and any(self.path.iterdir()):
-            raise RunError("E406", "the folder is not empty and not a run", where=str(self.path), fix="use another --out")
+            raise RunError(
+                "E406", "the folder is not empty and not a run", where=str(self.path), fix="use another --out"
+            )
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -6,6 +6,7 @@ dies continues with the first step that was not. What happens inside a step belo
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ from rescene.engine.folder import RunFolder
 from rescene.engine.ledger import FlopMeter, Ledger
 from rescene.engine.results import results_of, write_tables
 from rescene.engine.watch import LeakageWatch, Progress, Timer, warnings_to
+from rescene.errors import RunError
 from rescene.nets import state_bytes
 from rescene.record import to_device
 
@@ -97,12 +99,20 @@ class Run:
         }
 
     def complete(self) -> dict[str, Any]:
+        """All steps that are not done yet; if something stops them, the status says so and the checkpoint stands."""
         done = self._restore()
         self._tell("start", done=done, steps=len(self.steps))
-        for number, step in enumerate(self.steps[done:], start=done + 1):
-            self._perform(step)
-            self._commit(number)
-        return self._finish()
+        try:
+            for number, step in enumerate(self.steps[done:], start=done + 1):
+                self._perform(step)
+                self._commit(number)
+                done = number
+            return self._finish()
+        except BaseException as error:
+            state = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+            with contextlib.suppress(RunError):  # the disk may be what failed
+                self._status(state, done)
+            raise
 
     def _perform(self, step: Step) -> None:
         task, method, rng = step.task, self.experiment.method, self.experiment.rng.at("server", step.task.index)
@@ -202,11 +212,14 @@ class Run:
             }
             facts = {"facts": _plain(vars(self.facts)), "ledger": self.ledger.facts(), "lengths": self.folder.lengths()}
             self.folder.checkpoints.save(number, tree, facts)
-            task, round = self.place
-            aa = self.facts.incremental[-1] if self.facts.incremental else None
-            self.folder.status(
-                state="running", task=task, round=round, done=number, steps=len(self.steps), aa=aa, **self._setting
-            )
+            self._status("running", number)
+
+    def _status(self, state: str, done: int) -> None:
+        aa = self.facts.incremental[-1] if self.facts.incremental else None
+        task, round = self.place
+        self.folder.status(
+            state=state, task=task, round=round, done=done, steps=len(self.steps), aa=aa, **self._setting
+        )
 
     def _restore(self) -> int:
         """Load the newest good checkpoint; returns the number of steps done (0: from the beginning)."""
@@ -243,10 +256,7 @@ class Run:
         write_tables(path / "csv", results, path / "metrics.jsonl")
         write_json(path / "timing.json", self.timer.report())
         write_json(path / "results.json", results)
-        task, round = self.place
-        self.folder.status(
-            state="done", task=task, round=round, done=len(self.steps), steps=len(self.steps), aa=results["aa"], **self._setting
-        )
+        self._status("done", len(self.steps))
         self._tell("done", results=results)
         return results
 

@@ -52,7 +52,11 @@ class Timer:
     def report(self) -> dict[str, Any]:
         total = self.total()
         rounded = {name: round(value, 3) for name, value in sorted(self.seconds.items())}
-        return {"schema": 1, "total_s": round(total, 3), "phases": rounded | {"other": round(total - sum(self.seconds.values()), 3)}}
+        return {
+            "schema": 1,
+            "total_s": round(total, 3),
+            "phases": rounded | {"other": round(total - sum(self.seconds.values()), 3)},
+        }
 
 
 class LeakageWatch:

@@ -1,7 +1,7 @@
 """Class imbalance of the server's pool (Sec. 3.4).
 
-    n_c   images of class c in the pool        q_c = n_c^alpha / sum n^alpha     sampling probability of a class
-    pi_c = n_c / sum n   prior                 tau  strength of the logit adjustment CE(f(x) + tau log pi, y)
+n_c   images of class c in the pool        q_c = n_c^alpha / sum n^alpha     sampling probability of a class
+pi_c = n_c / sum n   prior                 tau  strength of the logit adjustment CE(f(x) + tau log pi, y)
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Temporal herding (Sec. 3.3, Eq. 2).
 
-    z_i   unit-normalised task-end feature of candidate i      m   target, the mean of z over the recent window W
-    r     residual (j-1) m - sum of the z picked so far        B   budget
-    R     rounds of a task                                     lambda   fraction of them that forms the window
+z_i   unit-normalised task-end feature of candidate i      m   target, the mean of z over the recent window W
+r     residual (j-1) m - sum of the z picked so far        B   budget
+R     rounds of a task                                     lambda   fraction of them that forms the window
 """
 
 from __future__ import annotations

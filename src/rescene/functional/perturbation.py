@@ -1,6 +1,6 @@
 """Parameter perturbation of the matching objective (Sec. 3.2).
 
-    theta   parameters        rho   radius of the ball        theta' = theta + eps * min(1, rho / ||eps||), eps ~ N(0, I)
+theta   parameters        rho   radius of the ball        theta' = theta + eps * min(1, rho / ||eps||), eps ~ N(0, I)
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ def perturbed(params: Sequence[Tensor], radius: float, generator: torch.Generato
     hundred parameters always lands on the sphere, ||theta' - theta|| = rho; a very small one may stay inside.
     Radius 0 returns copies. The inputs are not changed.
     """
-    eps = [torch.randn(p.shape, generator=generator, device=generator.device, dtype=p.dtype).to(p.device) for p in params]
+    eps = [
+        torch.randn(p.shape, generator=generator, device=generator.device, dtype=p.dtype).to(p.device) for p in params
+    ]
     norm = torch.stack([e.double().square().sum() for e in eps]).sum().sqrt()
     scale = torch.clamp(radius / norm.clamp(min=1e-30), max=1.0)
     return [p.detach() + e * scale.to(p.dtype) for p, e in zip(params, eps, strict=True)]

@@ -35,7 +35,9 @@ from rescene.rng import Rng
 from rescene.steps import Training
 
 Payload = dict[str, Tree]
-Uploads = Mapping[int, Payload]  # by client, in ascending order whatever the order of arrival; a failed client is absent
+Uploads = Mapping[
+    int, Payload
+]  # by client, in ascending order whatever the order of arrival; a failed client is absent
 Model = dict[str, Tensor]
 
 

@@ -1,8 +1,8 @@
 """FedAvg (McMahan et al., AISTATS 2017): local training, weighted averaging. Nothing protects old tasks.
 
-    server: broadcast theta
-    client: E epochs of SGD on its images, cross-entropy over all seen classes; send theta_k and n_k
-    server: theta <- sum_k (n_k / sum n) theta_k
+server: broadcast theta
+client: E epochs of SGD on its images, cross-entropy over all seen classes; send theta_k and n_k
+server: theta <- sum_k (n_k / sum n) theta_k
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rescene.methods.base import Federation, Method, ModelState, Payload, Upload
 from rescene.methods.registry import register
 from rescene.record import Tree
 from rescene.rng import Rng
-from rescene.steps import fit_shard
+from rescene.steps import Batch, fit_shard
 
 
 @register
@@ -31,7 +31,9 @@ class FedAvg(Method):
     leaves_site: ClassVar[str] = "model weights and the number of local images"
 
     weighting: Literal["size", "uniform"] = hyper("size", "n_k", "[ours]", "weight of a client: its images, or equal")
-    local_ce: Literal["all", "new"] = hyper("all", "-", "[ours]", "cross-entropy over all seen classes, or this task's only")
+    local_ce: Literal["all", "new"] = hyper(
+        "all", "-", "[ours]", "cross-entropy over all seen classes, or this task's only"
+    )
 
     def client_round(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
         if len(shard) == 0:
@@ -39,8 +41,8 @@ class FedAvg(Method):
         net = shard.net(payload["model"])
         first = min(shard.task.classes) if self.local_ce == "new" else 0
 
-        def loss(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-            return F.cross_entropy(net(x)[:, first:], y - first)
+        def loss(net: nn.Module, batch: Batch) -> Tensor:
+            return F.cross_entropy(net(batch.x)[:, first:], batch.y - first)
 
         final = fit_shard(net, shard, self.train, rng.at("sgd").generator(shard.device), loss)
         upload = {"model": weights_of(net), "num_images": len(shard), "notes": {"local_loss": final}}

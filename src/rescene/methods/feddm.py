@@ -1,8 +1,8 @@
 """FedDM (Xiong et al., CVPR 2023): condensed uploads, trained on once and discarded. Nothing protects old tasks.
 
-    server: broadcast theta and the noise seed of the round
-    client: condense each class into at most IPC surrogates (Eq. 1) and send them
-    server: train theta for E_srv epochs on this round's surrogates only, plain shuffled batches, plain cross-entropy
+server: broadcast theta and the noise seed of the round
+client: condense each class into at most IPC surrogates (Eq. 1) and send them
+server: train theta for E_srv epochs on this round's surrogates only, plain shuffled batches, plain cross-entropy
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TypeVar
@@ -9,7 +10,18 @@ from typing import TypeVar
 from rescene.errors import ConfigError, did_you_mean
 from rescene.methods.base import Method
 
-BUILT_IN = ("rescene", "fedavg", "feddm")
+ORDER = (
+    "rescene",
+    "fedavg",
+    "fedewc",
+    "fedlwf",
+    "target",
+    "glfc",
+    "fedcbdr",
+    "refed",
+    "feddm",
+    "fedaf",
+)  # as in the paper
 _METHODS: dict[str, type[Method]] = {}
 M = TypeVar("M", bound=type[Method])
 
@@ -22,13 +34,14 @@ def register(cls: M) -> M:
 
 
 def method_names() -> list[str]:
-    """All known names, built-in ones first."""
-    for name in BUILT_IN:
-        import_module(f"rescene.methods.{name}")
+    """All known names, in the paper's order: every file of this package is one method, plus those of installed plug-ins."""
+    package = import_module("rescene.methods")
+    for module in pkgutil.iter_modules(package.__path__):
+        import_module(f"rescene.methods.{module.name}")
     for entry in entry_points(group="rescene.methods"):
         if entry.name not in _METHODS:
             entry.load()
-    return sorted(_METHODS, key=lambda name: (name not in BUILT_IN, name))
+    return sorted(_METHODS, key=lambda name: (ORDER.index(name) if name in ORDER else len(ORDER), name))
 
 
 def method_class(name: str) -> type[Method]:

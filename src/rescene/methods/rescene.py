@@ -1,12 +1,12 @@
 """ReSCENE: the server keeps condensed surrogates of every task and trains on all of them at once.
 
-    each round of task t:
-        server: broadcast theta and the noise seed of the round
-        client: condense each class into at most IPC surrogates (Eq. 1) and send them
-        server: S_t <- S_t + uploads; train theta for E_srv epochs on B_1..B_{t-1} + S_t,
-                classes drawn with q_c ~ n_c^alpha, loss CE(f(x) + tau log pi, y)
-    end of task t:
-        server: for each class, herd B surrogates of S_t towards the mean of its recent rounds (Eq. 2) into B_t; drop S_t
+each round of task t:
+    server: broadcast theta and the noise seed of the round
+    client: condense each class into at most IPC surrogates (Eq. 1) and send them
+    server: S_t <- S_t + uploads; train theta for E_srv epochs on B_1..B_{t-1} + S_t,
+            classes drawn with q_c ~ n_c^alpha, loss CE(f(x) + tau log pi, y)
+end of task t:
+    server: for each class, herd B surrogates of S_t towards the mean of its recent rounds (Eq. 2) into B_t; drop S_t
 """
 
 from __future__ import annotations
@@ -53,8 +53,12 @@ class ReSCENE(SurrogateMethod):
     paper: ClassVar[str] = "Kang, Tu, Lee: ReSCENE, server-side replay for federated continual learning"
 
     budget: int = hyper(1000, "B", "Sec. 4.1", "surrogates kept per class after a task", ge=1)
-    recent_fraction: float = hyper(0.75, "lambda", "Sec. 4.1", "fraction of rounds that forms the herding target", gt=0, le=1)
-    alpha: float = hyper(0.5, "alpha", "App. A", "sampling exponent: 1 count-proportional, 0 class-balanced", ge=0, le=1)
+    recent_fraction: float = hyper(
+        0.75, "lambda", "Sec. 4.1", "fraction of rounds that forms the herding target", gt=0, le=1
+    )
+    alpha: float = hyper(
+        0.5, "alpha", "App. A", "sampling exponent: 1 count-proportional, 0 class-balanced", ge=0, le=1
+    )
     tau: float = hyper(1.0, "tau", "App. A", "strength of the logit adjustment", ge=0)
     buffer: Literal["temporal", "full-pool", "earliest", "latest", "random", "keep-all", "none"] = hyper(
         "temporal", "-", "Sec. 5.2", "which surrogates of a finished task are kept"

@@ -15,7 +15,9 @@ from rescene.steps import Condensation, condense
 class SurrogateMethod(Condensation, Method):
     """Not a method of its own: the client side of Eq. 1, one client at a time or all of them in one pass."""
 
-    leaves_site: ClassVar[str] = "a few condensed images per class with their labels; near-copies of real images by default"
+    leaves_site: ClassVar[str] = (
+        "a few condensed images per class with their labels; near-copies of real images by default"
+    )
 
     def broadcast(self, state: Any, round: int, federation: Federation, rng: Rng) -> Payload:
         """The model, and the seed of the perturbation noise that all clients of the round share."""

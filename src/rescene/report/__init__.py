@@ -1,4 +1,4 @@
-"""Reports from run folders: one self-contained page, figures and tables. Reads files only; matplotlib loads when it draws."""
+"""Reports from run folders: one self-contained page, figures, tables. Reads files only; matplotlib loads on drawing."""
 
 from rescene.report.groups import comparison_rows
 from rescene.report.page import write_report

@@ -1,7 +1,7 @@
 """From a plot to its files: plots/<name>.svg, .png and .csv, and the SVG that goes into the page.
 
-A plot is its data (the rows of the CSV) and a function that draws them. Figures are drawn once, with the neutral colours
-of ``look``; in the page these become the theme's variables, so that one figure serves light and dark.
+A plot is its data (the rows of the CSV) and a function that draws them. Figures are drawn once, with the neutral
+colours of ``look``; in the page these become the theme's variables, so that one figure serves light and dark.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 from rescene.report.look import CARD, GRID, INK, MUTED
 from rescene.report.runs import Row
 
-WIDTH_IN = 5.4  # one width for all figures: text then has one size everywhere, also scaled down on a phone
-_STYLE = {
+WIDTH_IN = 5.0  # one width for all figures: text then has one size everywhere, also scaled down on a phone
+_STYLE: Any = {  # typed loosely: matplotlib lists its hundreds of keys one by one
     "svg.fonttype": "none",  # text stays text: it takes the page's font and can be searched
     "text.parse_math": False,  # a "$" in a class name is a dollar
-    "font.size": 9.5,
-    "axes.titlesize": 9.5,
+    "font.size": 10,
+    "axes.titlesize": 10,
     "text.color": INK,
     "axes.labelcolor": MUTED,
     "axes.edgecolor": GRID,
@@ -87,8 +88,8 @@ def _draw(plot: Plot) -> tuple[str, bytes]:
     from matplotlib.figure import Figure as Sheet
 
     svg, png = io.StringIO(), io.BytesIO()
-    salt = {"svg.hashsalt": plot.name}  # ids from the content: the same run gives the same file
-    with matplotlib.rc_context({**_STYLE, **salt}), warnings.catch_warnings():
+    style = _STYLE | {"svg.hashsalt": plot.name}  # ids from the content: the same run gives the same file
+    with matplotlib.rc_context(style), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")  # class names may be in any script
         sheet = Sheet(figsize=(plot.width_in, plot.height_in), layout="constrained")
         plot.draw(sheet)
@@ -104,16 +105,40 @@ def _on_white(svg: str) -> str:
 
 
 def _for_page(svg: str, plot: Plot) -> str:
-    """The SVG element alone, with theme colours and ids that no other figure of the page has."""
-    body = svg[svg.index("<svg") :]
-    body = re.sub(r"\s*<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
-    body = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{plot.name}--", body)
-    for colour, variable in _THEME.items():
-        body = body.replace(colour, variable)
-    head = body.index(">")
-    view = re.search(r'viewBox="[^"]*"', body[:head])
-    opening = f'<svg class="plot" xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" {view[0] if view else ""}'
-    return f'{opening} role="img" aria-labelledby="title-{plot.name}" style="max-width:{plot.width_in * 1.18:.2f}in">{body[head + 1 :]}'
+    """The SVG element alone, with theme colours and ids that no other figure of the page has.
+
+    Inside HTML neither namespaces nor the header are needed; its style element would act on the whole page.
+    """
+    root = ElementTree.fromstring(svg.encode("utf-8"))
+    for parent in list(root.iter()):
+        for child in list(parent):
+            if _local(child.tag) in ("metadata", "style"):
+                parent.remove(child)
+    for element in root.iter():
+        element.tag = _local(element.tag)
+        values = {_local(key): _adapted(_local(key), value, plot.name) for key, value in element.attrib.items()}
+        element.attrib.clear()
+        element.attrib.update(values)
+    style = f"max-width:{plot.width_in * 1.15:.2f}in"
+    kept = {"class": "plot", "viewBox": root.get("viewBox", ""), "role": "img", "style": style}
+    root.attrib.clear()
+    root.attrib.update({**kept, "aria-labelledby": f"title-{plot.name}"})
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+def _local(name: str) -> str:
+    """A name without its XML namespace."""
+    return name.rpartition("}")[2]
+
+
+def _adapted(key: str, value: str, name: str) -> str:
+    """An attribute as the page needs it: ids and references to them prefixed, neutral colours from the theme."""
+    if key == "id":
+        return f"{name}--{value}"
+    if key == "href" and value.startswith("#"):
+        return f"#{name}--{value[1:]}"
+    value = value.replace("url(#", f"url(#{name}--")
+    return re.sub(r"#[0-9a-f]{6}\b", lambda match: _THEME.get(match[0], match[0]), value) if key == "style" else value
 
 
 def csv_text(rows: Sequence[Row]) -> str:
@@ -146,7 +171,9 @@ def percent_axis(axis: Any, label: str) -> None:
     axis.set_ticks([0, 20, 40, 60, 80, 100])
 
 
-def legend_above(sheet: Any, num: int) -> None:
-    """A legend above the axes; one entry needs none."""
-    if num > 1:
-        sheet.legend(loc="outside upper left", ncols=min(num, 4), columnspacing=1.2, labelcolor=INK)
+def legend_above(sheet: Any, axes: Any) -> None:
+    """A legend above the axes, as many columns as the names leave room for; a single entry needs none."""
+    handles, names = axes.get_legend_handles_labels()
+    if len(names) > 1:
+        across = max(1, min(4, 64 // (max(map(len, names)) + 7)))
+        sheet.legend(handles, names, loc="outside upper left", ncols=across, columnspacing=1.2, labelcolor=INK)

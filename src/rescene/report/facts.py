@@ -10,7 +10,7 @@ from typing import Any
 from rescene.report.groups import Group, flatten, same, spread
 from rescene.report.look import plain
 from rescene.report.runs import Row, Run, number
-from rescene.report.words import count, seconds_text
+from rescene.report.words import NONE, count, percent, seconds_text
 
 Pairs = list[tuple[str, str]]
 _LEVELS = ("error", "warning")
@@ -40,6 +40,39 @@ def setting(run: Run, runs: Sequence[Run]) -> Pairs:
         ("Time per run", seconds_text(seconds.mean) if seconds else None),
     ]
     return [(name, _short(value)) for name, value in facts if value not in (None, "", 0)]
+
+
+def task_rows(run: Run) -> list[list[str]]:
+    """Task (and domain), classes, training images, test images, as text."""
+    rows = []
+    for i, task in enumerate(run.tasks):
+        domain = f" · {plain(task['domain'], 40)}" if task.get("domain") else ""
+        names = ", ".join(plain(name, 60) for name in task.get("classes") or [])
+        sizes = [_short(task[key]) if key in task else NONE for key in ("train_size", "test_size")]
+        rows.append([f"T{plain(task.get('index', i), 6)}{domain}", names, *sizes])
+    return rows
+
+
+_LEAKS = (  # key, factor, digits
+    ("num_images", 1, 0),
+    ("near_copies", 100, 0),
+    ("exact_copies", 1, 0),
+    ("nearest_rms_median", 1, 3),
+    ("nearest_rms_min", 1, 3),
+    ("nearest_psnr_median_db", 1, 1),
+)
+
+
+def leakage_rows(head: Group | None) -> list[list[str]]:
+    """The leakage check task by task: task, images, near-copies (%), exact copies, RMS median and least, PSNR (dB)."""
+    found = next((run.leakage for run in head.finished if run.leakage), {}) if head else {}
+    rows = []
+    for entry in found.get("per_task") or []:
+        if isinstance(entry, dict):
+            values = [(number(entry.get(key)), factor, digits) for key, factor, digits in _LEAKS]
+            cells = [NONE if value is None else percent(factor * value, digits) for value, factor, digits in values]
+            rows.append([f"T{plain(entry.get('task', '?'), 6)}", *cells])
+    return rows
 
 
 def _first(flat: dict[str, Any], *keys: str) -> Any:
@@ -80,7 +113,9 @@ def _progress(group: Group, run: Run) -> Progress:
     told = {key: number(run.status.get(key)) for key in ("task", "round", "num_tasks", "num_rounds")}
     task, turn = told["task"] or 0.0, told["round"] or 0.0
     tasks, turns = told["num_tasks"] or 0.0, told["num_rounds"] or 1.0
-    words = [f"task {task + 1:.0f} of {tasks:.0f}", f"round {turn + 1:.0f} of {turns:.0f}"] if tasks else ["no status yet"]
+    words = (
+        [f"task {task + 1:.0f} of {tasks:.0f}", f"round {turn + 1:.0f} of {turns:.0f}"] if tasks else ["no status yet"]
+    )
     words += [plain(run.status["phase"], 30)] if run.status.get("phase") else []
     seed = "" if run.seed is None else f", seed {run.seed}"
     share = min((task + turn / turns) / tasks, 1.0) if tasks else 0.0
@@ -107,7 +142,12 @@ def events(groups: Sequence[Group]) -> list[Event]:
         for run in group.runs:
             for row in run.events:
                 if row.get("level") in _LEVELS:
-                    key = (str(row["level"]), plain(row.get("code", ""), 12), plain(row.get("message", ""), 400), group.label)
+                    key = (
+                        str(row["level"]),
+                        plain(row.get("code", ""), 12),
+                        plain(row.get("message", ""), 400),
+                        group.label,
+                    )
                     first.setdefault(key, _place(row))
                     counts[key] += 1
     found = [Event(*key, place=first[key], num=num) for key, num in counts.items()]
@@ -131,7 +171,10 @@ def event_summary(runs: Sequence[Run]) -> str:
 def environment(runs: Sequence[Run]) -> Pairs:
     """Versions, machine, commit, data fingerprint; where runs differ all values are listed."""
     keys = dict.fromkeys(key for run in runs for key in run.env)
-    return [(plain(key), " | ".join(dict.fromkeys(plain(run.env[key], 120) for run in runs if key in run.env))) for key in keys]
+    return [
+        (plain(key), " | ".join(dict.fromkeys(plain(run.env[key], 120) for run in runs if key in run.env)))
+        for key in keys
+    ]
 
 
 def commands(runs: Sequence[Run]) -> list[str]:
@@ -141,16 +184,63 @@ def commands(runs: Sequence[Run]) -> list[str]:
 
 # a[i][j]: accuracy on task j after learning task i; T tasks, numbered 0 to T-1.
 GLOSSARY: tuple[tuple[str, str, str], ...] = (
-    ("a(i, j)", "", "Accuracy on the test images of task j after task i was learned, in percent; the answer is one of all classes seen so far."),
-    ("AA", "Σⱼ nⱼ a(T−1, j) / Σⱼ nⱼ", "Average accuracy: over the test images of all tasks after the last one (nⱼ: test images of task j; domains count equally)."),
-    ("AIA", "(1/T) Σᵢ Aᵢ", "Average incremental accuracy: Aᵢ is the accuracy over everything seen after task i; AIA is its mean over the tasks."),
-    ("Old, recent", "mean of a(T−1, j) for j < ⌊T/2⌋, for j ≥ ⌊T/2⌋", "Final accuracy on the first ⌊T/2⌋ tasks and on the rest, the split of the paper."),
-    ("Forgetting", "(1/(T−1)) Σ_{j<T−1} [maxᵢ a(i, j) − a(T−1, j)]", "Points each task but the last has lost since its best moment; 0 is best."),
-    ("BWT", "(1/(T−1)) Σ_{j<T−1} [a(T−1, j) − a(j, j)]", "Backward transfer: what later tasks did to earlier ones; negative means forgetting."),
-    ("Within-task accuracy", "", "Accuracy when the choice is only among the classes of the image's own task. Its distance to AA is lost between tasks, its distance to 100 inside them."),
-    ("Upload per site and round", "bytes sent up / participations", "Counted on what was really sent, tensors as they are. MB are 10⁶ bytes."),
-    ("Nominal cost", "", "The figure the paper's formulas give for this setting (all classes present, labels not counted)."),
-    ("Nearest real image", "", "For an uploaded image, the real training image with the smallest root-mean-square pixel difference (RMS)."),
-    ("PSNR", "10 log₁₀(peak² / mean squared difference)", "Likeness in decibel. Above 30 dB two small pictures look the same to most people; such an upload is counted as a near-copy."),
-    ("± ", "√(Σ(x − x̄)² / (n−1))", "Standard deviation over n seeds; not shown for one seed."),
+    (
+        "a(i, j)",
+        "",
+        "Accuracy on the test images of task j after task i was learned, in percent. "
+        "The answer is one of all classes seen so far; the model is not told the task.",
+    ),
+    (
+        "AA",
+        "Σⱼ nⱼ a(T−1, j) / Σⱼ nⱼ",
+        "Average accuracy over all tasks after the last one. nⱼ: test images of task j; domains count equally.",
+    ),
+    (
+        "AIA",
+        "(1/T) Σᵢ Aᵢ",
+        "Average incremental accuracy. Aᵢ is the accuracy over everything seen after task i.",
+    ),
+    (
+        "Old, recent",
+        "mean of a(T−1, j) over j < ⌊T/2⌋, over j ≥ ⌊T/2⌋",
+        "Final accuracy on the first ⌊T/2⌋ tasks and on the rest, the split of the paper.",
+    ),
+    (
+        "Forgetting",
+        "mean over j < T−1 of maxᵢ a(i, j) − a(T−1, j)",
+        "Points each task but the last has lost since its best moment; 0 is best.",
+    ),
+    (
+        "BWT",
+        "mean over j < T−1 of a(T−1, j) − a(j, j)",
+        "Backward transfer: what later tasks did to earlier ones. Negative means forgetting.",
+    ),
+    (
+        "Within-task accuracy",
+        "",
+        "Accuracy when the choice is only among the classes of the image's own task. "
+        "What separates it from AA is lost between tasks, what separates it from 100 inside them.",
+    ),
+    (
+        "Upload per site and round",
+        "bytes sent up / participations",
+        "Counted on what was really sent, tensors as they are. 1 MB is 10⁶ bytes.",
+    ),
+    (
+        "Nominal cost",
+        "",
+        "What the paper's formulas give for this setting: all classes present, labels not counted.",
+    ),
+    (
+        "Nearest real image",
+        "",
+        "For an uploaded image, the real training image with the smallest root-mean-square pixel difference (RMS).",
+    ),
+    (
+        "PSNR",
+        "10 log₁₀(peak² / mean squared difference)",
+        "Likeness of two images in decibel. An upload above 30 dB counts as a near-copy: "
+        "to most people such a pair looks the same.",
+    ),
+    ("±", "√(Σ(x − x̄)² / (n−1))", "Standard deviation over n seeds; none is shown for one seed."),
 )

@@ -1,7 +1,7 @@
 """Runs that belong together: one method in one setting, over its seeds.
 
-Runs are averaged only if they differ in nothing but the seed (and where they ran). The same method with another recipe is
-another group whose label names the difference, so a sweep never melts into one row.
+Runs are averaged only if they differ in nothing but the seed (and where they ran). The same method with another recipe
+is another group whose label names the difference, so a sweep never melts into one row.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Group:
-    """One method in one setting. ``runs``: one per seed, finished ones first; ``repeats``: same seed again, not counted."""
+    """One method in one setting. ``runs``: one per seed, finished first; ``repeats``: a seed again, not counted."""
 
     method: str
     label: str
@@ -62,10 +62,14 @@ class Group:
         """Mean and deviation over the finished seeds that have the value."""
         return spread(pick(run) for run in self.finished)
 
+    def alike(self, pick: Callable[[Run], np.ndarray]) -> tuple[Run, ...]:
+        """The shown runs whose array has the shape of the first one's."""
+        shape = pick(self.shown[0]).shape
+        return tuple(run for run in self.shown if pick(run).shape == shape)
+
     def stack(self, pick: Callable[[Run], np.ndarray]) -> np.ndarray:
-        """The arrays of the shown runs, [seed, ...]; a run whose shape differs from the first one's is left out."""
-        arrays = [pick(run) for run in self.shown]
-        return np.stack([array for array in arrays if array.shape == arrays[0].shape])
+        """The arrays of the runs that are alike, [seed, ...]."""
+        return np.stack([pick(run) for run in self.alike(pick)])
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:

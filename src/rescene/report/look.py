@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 # Neutral colours of the figures. On the page they become the theme's variables, so figures follow light and dark.
 INK, MUTED, GRID, CARD = "#22262e", "#6a7180", "#dfe2e8", "#ffffff"
-WHITE = "#fefefe"  # white that stays white in the dark theme (text on a filled cell)
+WHITE, BLACK = "#fefefe", "#191b20"  # these stay as they are in both themes: text on a filled shape
 
 BLUE, ORANGE, SKY, GREEN = "#0072b2", "#e69f00", "#56b4e9", "#009e73"
 VERMILLION, PURPLE, YELLOW, GREY = "#d55e00", "#cc79a7", "#f0e442", "#8a909c"
@@ -77,6 +77,14 @@ def look_of(method: str) -> Look:
 
 def is_ours(method: str) -> bool:
     return key_of(method) == "rescene"
+
+
+def text_on(colour: str) -> str:
+    """Colour of text on a shape of this colour, readable in both themes."""
+    if colour == INK:
+        return CARD
+    red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    return BLACK if 0.299 * red + 0.587 * green + 0.114 * blue > 0.58 else WHITE
 
 
 def dash_of(variant: int) -> str:

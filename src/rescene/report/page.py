@@ -1,4 +1,4 @@
-"""One HTML file from run folders: reads files, draws figures, fills the template. No network, no script needed to read it."""
+"""One HTML file from run folders: read files, draw figures, fill the template. Nothing to fetch, no script needed."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 
 from rescene import __version__
 from rescene.errors import DataError
-from rescene.report import facts, plots_accuracy, plots_cost, plots_grids
+from rescene.report import facts, plots_cost, plots_curves, plots_grids, plots_retention
 from rescene.report.canvas import Figure, Plot, render
 from rescene.report.groups import Group, comparison_rows, differing_settings, group_runs, headline_group
 from rescene.report.runs import Run, load_run
 from rescene.report.surrogates import gallery
-from rescene.report.tables import COLUMNS, cells_of, cost_rows, cost_titles, downloads
+from rescene.report.tables import COLUMNS, cells_of, cost_rows, cost_titles, downloads, std_text
 from rescene.report.words import bytes_text, departure, percent, verdict
 
 
 def write_report(folders: list[Path], out: Path) -> Path:
     """Compare these run folders on one self-contained page and return its path.
 
-    Beside ``out`` it writes plots/<figure>.svg, .png and .csv. Runs still going are shown as far as they are, and the page
-    then reloads itself every ten seconds. The page appears in one piece: a reader never sees half of it.
+    Beside ``out`` it writes plots/<figure>.svg, .png and .csv. Runs still going are shown as far as they are, and the
+    page then reloads itself every ten seconds. The page appears in one piece: a reader never sees half of it.
     """
     if not folders:
         raise DataError("E208", "no run folder was named", fix="rescene report runs/<name>/<run>")
@@ -41,7 +41,13 @@ def write_report(folders: list[Path], out: Path) -> Path:
 def _template() -> Any:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    env = Environment(loader=PackageLoader("rescene.report", ""), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    env = Environment(
+        loader=PackageLoader("rescene.report", ""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     return env.get_template("page.html.j2")
 
 
@@ -62,7 +68,7 @@ def _view(runs: Sequence[Run], plots: Path) -> dict[str, Any]:
         "verdict": verdict(groups),
         "tiles": _tiles(rows, head),
         "departures": [departure(group) for group in sorted(groups, key=lambda group: group is not head)],
-        "leakage": next((run.leakage for run in head.finished if run.leakage), {}) if head else {},
+        "leaked": facts.leakage_rows(head),
         "rows": list(zip(groups, rows, cells_of(rows), strict=True)),
         "columns": COLUMNS,
         "downloads": downloads(rows),
@@ -73,6 +79,7 @@ def _view(runs: Sequence[Run], plots: Path) -> dict[str, Any]:
         "costs": cost_rows(groups),
         "cost_titles": cost_titles(),
         "setting": facts.setting(told, runs),
+        "tasks": facts.task_rows(told),
         "config_rows": facts.config_rows(runs),
         "progress": facts.progress(groups),
         "events": facts.events(groups),
@@ -103,7 +110,7 @@ def _tiles(rows: Sequence[dict[str, Any]], head: Group | None) -> list[dict[str,
         ("upload_bytes", "Upload", "sent by one site in one round", bytes_text, ""),
     )
     return [
-        {"name": name, "text": show(row[key]), "unit": unit, "note": note, "std": show(std) if (std := row[f"{key}_std"]) is not None else ""}
+        {"name": name, "text": show(row[key]), "unit": unit, "note": note, "std": std_text(row, key, show)}
         for key, name, note, show, unit in tiles
     ]
 
@@ -111,12 +118,12 @@ def _tiles(rows: Sequence[dict[str, Any]], head: Group | None) -> list[dict[str,
 def _figures(groups: Sequence[Group], head: Group | None, told: Run, plots: Path) -> Iterable[Figure]:
     """All figures there is data for."""
     wanted: list[Plot | None] = [
-        plots_accuracy.old_recent(groups),
-        plots_accuracy.inside_between(groups),
-        plots_accuracy.task_curve(groups),
-        plots_accuracy.incremental_curve(groups),
-        plots_accuracy.forgetting_bars(groups),
-        plots_accuracy.rounds_curve(groups),
+        plots_retention.old_recent(groups),
+        plots_retention.inside_between(groups),
+        plots_curves.task_curve(groups),
+        plots_curves.incremental_curve(groups),
+        plots_retention.forgetting_bars(groups),
+        plots_curves.rounds_curve(groups),
         plots_grids.confusion(head) if head else None,
         plots_grids.sites_by_class(told),
         plots_grids.participation(told),

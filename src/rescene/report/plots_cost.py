@@ -8,8 +8,8 @@ from typing import Any
 from rescene.report.canvas import Plot, legend_above, percent_axis
 from rescene.report.groups import Group, spread
 from rescene.report.look import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, VERMILLION
-from rescene.report.plots_accuracy import mean_points, name_rows
-from rescene.report.runs import number, table
+from rescene.report.marks import mean_points, name_rows
+from rescene.report.runs import Row, number, table
 from rescene.report.words import bytes_text, seconds_text
 
 _PHASES = {
@@ -24,7 +24,7 @@ _PHASES = {
 
 def accuracy_for_upload(groups: Sequence[Group]) -> Plot | None:
     """AA against the bytes a site sends per round."""
-    rows = [
+    rows: list[Row] = [
         {"method": group.label, "seed": run.seed, "upload_bytes": run.upload_bytes, "aa": run.number("aa")}
         for group in groups
         for run in group.finished
@@ -34,20 +34,24 @@ def accuracy_for_upload(groups: Sequence[Group]) -> Plot | None:
         return None
 
     def draw(sheet: Any) -> None:
-        from matplotlib.ticker import FuncFormatter, NullFormatter
+        from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
         axes = sheet.subplots()
         axes.set_xscale("log")
         mean_points(axes, groups, rows, "upload_bytes", "aa")
         sizes = [row["upload_bytes"] for row in rows]
         axes.set_xlim(min(sizes) / 2.5, max(sizes) * 2.5)
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if max(sizes) < 30 * min(sizes) else (1,)))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: bytes_text(value)))
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel("upload per site and round (log scale)")
         percent_axis(axes.yaxis, "AA (%)")
-        legend_above(sheet, len(axes.get_legend_handles_labels()[0]))
+        legend_above(sheet, axes)
 
-    caption = "Further left sends less, further up knows more. How much of what is sent resembles real images is a separate question (see above)."
+    caption = (
+        "Further left sends less, further up knows more. "
+        "How much of what is sent resembles real images is another question (see above)."
+    )
     return Plot("upload", "Accuracy for the bytes sent", caption, rows, draw)
 
 
@@ -75,14 +79,14 @@ def timing(groups: Sequence[Group]) -> Plot | None:
             colour, label = _PHASES.get(key[:-2], (VERMILLION, key[:-2]))
             widths = [row.get(key, 0.0) for row in rows]
             if any(widths):
-                axes.barh(range(len(rows)), widths, left=left, height=0.56, color=colour, label=label, alpha=0.85)
+                axes.barh(range(len(rows)), widths, left=left, height=0.56, color=colour, label=label)
                 left = [a + b for a, b in zip(left, widths, strict=True)]
         for y, total in enumerate(left):
             axes.text(total + 0.015 * max(left), y, seconds_text(total), va="center", color=INK, fontsize=9)
         axes.set_xlim(0, max(left) * 1.2)
         axes.set_xlabel("seconds")
         name_rows(axes, drawn)
-        legend_above(sheet, 2)
+        legend_above(sheet, axes)
 
-    caption = "Seconds on the machine that ran the simulation, all sites one after another or batched; not what a site would need."
+    caption = "Seconds on the machine that simulated all sites together, not what one site would need."
     return Plot("timing", "Where the time went", caption, rows, draw, height_in=1.5 + 0.42 * len(rows))

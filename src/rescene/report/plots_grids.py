@@ -1,7 +1,7 @@
 """Heat maps: accuracy by stage and task, images by site and class, who took part, which classes are confused.
 
-Cells are one blue with varying opacity: faint cells take the colour of the sheet, so the maps read the same on white and
-on dark. Small maps carry their numbers; large ones are drawn as a bitmap inside the SVG to keep the page light.
+Cells are one blue with varying opacity: faint cells take the colour of the sheet, so the maps read the same on white
+and on dark. Small maps carry their numbers; large ones are drawn as a bitmap inside the SVG to keep the page light.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from rescene.report.canvas import WIDTH_IN, Plot
+from rescene.report.canvas import Plot
 from rescene.report.groups import Group
 from rescene.report.look import BLUE, INK, MUTED, WHITE, plain
-from rescene.report.runs import Run, number
+from rescene.report.runs import Run, number, triangle
 
 _BITMAP_FROM = 1500  # cells
 
 
-def _grid(axes: Any, values: np.ndarray, top: float, text: str | None = None) -> None:
+def _grid(axes: Any, values: np.ndarray, top: float, text: str = "") -> None:
     """Fill the axes with cells [row, column] whose opacity is value / top; NaN stays empty. ``text``: number format."""
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Rectangle
@@ -31,7 +31,9 @@ def _grid(axes: Any, values: np.ndarray, top: float, text: str | None = None) ->
     boxes = [Rectangle((j - 0.5 + gap / 2, i - 0.5 + gap / 2), 1 - gap, 1 - gap) for i, j in cells]
     red, green, blue = (int(BLUE[k : k + 2], 16) / 255 for k in (1, 3, 5))
     colours = [(red, green, blue, 0.05 + 0.95 * strength[cell]) for cell in cells]
-    axes.add_collection(PatchCollection(boxes, facecolors=colours, linewidths=0, rasterized=values.size >= _BITMAP_FROM))
+    axes.add_collection(
+        PatchCollection(boxes, facecolors=colours, linewidths=0, rasterized=values.size >= _BITMAP_FROM)
+    )
     for i, j in cells if text else ():
         colour = WHITE if strength[i, j] > 0.55 else INK
         axes.text(j, i, format(values[i, j], text), ha="center", va="center", color=colour, fontsize=9)
@@ -62,7 +64,7 @@ def accuracy_matrix(group: Group) -> Plot | None:
 
     def draw(sheet: Any) -> None:
         axes = sheet.subplots()
-        _grid(axes, mean, 100.0, ".0f" if num <= 10 else None)
+        _grid(axes, mean, 100.0, ".0f" if num <= 10 else "")
         _names(axes.xaxis, [f"T{j}" for j in range(num)])
         _names(axes.yaxis, [f"T{i}" for i in range(num)])
         axes.set_xlabel("accuracy on task")
@@ -86,13 +88,17 @@ def sites_by_class(run: Run) -> Plot | None:
         return None
     values = np.array([column[2] for column in columns], dtype=float).T  # [site, class]
     rows = [
-        {"site": k, "task": task, "class": name, "images": own[k]} for task, name, own in columns for k in range(len(own))
+        {"site": k, "task": task, "class": name, "images": own[k]}
+        for task, name, own in columns
+        for k in range(len(own))
     ]
 
     def draw(sheet: Any) -> None:
         axes = sheet.subplots()
-        _grid(axes, values, float(values.max()), ".0f" if values.size <= 220 and len(columns) <= 12 else None)
-        _names(axes.xaxis, [name for _, name, _ in columns], rotation=38, ha="right", rotation_mode="anchor", fontsize=8.5)
+        _grid(axes, values, float(values.max()), ".0f" if values.size <= 220 and len(columns) <= 12 else "")
+        _names(
+            axes.xaxis, [name for _, name, _ in columns], rotation=38, ha="right", rotation_mode="anchor", fontsize=8.5
+        )
         _names(axes.yaxis, [str(k) for k in range(len(values))])
         axes.set_ylabel("site")
         starts = [j for j in range(1, len(columns)) if columns[j][0] != columns[j - 1][0]]
@@ -100,13 +106,13 @@ def sites_by_class(run: Run) -> Plot | None:
             axes.axvline(j - 0.5, color=MUTED, linewidth=0.8)
 
     height = float(np.clip(1.3 + 0.26 * len(values), 2.4, 6.0))
-    caption = "Training images of each class at each site. Vertical lines separate tasks; faint cells mean a site has (almost) none."
+    caption = "Training images of each class at each site; vertical lines separate tasks. Faint cells: (almost) none."
     return Plot("sites", "Who holds what", caption, rows, draw, height_in=height)
 
 
 def participation(run: Run) -> Plot | None:
     """Which site took part in which round."""
-    seen = [[int(k) for k in row.get("participants") or ()] for row in run.rounds]
+    seen = [[k for k in row.get("participants") or () if isinstance(k, int) and k >= 0] for row in run.rounds]
     most = max((k for row in seen for k in row), default=-1) + 1
     num_sites = max(int(number(run.partition.get("num_clients")) or 0), most)
     if not most:
@@ -132,14 +138,21 @@ def participation(run: Run) -> Plot | None:
             axes.axvline(i - 0.5, color=MUTED, linewidth=0.8)
 
     height = float(np.clip(1.3 + 0.26 * num_sites, 2.4, 6.0))
-    return Plot("participation", "Who took part", "A filled cell is a site that was asked in that round.", rows, draw, height_in=height)
+    return Plot(
+        "participation",
+        "Who took part",
+        "A filled cell is a site that was asked in that round.",
+        rows,
+        draw,
+        height_in=height,
+    )
 
 
 def confusion(group: Group) -> Plot | None:
     """Final confusion in percent of each true class, averaged over seeds."""
-    found = [np.array(run.results["confusion"], dtype=float) for run in group.finished if run.results.get("confusion")]
-    found = [counts for counts in found if counts.ndim == 2 and counts.shape == found[0].shape]
-    if not found or found[0].shape[0] != found[0].shape[1]:
+    found = [triangle(run.results.get("confusion") or []) for run in group.finished]
+    found = [counts for counts in found if counts.size and counts.shape == found[0].shape and np.isfinite(counts).all()]
+    if not found:
         return None
     share = np.mean([100 * counts / np.maximum(counts.sum(axis=1, keepdims=True), 1) for counts in found], axis=0)
     names = _class_names(group.finished[0], len(share))
@@ -151,14 +164,14 @@ def confusion(group: Group) -> Plot | None:
 
     def draw(sheet: Any) -> None:
         axes = sheet.subplots()
-        _grid(axes, share, 100.0, ".0f" if len(share) <= 12 else None)
+        _grid(axes, share, 100.0, ".0f" if len(share) <= 12 else "")
         _names(axes.xaxis, names, rotation=38, ha="right", rotation_mode="anchor", fontsize=8.5)
         _names(axes.yaxis, names, fontsize=8.5)
         axes.set_ylabel("true class")
         axes.set_xlabel("answer of the model")
 
     caption = f"{group.label}, after the last task, in percent of each true class. Off the diagonal are its mistakes."
-    return Plot("confusion", "Which classes are mistaken for which", caption, rows, draw, height_in=WIDTH_IN * 0.86)
+    return Plot("confusion", "Which classes are mistaken for which", caption, rows, draw, height_in=4.4)
 
 
 def _class_names(run: Run, num: int) -> list[str]:

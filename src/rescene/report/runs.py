@@ -1,7 +1,7 @@
 """Reading a run folder: files in, one frozen record out. Nothing of the engine is imported.
 
-A folder is a run folder if it holds at least one of ``results.json``, ``status.json``, ``metrics.jsonl``, ``config.yaml``.
-Only ``results.json`` must be readable where it exists; every other file may be missing or damaged, and what could not be
+A folder is a run folder if it holds ``results.json``, ``status.json``, ``metrics.jsonl`` or ``config.yaml``. Only
+``results.json`` must be readable where it exists; every other file may be missing or damaged, and what could not be
 read is listed in ``Run.problems`` and shown on the page.
 """
 
@@ -69,7 +69,7 @@ class Run:
 
     @property
     def matrix(self) -> np.ndarray:
-        """Accuracy [stage, task] in percent with NaN above the diagonal; a run still going gives its finished stages."""
+        """Accuracy [stage, task] in percent, NaN above the diagonal; a run still going gives its finished stages."""
         rows = self.results.get("accuracy_matrix") or [row.get("accuracy") for row in self.task_rows]
         return triangle(rows)
 
@@ -177,7 +177,7 @@ def _results(folder: Path) -> Row:
     else:
         why = "it is empty or not a JSON object"
     if not isinstance(found, dict) or not found:
-        fix = "rescene resume writes it again from the last checkpoint"
+        fix = "leave this folder out, or run the experiment again"
         raise DataError("E208", f"'{folder}' holds a damaged results.json", where=str(path), why=why, fix=fix)
     return found
 
@@ -232,8 +232,12 @@ def _lines(path: Path, problems: list[str]) -> list[Row]:
 
 def _in_order(rows: list[Row], kind: str, keys: tuple[str, ...]) -> tuple[Row, ...]:
     """Rows of one kind, sorted; a round written twice (a resumed run) counts once, the later one wins."""
-    last = {tuple(int(number(row.get(key)) or 0) for key in keys): row for row in rows if row.get("kind") == kind}
-    return tuple(last[key] for key in sorted(last))
+    last: dict[tuple[float, ...], Row] = {}
+    for row in rows:
+        place = tuple(found for key in keys if (found := number(row.get(key))) is not None)
+        if row.get("kind") == kind and len(place) == len(keys):
+            last[place] = row
+    return tuple(last[place] for place in sorted(last))
 
 
 def _method(folder: Path, results: Row, config: Row) -> str:

@@ -1,4 +1,4 @@
-"""What was uploaded, beside the real image it resembles most: pairs for the page, a contact sheet and a CSV for the folder."""
+"""What was uploaded, beside the real image it resembles most: pairs for the page, a contact sheet and a CSV."""
 
 from __future__ import annotations
 

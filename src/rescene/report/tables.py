@@ -64,8 +64,14 @@ def _winner(rows: Sequence[Row], column: Column) -> str | None:
 
 
 def _cell(row: Row, column: Column, winner: str | None) -> Cell:
-    text, std = column.show(row[column.key]), row[f"{column.key}_std"]
-    return Cell(text, column.show(std) if std is not None else "", text != NONE and text == winner)
+    text = column.show(row[column.key])
+    return Cell(text, std_text(row, column.key, column.show), text != NONE and text == winner)
+
+
+def std_text(row: Row, key: str, show: Callable[[float | None], str]) -> str:
+    """Deviation as text; nothing for one seed, nor for counts that are the same in all seeds."""
+    std = row[f"{key}_std"]
+    return "" if std is None or show(std) in ("0", "0 B") else show(std)
 
 
 def downloads(rows: Sequence[Row]) -> list[tuple[str, str]]:

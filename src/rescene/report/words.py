@@ -14,6 +14,7 @@ from rescene.report.groups import Group, Spread, headline_group, near_copies
 from rescene.report.look import plain
 
 NONE = "–"
+PERCENT = "\u00a0%"  # the sign never stands alone on a line
 
 
 def percent(value: float | None, digits: int = 1) -> str:
@@ -104,7 +105,7 @@ def _aa(group: Group) -> float:
 def _title(head: Group, aa: Spread, rival: Group | None) -> str:
     num_tasks = len(head.shown[0].matrix)
     span = f" over all {num_tasks} tasks" if num_tasks > 1 else ""
-    start = f"{head.label} reaches {percent(aa.mean)} %{span}"
+    start = f"{head.label} reaches {percent(aa.mean)}{PERCENT}{span}"
     if rival is None or _aa(rival) < 0:
         return start + "."
     gap = aa.mean - _aa(rival)
@@ -119,12 +120,17 @@ def _after(head: Group) -> str:
     if old is None or recent is None or len(head.shown[0].matrix) < 2:
         return ""
     lost = recent.mean - old.mean
-    start = f"It names {percent(old.mean)} % of the images of old tasks and {percent(recent.mean)} % of recent ones correctly: "
-    if lost <= 5:
-        return start + "old tasks are held about as well as new ones."
+    shares = (
+        f"{percent(old.mean)}{PERCENT} of the images of old tasks and {percent(recent.mean)}{PERCENT} of recent ones"
+    )
+    start = f"It names {shares} correctly: "
+    if max(old.mean, recent.mean) < 10:
+        return start + "it has learned little."
     if old.mean < 5:
         return start + "old tasks are forgotten."
-    return start + f"old tasks trail by {percent(lost)} points."
+    if abs(lost) <= 5:
+        return start + "old tasks are held about as well as new ones."
+    return start + f"old tasks {'trail' if lost > 0 else 'lead'} by {percent(abs(lost))} points."
 
 
 def _seeds(head: Group, rival: Group | None) -> str:
@@ -142,7 +148,7 @@ def _copies(head: Group) -> str:
     share = head.spread(near_copies)
     if share is None or share.mean <= 0:
         return ""
-    text = f"{percent(100 * share.mean, 0)} % of the images the sites uploaded are near-copies of a real image"
+    text = f"{percent(100 * share.mean, 0)}{PERCENT} of the images the sites uploaded are near-copies of a real image"
     return text + (": sending them is close to sending the data." if share.mean >= 0.5 else ".")
 
 
@@ -155,8 +161,15 @@ class Departure:
     upload: str
     share: float | None  # near-copies, 0 to 1
     finding: str
+    statement: str  # what the leakage check itself says
     private: bool
     guarantee: str
+
+    @property
+    def in_short(self) -> str:
+        if not self.group.finished:
+            return "not recorded yet"
+        return self.guarantee if self.private else "none"
 
 
 def departure(group: Group) -> Departure:
@@ -173,6 +186,9 @@ def departure(group: Group) -> Departure:
         upload=bytes_text(upload.mean if upload else None),
         share=share.mean if share else None,
         finding=_finding(group, share),
+        statement=next(
+            (plain(run.leakage["statement"], 600) for run in group.finished if run.leakage.get("statement")), ""
+        ),
         private=private,
         guarantee=told or fallback,
     )
@@ -185,7 +201,7 @@ def _finding(group: Group, share: Spread | None) -> str:
         return "no images checked"
     entry = next(run.leakage for run in group.finished if run.leakage)
     exact, total = entry.get("exact_copies"), entry.get("num_images")
-    text = f"{percent(100 * share.mean, 0)} % near-copies"
+    text = f"{percent(100 * share.mean, 0)}{PERCENT} near-copies"
     if isinstance(total, int):
         text += f" of {count(total, 'image')}"
     return f"{text}, {exact} exact" if isinstance(exact, int) else text

@@ -2,16 +2,20 @@
 
 from rescene.steps.condense import Condensation, Surrogates, condense
 from rescene.steps.embed import class_scores, embed
-from rescene.steps.sgd import Training, fit, fit_pool, fit_shard
+from rescene.steps.replay import with_replay
+from rescene.steps.sgd import Batch, Training, cross_entropy, fit, fit_pool, fit_shard
 
 __all__ = [
+    "Batch",
     "Condensation",
     "Surrogates",
     "Training",
     "class_scores",
     "condense",
+    "cross_entropy",
     "embed",
     "fit",
     "fit_pool",
     "fit_shard",
+    "with_replay",
 ]

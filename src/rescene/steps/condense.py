@@ -32,7 +32,9 @@ class Condensation(Hyperparameters):
     image_momentum: float = hyper(0.0, "-", "[ours]", "momentum on pixels", ge=0, lt=1)
     radius: float = hyper(5.0, "rho", "App. A", "radius of the parameter perturbation", ge=0)
     clip: float | None = hyper(5.0, "C", "App. F", "bound on each class's pixel gradient; null for none", gt=0)
-    reduction: Literal["sum", "mean"] = hyper("sum", "-", "Eq. 1", "squared distance summed or averaged over dimensions")
+    reduction: Literal["sum", "mean"] = hyper(
+        "sum", "-", "Eq. 1", "squared distance summed or averaged over dimensions"
+    )
     match_logits: bool = hyper(True, "-", "Eq. 1", "match mean logits as well as mean features")
     real_batch: PositiveInt | Literal["ipc", "all"] = hyper(
         256, "b", "App. F", "real images per class and step: a number, ipc (as many as surrogates) or all"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +18,18 @@ from rescene.data import Shard, Transform
 from rescene.functional import logit_adjusted_cross_entropy, sampling_probabilities
 from rescene.hyperparameters import Hyperparameters, hyper
 
+
+class Batch(NamedTuple):
+    """Network input [n, 3, H, W], labels [n], and where they came from: positions into the set being trained on."""
+
+    x: Tensor
+    y: Tensor
+    index: Tensor
+
+
 Plan = Callable[[], Tensor]
-Fetch = Callable[[Tensor], tuple[Tensor, Tensor]]
-Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
+Fetch = Callable[[Tensor], Batch]
+Loss = Callable[[nn.Module, Batch], Tensor]
 
 
 class Training(Hyperparameters):
@@ -34,9 +44,9 @@ class Training(Hyperparameters):
     augment: bool = hyper(True, "-", "App. A", "random crop and horizontal flip, on clients and (ours) on the server")
 
 
-def cross_entropy(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def cross_entropy(net: nn.Module, batch: Batch) -> Tensor:
     """Plain CE over all outputs of the network."""
-    return F.cross_entropy(net(x), y)
+    return F.cross_entropy(net(batch.x), batch.y)
 
 
 def fit(
@@ -61,7 +71,7 @@ def fit(
         for index in batches:
             if len(index) == 1 and len(batches) > 1:
                 continue
-            value = loss(net, *fetch(index))
+            value = loss(net, fetch(index))
             optimiser.zero_grad(set_to_none=True)
             value.backward()  # type: ignore[no-untyped-call]
             optimiser.step()
@@ -83,9 +93,11 @@ def fit_shard(
     def plan() -> Tensor:
         return index[torch.randperm(len(index), generator=generator).to(index.device)]
 
-    def fetch(batch: Tensor) -> tuple[Tensor, Tensor]:
-        x = shard.pictures(batch)
-        return (shard.transform.augment(x, generator) if settings.augment else x), shard.images.labels[batch]
+    def fetch(index: Tensor) -> Batch:
+        x = shard.pictures(index)
+        return Batch(
+            shard.transform.augment(x, generator) if settings.augment else x, shard.images.labels[index], index
+        )
 
     return fit(net, plan, fetch, loss, settings, epochs=settings.local_epochs)
 
@@ -117,11 +129,11 @@ def fit_pool(
             drawn = torch.multinomial(weights, len(labels), replacement=True, generator=generator)
         return drawn.to(labels.device)
 
-    def fetch(batch: Tensor) -> tuple[Tensor, Tensor]:
-        x = images[batch]
-        return (transform.augment(x, generator) if settings.augment else x), labels[batch]
+    def fetch(index: Tensor) -> Batch:
+        x = images[index]
+        return Batch(transform.augment(x, generator) if settings.augment else x, labels[index], index)
 
-    def loss(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return logit_adjusted_cross_entropy(net(x), y, counts, tau)
+    def loss(net: nn.Module, batch: Batch) -> Tensor:
+        return logit_adjusted_cross_entropy(net(batch.x), batch.y, counts, tau)
 
     return fit(net, plan, fetch, loss, settings, epochs=settings.server_epochs, cosine=True)

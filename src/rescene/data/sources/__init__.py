@@ -1,4 +1,4 @@
-"""One reader per form of data: ``read(path, options) -> Dataset``. Pillow and pyarrow load when a reader first needs them."""
+"""One reader per form of data: ``read(path, options) -> Dataset``. Pillow and pyarrow load when first needed."""
 
 from __future__ import annotations
 

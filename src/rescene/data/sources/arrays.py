@@ -96,17 +96,17 @@ def _drawn(everything: Split, options: Options) -> tuple[Split, Split]:
 
 
 def _dataset(name: str, classes: tuple[str, ...], train: Split, test: Split, split: str) -> Dataset:
-    """Pictures that are not square, or differ between the splits, become squares of the training split's shorter side."""
+    """Pictures that are not square, or differ between splits, become squares of the training split's shorter side."""
     shapes = {tuple(pixels.shape[-2:]) for pixels, _ in (train, test)}
     size = min(train[0].shape[-2:])
     label = {c: i for i, c in enumerate(classes)}
-    images = [
+    first, second = (
         Images(fit_pixels(pixels, size), torch.tensor([label[c] for c in labels], dtype=torch.int64))
         for pixels, labels in (train, test)
-    ]
+    )
     origin = "x".join(map(str, reversed(train[0].shape[-2:]))) if len(shapes) == 1 else "mixed sizes"
     notes = () if shapes == {(size, size)} else (resize_note(origin, size),)
-    return Dataset(name, classes, *images, measure(images[0].pixels), notes=notes, split=split)
+    return Dataset(name, classes, first, second, measure(first.pixels), notes=notes, split=split)
 
 
 def _bad(path: Path, why: str, *, fix: str) -> DataError:

@@ -1,7 +1,7 @@
 """CIFAR-10 and CIFAR-100 in the forms people have them: parquet, the official archives, or folders of PNGs.
 
-Whatever the form, the labels are the official ones (for CIFAR-100 that is the alphabet), the statistics are the data's own,
-and a copy that is not complete is refused with the name of what is missing.
+Whatever the form, the labels are the official ones (for CIFAR-100 that is the alphabet), the statistics are the data's
+own, and a copy that is not complete is refused with the name of what is missing.
 """
 
 from __future__ import annotations

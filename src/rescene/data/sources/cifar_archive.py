@@ -1,6 +1,6 @@
-"""The official archives, packed (.tar.gz) or unpacked: pickled batches ("python version") or raw records ("binary version").
+"""The official archives, packed (.tar.gz) or unpacked: pickled batches ("python") or raw records ("binary").
 
-Pickles can run code when they are opened, so these are read by an unpickler that knows NumPy arrays and plain containers only.
+Pickles can run code when they are opened, so these are read by an unpickler that only knows arrays and plain values.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def find(path: Path, cifar: Cifar) -> Container | None:
     else:
         places = [path, *subfolders(path), *sorted(path.glob("*.tar.gz")), *sorted(path.glob("*.tgz"))]
     for place in places:
-        container = _open_folder(place) if place.is_dir() else _open_tar(place)
-        if container.has(cifar.train_files + _binary(cifar.train_files)) and not _is_other_set(container, cifar):
+        container = _open_folder(place, cifar) if place.is_dir() else _open_tar(place)
+        if container.has(cifar.train_files + _binary(cifar.train_files)):
             return container
     return None
 
@@ -75,23 +75,20 @@ def read(container: Container, cifar: Cifar) -> dict[str, tuple[Tensor, Tensor]]
     return splits
 
 
-def _is_other_set(container: Container, cifar: Cifar) -> bool:
-    """CIFAR-10 archives carry batches.meta, CIFAR-100 ones meta: do not read one as the other when both lie together."""
-    other = "meta" if cifar.name == "cifar10" else "batches.meta"
-    return other in container.members
-
-
 def _binary(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(f"{name}.bin" for name in names)
 
 
-def _open_folder(path: Path) -> Container:
-    return Container(path, {file.name: file.read_bytes for file in path.iterdir() if file.is_file()})
+def _open_folder(path: Path, cifar: Cifar) -> Container:
+    """Asks for the few names that matter: the folder may be anybody's, with a hundred thousand images in it."""
+    names = cifar.train_files + cifar.test_files
+    files = [path / name for name in names + _binary(names)]
+    return Container(path, {file.name: file.read_bytes for file in files if file.is_file()})
 
 
 def _open_tar(path: Path) -> Container:
     """Read in one pass (each seek in a .tar.gz unpacks it from the start); nothing is unpacked to disk."""
-    members = {}
+    members: dict[str, Callable[[], bytes]] = {}
     try:
         if tarfile.is_tarfile(path):
             with tarfile.open(path) as archive:

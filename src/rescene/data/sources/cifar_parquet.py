@@ -24,6 +24,8 @@ def find(path: Path) -> Shards:
     files = sorted(folder.rglob("*.parquet")) if folder.is_dir() else []
     shards: Shards = {}
     for file in files:
+        if any(part.startswith(".") for part in file.relative_to(folder).parts):
+            continue
         split = next((s for s in ("train", "test") if file.name.startswith(s) or file.parent.name == s), None)
         if split:
             shards.setdefault(split, []).append(file)

@@ -11,9 +11,9 @@ from rescene.errors import DataError
 
 @dataclass(frozen=True)
 class Cifar:
-    """One of the two sets; ``classes`` in the official label order. ``columns``: possible label columns of the parquet form;
-    ``train_files`` and ``test_files``: file names inside the official archives (the binary form adds .bin); ``key``: the
-    labels' name in the pickles; ``label_bytes``: bytes before the pixels of a binary record, the last one being the label."""
+    """One of the two sets; ``classes`` in the official label order. ``columns``: possible label columns of the parquet
+    form. Of the archives: ``train_files`` and ``test_files`` (the binary form adds .bin), ``key`` of the labels in the
+    pickles, ``label_bytes`` before the pixels of a binary record, the last of them being the label."""
 
     name: str
     classes: tuple[str, ...]
@@ -37,112 +37,18 @@ CIFAR10 = Cifar(
     key="labels",
     label_bytes=1,
 )
+_CIFAR100_NAMES = """
+    apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can
+    castle caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin
+    elephant flatfish forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard
+    lobster man maple_tree motorcycle mountain mouse mushroom oak_tree orange orchid otter palm_tree pear
+    pickup_truck pine_tree plain plate poppy porcupine possum rabbit raccoon ray road rocket rose sea seal shark
+    shrew skunk skyscraper snail snake spider squirrel streetcar sunflower sweet_pepper table tank telephone
+    television tiger tractor train trout tulip turtle wardrobe whale willow_tree wolf woman worm
+"""
 CIFAR100 = Cifar(
     name="cifar100",
-    classes=tuple(
-        [
-            "apple",
-            "aquarium_fish",
-            "baby",
-            "bear",
-            "beaver",
-            "bed",
-            "bee",
-            "beetle",
-            "bicycle",
-            "bottle",
-            "bowl",
-            "boy",
-            "bridge",
-            "bus",
-            "butterfly",
-            "camel",
-            "can",
-            "castle",
-            "caterpillar",
-            "cattle",
-            "chair",
-            "chimpanzee",
-            "clock",
-            "cloud",
-            "cockroach",
-            "couch",
-            "crab",
-            "crocodile",
-            "cup",
-            "dinosaur",
-            "dolphin",
-            "elephant",
-            "flatfish",
-            "forest",
-            "fox",
-            "girl",
-            "hamster",
-            "house",
-            "kangaroo",
-            "keyboard",
-            "lamp",
-            "lawn_mower",
-            "leopard",
-            "lion",
-            "lizard",
-            "lobster",
-            "man",
-            "maple_tree",
-            "motorcycle",
-            "mountain",
-            "mouse",
-            "mushroom",
-            "oak_tree",
-            "orange",
-            "orchid",
-            "otter",
-            "palm_tree",
-            "pear",
-            "pickup_truck",
-            "pine_tree",
-            "plain",
-            "plate",
-            "poppy",
-            "porcupine",
-            "possum",
-            "rabbit",
-            "raccoon",
-            "ray",
-            "road",
-            "rocket",
-            "rose",
-            "sea",
-            "seal",
-            "shark",
-            "shrew",
-            "skunk",
-            "skyscraper",
-            "snail",
-            "snake",
-            "spider",
-            "squirrel",
-            "streetcar",
-            "sunflower",
-            "sweet_pepper",
-            "table",
-            "tank",
-            "telephone",
-            "television",
-            "tiger",
-            "tractor",
-            "train",
-            "trout",
-            "tulip",
-            "turtle",
-            "wardrobe",
-            "whale",
-            "willow_tree",
-            "wolf",
-            "woman",
-            "worm",
-        ]
-    ),
+    classes=tuple(_CIFAR100_NAMES.split()),
     statistics=((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
     columns=("fine_label", "label"),
     train_files=("train",),

@@ -24,13 +24,14 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 EXTENSIONS = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff"}
+_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "PPM", "TIFF")  # naming them keeps Pillow from trying forty others
 _NUM_HEADERS = 1000  # enough for a median
 _NUM_THREADS = min(8, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """``pixels`` uint8 [m, 3, S, S]; ``kept``: which of the sources they are; ``notes``: whether anything was resized."""
+    """``pixels`` uint8 [m, 3, S, S]; ``kept``: which of the sources they are; ``notes``: what was resized."""
 
     pixels: Tensor
     kept: list[int]
@@ -40,7 +41,7 @@ class Decoded:
 def decode(
     sources: Sequence[Path | bytes], names: Sequence[str], size: int, *, skip_unreadable: bool = False
 ) -> Decoded:
-    """Decode to RGB at ``size``. A source that cannot be read is an error (E203) unless ``skip_unreadable``, which warns."""
+    """Decode to RGB at ``size``. What cannot be read is an error (E203), with ``skip_unreadable`` a warning (W203)."""
     pixels = np.zeros((len(sources), 3, size, size), dtype=np.uint8)
 
     def one(i: int) -> tuple[int, int] | str:
@@ -72,7 +73,7 @@ def guess_size(paths: Sequence[Path]) -> int:
 def _opened(source: Path | bytes) -> Iterator[Image]:
     from PIL import Image
 
-    with Image.open(BytesIO(source) if isinstance(source, bytes) else source) as image:
+    with Image.open(BytesIO(source) if isinstance(source, bytes) else source, formats=_FORMATS) as image:
         yield image
 
 

@@ -1,4 +1,4 @@
-"""The embedded default: 600 training and 200 test images of each Fashion-MNIST class (MIT licence, see ``embedded/``)."""
+"""The embedded default: 600 training and 200 test images of each Fashion-MNIST class (licence in ``embedded/``)."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def list_files(path: Path) -> list[File]:
 
 
 def list_splits(path: Path) -> list[File]:
-    """train/<class>/* and test/<class>/* (test may be called val); without a test folder the hold-out is drawn later."""
+    """train/<class>/* and test/<class>/* (test may be called val); without a test folder one is drawn later."""
     tests = [path / name for name in TEST_NAMES if (path / name).is_dir()]
     if not tests:
         return _list_classes(path / "train", "", "")

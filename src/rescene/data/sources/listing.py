@@ -1,4 +1,4 @@
-"""From a list of image files with labels to a data set: class order, hold-out, decoding, checks. Every file reader ends here."""
+"""From a list of labelled image files to a data set: class order, hold-out, decoding, checks. File readers end here."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def assemble(
 ) -> Dataset:
     """Decode the files into a data set.
 
-    ``classes`` and ``domains`` fix the order (classes otherwise: :func:`class_order`); ``size`` and ``statistics`` (mean, std)
-    are a named set's own, otherwise guessed and measured.
+    ``classes`` and ``domains`` fix the order (classes otherwise: :func:`class_order`); ``size`` and ``statistics``
+    (mean, std) are a named set's own, otherwise guessed and measured.
     """
     classes = classes or class_order(file.label for file in files)
     drawn = any(not file.split for file in files)

@@ -1,4 +1,5 @@
-"""Office-31: 31 classes in three domains, 64 px; test = nearest 20 % of each domain and class (563 / 99 / 158 images)."""
+"""Office-31: 31 classes in three domains at 64 px. It has no test set: 20 % of each domain and class are held out, with
+nearest rounding, which gives the paper's 563 / 99 / 158 test images."""
 
 from __future__ import annotations
 

@@ -1,0 +1,273 @@
+"""The verbs. Exit codes: 0 ok, 2 recipe or usage, 3 data, 4 run failed, 5 check failed, 130 interrupted, 143 terminated."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from rescene.errors import ConfigError, ResceneError, did_you_mean
+
+app = typer.Typer(
+    help="Federated continual learning with server-side replay. Start with: rescene demo",
+    epilog="Overrides are dotted keys: rescene run demo data.path=./images federation.beta=0.1. --debug shows tracebacks.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=True,
+)
+data_app = typer.Typer(help="Look at, prepare and check image data.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(data_app, name="data")
+
+Overrides = Annotated[list[str] | None, typer.Argument(help="key=value overrides, e.g. federation.beta=0.1 seed=1")]
+Out = Annotated[Path | None, typer.Option("--out", help="run folder (default: runs/<recipe>/<method>-s<seed>-<hash>)")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="print results only")]
+AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output")]
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, treated like Ctrl-C: the last committed round is safe."""
+
+
+def main() -> None:
+    """Entry point of ``rescene`` and ``python -m rescene``. ``--debug`` may stand anywhere."""
+    if "--debug" in sys.argv:
+        sys.argv.remove("--debug")
+        os.environ["RESCENE_DEBUG"] = "1"
+    app()
+
+
+def _stop(error: ResceneError) -> NoReturn:
+    if os.environ.get("RESCENE_DEBUG"):
+        raise error
+    print(error, file=sys.stderr)
+    raise typer.Exit(error.exit_code)
+
+
+def verb(function: Callable[..., None]) -> Callable[..., None]:
+    """Errors meant for people become a message and an exit code."""
+
+    @functools.wraps(function)
+    def guarded(*args: Any, **kwargs: Any) -> None:
+        try:
+            function(*args, **kwargs)
+        except ResceneError as error:
+            _stop(error)
+
+    return guarded
+
+
+@app.command()
+@verb
+def demo(
+    overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option("--out", help="folder for the runs (default: runs/demo)")] = None,
+    quiet: Quiet = False,
+) -> None:
+    """FedAvg forgets, ReSCENE does not: both on embedded real images, minutes on a laptop, with a report."""
+    from rescene.cli.running import run_demo
+
+    _interruptible(lambda: run_demo(list(overrides or []), out, quiet), "rescene demo")
+
+
+@app.command()
+@verb
+def run(
+    recipe: Annotated[str, typer.Argument(help="shipped recipe (rescene list recipes) or a .yaml/.toml/.json file")],
+    overrides: Overrides = None,
+    out: Out = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="show what would run, and run nothing")] = False,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run one experiment; an interrupted one continues by itself."""
+    from rescene.cli.running import plan_run, run_one
+    from rescene.config import resolve
+
+    resolved = resolve(recipe, overrides or [])
+    if dry_run:
+        plan_run(resolved, out, as_json)
+        return
+    _interruptible(lambda: run_one(resolved, out, quiet, as_json), "the same command")
+
+
+@app.command()
+@verb
+def resume(
+    folder: Annotated[Path, typer.Argument(help="run folder to continue")],
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Continue an interrupted run."""
+    from rescene.cli.running import run_one
+    from rescene.config import resolve
+
+    config = folder / "config.yaml"
+    if not config.is_file():
+        raise ConfigError(
+            "E108", "not a run folder", where=str(folder), why="it has no config.yaml", fix="rescene runs"
+        )
+    _interruptible(lambda: run_one(resolve(config), folder, quiet, as_json), f"rescene resume {folder}")
+
+
+@app.command("list")
+@verb
+def list_things(
+    what: Annotated[str, typer.Argument(help="methods, recipes, datasets, models or buffers")], as_json: AsJson = False
+) -> None:
+    """What there is to choose from."""
+    from rescene.cli.listing import LISTS, print_rows
+
+    if what not in LISTS:
+        close = did_you_mean(what, LISTS)
+        raise ConfigError(
+            "E109", f"cannot list {what!r}" + (f"; did you mean {close}?" if close else ""), why=", ".join(LISTS)
+        )
+    print_rows(LISTS[what](), as_json)
+
+
+@app.command()
+@verb
+def show(
+    recipe: Annotated[str, typer.Argument(help="recipe name, recipe file or run folder")],
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """The resolved recipe, with the origin of every value."""
+    from rescene.cli.listing import print_rows
+    from rescene.config import resolve
+
+    config = Path(recipe) / "config.yaml"
+    resolved = resolve(config if config.is_file() else recipe, overrides or [])
+    if as_json:
+        print(
+            json.dumps(
+                {k: {"value": v, "origin": resolved.origins.get(k, "default")} for k, v in resolved.flat().items()}
+            )
+        )
+        return
+    print_rows(
+        [{"key": k, "value": v, "origin": resolved.origins.get(k, "default")} for k, v in resolved.flat().items()]
+    )
+
+
+@app.command()
+@verb
+def report(
+    folders: Annotated[list[Path], typer.Argument(help="run folders, or a folder that holds some")],
+    out: Annotated[Path | None, typer.Option("--out", help="HTML file (default: report.html beside the runs)")] = None,
+    open_page: Annotated[bool, typer.Option("--open", help="open it in a browser")] = False,
+) -> None:
+    """One self-contained HTML page from run folders."""
+    from rescene.cli.listing import find_runs
+    from rescene.report import write_report
+
+    found = [run for folder in folders for run in find_runs(folder)]
+    if not found:
+        raise ConfigError("E108", "no run folder there", where=", ".join(map(str, folders)), fix="rescene runs")
+    page = write_report(found, out or folders[0] / "report.html")
+    print(page)
+    if open_page:
+        typer.launch(str(page))
+
+
+@app.command()
+@verb
+def runs(
+    folder: Annotated[Path | None, typer.Argument(help="where to look (default: $RESCENE_RUNS or runs)")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """All runs under a folder, with state, progress and accuracy."""
+    from rescene.cli.listing import print_rows, run_rows
+
+    print_rows(run_rows(folder or Path(os.environ.get("RESCENE_RUNS", "runs"))), as_json)
+
+
+@app.command()
+@verb
+def doctor(as_json: AsJson = False) -> None:
+    """Check this machine: versions, device, data, disk; exit code 5 if something needs fixing."""
+    from rescene.cli.checks import machine_checks
+    from rescene.cli.listing import print_rows
+
+    rows = machine_checks()
+    print_rows(rows, as_json)
+    if any(row["problem"] for row in rows):
+        raise typer.Exit(5)
+
+
+@data_app.command("list")
+@verb
+def data_list(as_json: AsJson = False) -> None:
+    """Known data sets and where they were found."""
+    from rescene.cli.listing import LISTS, print_rows
+
+    print_rows(LISTS["datasets"](), as_json)
+
+
+@data_app.command("inspect")
+@verb
+def data_inspect(
+    path: Annotated[str, typer.Argument(help="folder, file, or name of a known data set")], as_json: AsJson = False
+) -> None:
+    """Classes, counts, proposed tasks and warnings."""
+    from rescene.cli.listing import print_inspection
+    from rescene.data import inspect, load
+
+    here = Path(path).exists()
+    print_inspection(inspect(load("auto" if here else path, path if here else None)), as_json)
+
+
+@data_app.command("prepare")
+@verb
+def data_prepare(
+    name: Annotated[str, typer.Argument(help="cifar10, cifar100, tinyimagenet, office31, folder, ...")],
+    source: Annotated[Path, typer.Option("--from", help="archive or folder to read")],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="folder for the prepared file (default: the user cache)")
+    ] = None,
+) -> None:
+    """Decode once, so that later runs start at once."""
+    from rescene.data import prepare
+
+    print(prepare(name, source, out))
+
+
+@data_app.command("verify")
+@verb
+def data_verify(
+    name: Annotated[str, typer.Argument(help="name of a data set")],
+    path: Annotated[Path | None, typer.Option("--path", help="where it is, if not in the usual places")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check counts, unreadable files and duplicates; exit code 5 if something is wrong."""
+    from rescene.cli.listing import print_rows
+    from rescene.data import verify
+
+    rows = verify(name, path)
+    print_rows(rows, as_json)
+    if any(row.get("problem") for row in rows):
+        raise typer.Exit(5)
+
+
+def _interruptible(work: Callable[[], None], again: str) -> None:
+    """Ctrl-C and SIGTERM end the process politely; every finished round is already on disk."""
+
+    def terminate(number: int, frame: object) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        work()
+    except KeyboardInterrupt as stop:
+        print(f"\ninterrupted; every finished round is saved. Go on with: {again}", file=sys.stderr)
+        raise typer.Exit(143 if isinstance(stop, Terminated) else 130) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)

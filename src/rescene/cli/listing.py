@@ -1,0 +1,161 @@
+"""Tables on the terminal, or the same rows as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+Row = dict[str, Any]
+
+
+def print_rows(rows: Iterable[Row], as_json: bool = False) -> None:
+    """One table from rows that share their keys; nothing is cut off, long cells wrap."""
+    rows = list(rows)
+    if as_json:
+        print(json.dumps(rows))
+        return
+    if not rows:
+        print("nothing here")
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(_text(row.get(column)) for column in columns))
+    Console(soft_wrap=False, width=None if Console().is_terminal else 160, markup=False).print(table)
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(str(item) for item in value)
+    return str(value)
+
+
+def methods() -> list[Row]:
+    from rescene.methods import method_class, method_names
+
+    classes = [method_class(name) for name in method_names()]
+    return [
+        {
+            "name": c.name,
+            "title": c.title,
+            "paper": c.paper,
+            "leaves the site": c.leaves_site,
+            "client remembers": c.remembers,
+        }
+        for c in classes
+    ]
+
+
+def recipes() -> list[Row]:
+    from rescene.config import recipe_names, recipe_text
+
+    return [{"name": n, "about": recipe_text(n).splitlines()[0].lstrip("# ")} for n in recipe_names()]
+
+
+def datasets() -> list[Row]:
+    from rescene.data import available
+
+    return available()
+
+
+def models() -> list[Row]:
+    from rescene.nets import NAMES, Arch, forward_flops, state_bytes
+
+    archs = [(name, Arch(name, 32)) for name in NAMES]
+    return [
+        {
+            "name": name,
+            "MB at 100 classes": round(state_bytes(arch.skeleton(100).state_dict()) / 1e6, 2),
+            "GFLOP per image at 32 px": round(forward_flops(arch, 100) / 1e9, 3),
+        }
+        for name, arch in archs
+    ]
+
+
+def buffers() -> list[Row]:
+    meaning = {
+        "temporal": "herd towards the mean of the recent rounds (the paper)",
+        "full-pool": "herd towards the mean of all rounds",
+        "earliest": "the first B surrogates of a class",
+        "latest": "the last B surrogates of a class",
+        "random": "B surrogates at random",
+        "keep-all": "everything: full accumulation",
+        "none": "nothing is kept of finished tasks",
+    }
+    return [{"name": name, "keeps": text} for name, text in meaning.items()]
+
+
+LISTS: dict[str, Callable[[], list[Row]]] = {
+    "methods": methods,
+    "recipes": recipes,
+    "datasets": datasets,
+    "models": models,
+    "buffers": buffers,
+}
+
+
+def find_runs(folder: Path) -> list[Path]:
+    """The folder itself if it is a run, else every run below it, in name order."""
+    if (folder / "config.yaml").is_file():
+        return [folder]
+    return sorted(path.parent for path in folder.rglob("config.yaml")) if folder.is_dir() else []
+
+
+def run_rows(folder: Path) -> list[Row]:
+    rows = []
+    for path in find_runs(folder):
+        status, results = _read(path / "status.json"), _read(path / "results.json")
+        state = status.get("state", "new")
+        if state == "running" and not _alive(status.get("pid")):
+            state = "interrupted"
+        rows.append(
+            {
+                "run": str(path),
+                "method": status.get("method", "-"),
+                "state": state,
+                "progress": f"{status.get('done', 0)}/{status.get('steps', '?')}",
+                "aa": results.get("aa", status.get("aa")),
+                "aia": results.get("aia"),
+                "near_copies": (results.get("leakage") or {}).get("near_copies"),
+            }
+        )
+    return rows
+
+
+def print_inspection(found: Row, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(found))
+        return
+    for key, value in found.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            print(f"{key}:")
+            print_rows(value)
+        elif isinstance(value, (list, tuple)):
+            print(f"{key}:" + "".join(f"\n  - {item}" for item in value) if value else f"{key}: none")
+        else:
+            print(f"{key}: {value}")
+
+
+def _read(path: Path) -> Row:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return {}
+
+
+def _alive(pid: Any) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except (OSError, TypeError, ValueError):
+        return False
+    return True

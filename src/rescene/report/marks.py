@@ -1,0 +1,63 @@
+"""How a group of runs is drawn in any figure: its marker, its line, its place in a list of names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rescene.report.groups import Group
+from rescene.report.look import CARD, INK, YELLOW, dash_of, plain
+from rescene.report.runs import Row
+
+
+def mark(group: Group, size: float) -> dict[str, Any]:
+    """Marker of a group: variants of one method share it but are drawn hollow after the first."""
+    look, hollow = group.look, group.variant > 0
+    solid = look.marker in "osD"  # these carry a halo; it would eat up thin shapes
+    edge = CARD if solid and not hollow else INK if look.colour == YELLOW else look.colour
+    return {
+        "marker": look.marker,
+        "markersize": size + (2 if group.ours else 0) + (3 if look.marker == "*" else 0),
+        "color": look.colour,
+        "markerfacecolor": CARD if hollow else look.colour,
+        "markeredgecolor": edge,
+        "markeredgewidth": 0.8,
+        "zorder": 5 if group.ours else 4,
+    }
+
+
+def stroke(group: Group, size: float) -> dict[str, Any]:
+    """Line with markers; ReSCENE's is the strong one."""
+    return {**mark(group, size), "linewidth": 2.6 if group.ours else 1.5, "linestyle": dash_of(group.variant)}
+
+
+def mean_points(axes: Any, groups: Sequence[Group], rows: Sequence[Row], x: str, y: str) -> None:
+    """Seeds as small dots, their mean as the method's marker."""
+    for group in groups:
+        own = [row for row in rows if row["method"] == group.label]
+        if not own:
+            continue
+        xs, ys = [row[x] for row in own], [row[y] for row in own]
+        if len(own) > 1:
+            axes.scatter(xs, ys, s=9, color=group.look.colour, alpha=0.45, linewidths=0)
+        axes.plot(np.mean(xs), np.mean(ys), label=group.label, **{**mark(group, 9), "linestyle": "none"})
+
+
+def mean_line(axes: Any, group: Group, stack: np.ndarray) -> None:
+    """Mean over seeds of [seed, task] as a line, with a band of one deviation (n-1) if there are several."""
+    mean, x = np.mean(stack, axis=0), np.arange(stack.shape[1])
+    axes.plot(x, mean, label=group.label, **stroke(group, 6))
+    if len(stack) > 1:
+        std = np.std(stack, axis=0, ddof=1)
+        axes.fill_between(x, mean - std, mean + std, color=group.look.colour, alpha=0.16, linewidth=0)
+
+
+def name_rows(axes: Any, groups: Sequence[Group]) -> None:
+    """Method names down the left side, first one on top."""
+    axes.set_yticks(range(len(groups)), [plain(group.label, 26) for group in groups])
+    axes.tick_params(axis="y", labelcolor=INK)
+    axes.set_ylim(len(groups) - 0.5, -0.5)
+    axes.grid(False, axis="y")
+    axes.spines["left"].set_visible(False)

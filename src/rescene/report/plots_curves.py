@@ -1,0 +1,124 @@
+"""Figures over time: each task at the end, everything seen after each task, round by round.
+
+Each function takes the groups and returns a Plot, or None where the runs hold nothing to draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from rescene.report.canvas import Plot, legend_above, percent_axis
+from rescene.report.groups import Group
+from rescene.report.look import MUTED
+from rescene.report.marks import mean_line, stroke
+from rescene.report.runs import Row, Run, number
+
+
+def ended(groups: Sequence[Group]) -> Sequence[Group]:
+    """The finished groups, or all while none has finished: a run in its second task has had no time to forget."""
+    return [group for group in groups if group.finished] or groups
+
+
+def task_curve(groups: Sequence[Group]) -> Plot | None:
+    """Accuracy on each task after the last one."""
+    title = "Each task, after the last one" if any(group.finished for group in groups) else "Each task, so far"
+    caption = (
+        "Asked at the end about each task in turn, without telling the model which task it is. "
+        "A method that forgets is high only at the right."
+    )
+    return _curves("tasks", title, caption, ended(groups), _final_row, "task (T0 was learned first)")
+
+
+def _final_row(run: Run) -> np.ndarray:
+    return run.matrix[-1] if len(run.matrix) else np.zeros(0)
+
+
+def incremental_curve(groups: Sequence[Group]) -> Plot | None:
+    """Accuracy on everything seen so far, after each task; its mean is AIA."""
+    caption = "Accuracy on all classes seen so far, after each task. The mean of a curve is its AIA, its last point AA."
+    title = "Everything seen so far, after each task"
+    return _curves("incremental", title, caption, groups, lambda run: run.incremental, "after task")
+
+
+def _curves(
+    name: str, title: str, caption: str, groups: Sequence[Group], pick: Callable[[Run], np.ndarray], xlabel: str
+) -> Plot | None:
+    """One line per method over the tasks."""
+    drawn = [(group, group.stack(pick)) for group in groups]
+    drawn = [(group, stack) for group, stack in drawn if stack.shape[1] and np.isfinite(stack).any()]
+    rows = [
+        {"method": group.label, "seed": run.seed, "task": t, "accuracy": float(value)}
+        for group, stack in drawn
+        for run, values in zip(group.alike(pick), stack, strict=True)
+        for t, value in enumerate(values)
+        if np.isfinite(value)
+    ]
+    if not rows:
+        return None
+
+    def draw(sheet: Any) -> None:
+        axes = sheet.subplots()
+        for group, stack in drawn:
+            mean_line(axes, group, stack)
+        num = max(stack.shape[1] for _, stack in drawn)
+        step = -(-num // 12)
+        axes.set_xticks(range(0, num, step), [f"T{t}" for t in range(0, num, step)])
+        axes.set_xlim(-0.25, num - 0.75)
+        axes.set_xlabel(xlabel)
+        percent_axis(axes.yaxis, "accuracy (%)")
+        axes.grid(False, axis="x")
+        legend_above(sheet, axes)
+
+    return Plot(name, title, caption, rows, draw)
+
+
+def rounds_curve(groups: Sequence[Group]) -> Plot | None:
+    """Accuracy on the seen classes round by round."""
+    rows = [_round_row(group, run, row) for group in groups for run in group.shown for row in run.rounds]
+    if not any(row["accuracy"] is not None for row in rows):
+        return None
+    place = {step: i for i, step in enumerate(sorted({(row["task"], row["round"]) for row in rows}))}
+    starts = {task: i for (task, _), i in reversed(place.items())}
+
+    def draw(sheet: Any) -> None:
+        axes = sheet.subplots()
+        for task, start in starts.items():
+            axes.axvline(start - 0.5, color=MUTED, linewidth=0.6, alpha=0.5)
+            axes.text(start - 0.35, 101, f"T{task}", color=MUTED, fontsize=8.5, va="bottom")
+        for group in groups:
+            _round_line(axes, group, [row for row in rows if row["method"] == group.label], place)
+        axes.set_xlabel("communication round")
+        axes.grid(False, axis="x")
+        percent_axis(axes.yaxis, "accuracy on seen classes (%)")
+        axes.set_ylim(-3, 110)
+        legend_above(sheet, axes)
+
+    caption = "On all classes seen so far; each vertical line is a new task, where the question becomes harder."
+    return Plot("rounds", "Round by round", caption, rows, draw, height_in=4.4)
+
+
+def _round_row(group: Group, run: Run, row: Row) -> Row:
+    return {
+        "method": group.label,
+        "seed": run.seed,
+        "task": int(row["task"]),
+        "round": int(row["round"]),
+        "accuracy": number(row.get("accuracy")),
+        "participants": len(row.get("participants") or ()),
+        "uplink_bytes": row.get("uplink_bytes"),
+        "downlink_bytes": row.get("downlink_bytes"),
+    }
+
+
+def _round_line(axes: Any, group: Group, rows: Sequence[Row], place: dict[tuple[int, int], int]) -> None:
+    """Mean over seeds; rounds that were not evaluated are bridged. Many rounds go without markers."""
+    values: dict[int, list[float]] = {}
+    for row in rows:
+        if row["accuracy"] is not None:
+            values.setdefault(place[row["task"], row["round"]], []).append(row["accuracy"])
+    x = sorted(values)
+    style = stroke(group, 4) | ({"marker": ""} if len(x) > 40 else {})
+    axes.plot(x, [float(np.mean(values[i])) for i in x], label=group.label, **style)
