@@ -52,7 +52,7 @@ def execute(
 ) -> Result:
     use_all_cores()
     folder = RunFolder(out or default_folder(resolved))
-    folder.open(resolved)
+    folder.check(resolved)
     if not folder.finished:
         run_engine(resolved, folder, progress)
     return load(folder.path)

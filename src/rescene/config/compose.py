@@ -165,8 +165,7 @@ def _for_method(layer: Flat, name: str) -> Flat:
 
 def _known_keys(method: str) -> dict[str, Any]:
     """Every dotted key with its default, for this method."""
-    flat = flatten(Recipe(method={"name": method_class(method).name}).model_dump(mode="json"))
-    return flat
+    return flatten(Recipe(method={"name": method_class(method).name}).model_dump(mode="json"))
 
 
 def _check_key(key: str, known: Mapping[str, Any], origin: str) -> None:

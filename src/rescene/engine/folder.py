@@ -44,8 +44,8 @@ class RunFolder:
     def finished(self) -> bool:
         return (self.path / "results.json").is_file()
 
-    def open(self, resolved: Resolved) -> None:
-        """Make the folder, or check that it belongs to this very experiment."""
+    def check(self, resolved: Resolved) -> None:
+        """Refuse a folder that holds something else than this very experiment."""
         config = self.path / "config.yaml"
         if config.is_file():
             before = flatten(yaml.safe_load(config.read_text(encoding="utf-8")))
@@ -59,11 +59,16 @@ class RunFolder:
                     why=rows,
                     fix="use another --out, or remove the folder",
                 )
-            return
-        if self.path.is_dir() and any(self.path.iterdir()):
+        elif self.path.is_dir() and any(self.path.iterdir()):
             raise RunError(
                 "E406", "the folder is not empty and not a run", where=str(self.path), fix="use another --out"
             )
+
+    def create(self, resolved: Resolved) -> None:
+        """Make the folder unless it exists; called only once the data is loaded and the recipe is known to make sense."""
+        config = self.path / "config.yaml"
+        if config.is_file():
+            return
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:

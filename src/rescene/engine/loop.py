@@ -58,7 +58,7 @@ def schedule(tasks: list[Task], num_rounds: int) -> list[Step]:
 
 def run(resolved: Resolved, folder: RunFolder, progress: Progress = lambda event: None) -> dict[str, Any]:
     """Run, or continue, the experiment of this folder; returns what results.json holds."""
-    folder.open(resolved)
+    folder.check(resolved)
     return Run(resolved, folder, progress).complete()
 
 
@@ -71,6 +71,7 @@ class Run:
         self.early: list[dict[str, Any]] = []
         with self.timer.phase("prepare"), warnings_to(self._keep_early):
             self.experiment: Experiment = prepare(resolved.recipe)
+        folder.create(resolved)
         e = self.experiment
         self.steps = schedule(e.tasks, resolved.recipe.federation.num_rounds)
         self.leakage = LeakageWatch(e.dataset)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pkgutil
 from importlib import import_module
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from typing import TypeVar
 
 from rescene.errors import ConfigError, did_you_mean
@@ -46,7 +47,11 @@ def method_names() -> list[str]:
 
 def method_class(name: str) -> type[Method]:
     """The class registered under a name, or an error that suggests the closest one."""
-    names = method_names()
+    file = name.replace("-", "_")
+    if name not in _METHODS and find_spec(f"rescene.methods.{file}"):
+        import_module(f"rescene.methods.{file}")  # only this one: the others need not load
+    if name not in _METHODS:
+        names = method_names()
     if name not in _METHODS:
         close = did_you_mean(name, names)
         raise ConfigError(

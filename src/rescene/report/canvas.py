@@ -21,6 +21,7 @@ from rescene.report.look import CARD, GRID, INK, MUTED
 from rescene.report.runs import Row
 
 WIDTH_IN = 5.0  # one width for all figures: text then has one size everywhere, also scaled down on a phone
+_MOST_CSV = 200_000  # characters of a table that still travels inside the page
 _STYLE: Any = {  # typed loosely: matplotlib lists its hundreds of keys one by one
     "svg.fonttype": "none",  # text stays text: it takes the page's font and can be searched
     "text.parse_math": False,  # a "$" in a class name is a dollar
@@ -70,7 +71,7 @@ class Figure:
     title: str
     caption: str
     svg: str
-    csv_uri: str
+    csv_uri: str  # empty if the table is too large to carry along; it is then only in the folder
 
 
 def render(plot: Plot, folder: Path) -> Figure:
@@ -79,8 +80,9 @@ def render(plot: Plot, folder: Path) -> Figure:
     (folder / f"{plot.name}.svg").write_text(_on_white(svg), "utf-8")
     (folder / f"{plot.name}.png").write_bytes(png)
     text = csv_text(plot.rows)
+    uri = data_uri("text/csv", text.encode("utf-8")) if len(text) <= _MOST_CSV else ""
     (folder / f"{plot.name}.csv").write_text(text, "utf-8", newline="")
-    return Figure(plot.name, plot.title, plot.caption, _for_page(svg, plot), data_uri("text/csv", text.encode("utf-8")))
+    return Figure(plot.name, plot.title, plot.caption, _for_page(svg, plot), uri)
 
 
 def _draw(plot: Plot) -> tuple[str, bytes]:
@@ -169,6 +171,15 @@ def percent_axis(axis: Any, label: str) -> None:
     axis.set_label_text(label)
     axis.axes.set(**{f"{axis.axis_name}lim": (-3, 103)})
     axis.set_ticks([0, 20, 40, 60, 80, 100])
+
+
+def thinned(num: int, most: int = 12) -> int:
+    """Every how many-th label to write so that at most ``most`` stand side by side.
+
+    >>> thinned(5), thinned(20)
+    (1, 2)
+    """
+    return -(-num // most)
 
 
 def legend_above(sheet: Any, axes: Any) -> None:

@@ -11,19 +11,21 @@ from rescene.report.groups import Group
 from rescene.report.look import CARD, INK, YELLOW, dash_of, plain
 from rescene.report.runs import Row
 
+_FILLS = ("full", "none", "left", "top", "right", "bottom")
+
 
 def mark(group: Group, size: float) -> dict[str, Any]:
-    """Marker of a group: variants of one method share it but are drawn hollow after the first."""
-    look, hollow = group.look, group.variant > 0
-    solid = look.marker in "osD"  # these carry a halo; it would eat up thin shapes
-    edge = CARD if solid and not hollow else INK if look.colour == YELLOW else look.colour
+    """Marker of a group: variants of one method (a sweep) share colour and shape and differ in how it is filled."""
+    look = group.look
+    haloed = look.marker in "osD" and group.variant == 0  # a halo would eat up thin shapes
     return {
         "marker": look.marker,
         "markersize": size + (2 if group.ours else 0) + (3 if look.marker == "*" else 0),
         "color": look.colour,
-        "markerfacecolor": CARD if hollow else look.colour,
-        "markeredgecolor": edge,
-        "markeredgewidth": 0.8,
+        "fillstyle": _FILLS[group.variant % len(_FILLS)],
+        "markerfacecoloralt": CARD,
+        "markeredgecolor": CARD if haloed else INK if look.colour == YELLOW else look.colour,
+        "markeredgewidth": 0.8 if group.variant == 0 else 1.2,
         "zorder": 5 if group.ours else 4,
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,7 +43,7 @@ def accuracy_for_upload(groups: Sequence[Group]) -> Plot | None:
         sizes = [row["upload_bytes"] for row in rows]
         axes.set_xlim(min(sizes) / 2.5, max(sizes) * 2.5)
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if max(sizes) < 30 * min(sizes) else (1,)))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: bytes_text(value)))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: re.sub(r"\.0+ ", " ", bytes_text(value))))
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel("upload per site and round (log scale)")
         percent_axis(axes.yaxis, "AA (%)")

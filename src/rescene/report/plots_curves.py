@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rescene.report.canvas import Plot, legend_above, percent_axis
+from rescene.report.canvas import Plot, legend_above, percent_axis, thinned
 from rescene.report.groups import Group
 from rescene.report.look import MUTED
 from rescene.report.marks import mean_line, stroke
@@ -64,8 +64,8 @@ def _curves(
         for group, stack in drawn:
             mean_line(axes, group, stack)
         num = max(stack.shape[1] for _, stack in drawn)
-        step = -(-num // 12)
-        axes.set_xticks(range(0, num, step), [f"T{t}" for t in range(0, num, step)])
+        ticks = range(0, num, thinned(num))
+        axes.set_xticks(ticks, [f"T{t}" for t in ticks])
         axes.set_xlim(-0.25, num - 0.75)
         axes.set_xlabel(xlabel)
         percent_axis(axes.yaxis, "accuracy (%)")
@@ -87,7 +87,8 @@ def rounds_curve(groups: Sequence[Group]) -> Plot | None:
         axes = sheet.subplots()
         for task, start in starts.items():
             axes.axvline(start - 0.5, color=MUTED, linewidth=0.6, alpha=0.5)
-            axes.text(start - 0.35, 101, f"T{task}", color=MUTED, fontsize=8.5, va="bottom")
+            if task % thinned(len(starts)) == 0:
+                axes.text(start - 0.35, 101, f"T{task}", color=MUTED, fontsize=8.5, va="bottom")
         for group in groups:
             _round_line(axes, group, [row for row in rows if row["method"] == group.label], place)
         axes.set_xlabel("communication round")

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rescene.report.canvas import Plot
+from rescene.report.canvas import Plot, thinned
 from rescene.report.groups import Group
 from rescene.report.look import BLUE, INK, MUTED, WHITE, plain
 from rescene.report.runs import Run, number, triangle
@@ -21,31 +21,41 @@ _BITMAP_FROM = 1500  # cells
 
 def _grid(axes: Any, values: np.ndarray, top: float, text: str = "") -> None:
     """Fill the axes with cells [row, column] whose opacity is value / top; NaN stays empty. ``text``: number format."""
-    from matplotlib.collections import PatchCollection
-    from matplotlib.patches import Rectangle
-
-    num_rows, num_columns = values.shape
-    gap = 0.06 if values.size < _BITMAP_FROM else 0.0
-    cells = [(i, j) for i in range(num_rows) for j in range(num_columns) if np.isfinite(values[i, j])]
-    strength = {cell: float(np.clip(values[cell] / top, 0, 1)) if top else 0.0 for cell in cells}
-    boxes = [Rectangle((j - 0.5 + gap / 2, i - 0.5 + gap / 2), 1 - gap, 1 - gap) for i, j in cells]
-    red, green, blue = (int(BLUE[k : k + 2], 16) / 255 for k in (1, 3, 5))
-    colours = [(red, green, blue, 0.05 + 0.95 * strength[cell]) for cell in cells]
-    axes.add_collection(
-        PatchCollection(boxes, facecolors=colours, linewidths=0, rasterized=values.size >= _BITMAP_FROM)
-    )
-    for i, j in cells if text else ():
+    strength = np.clip(values / top, 0, 1) if top else np.zeros_like(values)
+    (_cells if values.size < _BITMAP_FROM else _bitmap)(axes, strength)
+    for i, j in np.argwhere(np.isfinite(values)) if text else ():
         colour = WHITE if strength[i, j] > 0.55 else INK
         axes.text(j, i, format(values[i, j], text), ha="center", va="center", color=colour, fontsize=9)
-    axes.set(xlim=(-0.5, num_columns - 0.5), ylim=(num_rows - 0.5, -0.5))
+    axes.set(xlim=(-0.5, values.shape[1] - 0.5), ylim=(values.shape[0] - 0.5, -0.5))
     axes.grid(False)
     axes.spines[:].set_visible(False)
 
 
+def _rgba(strength: np.ndarray) -> np.ndarray:
+    """Blue with the opacity of the value, [..., 4]; never quite absent, so that an empty cell is seen to be a cell."""
+    blue = [int(BLUE[k : k + 2], 16) / 255 for k in (1, 3, 5)]
+    colours = np.empty((*strength.shape, 4))
+    colours[..., :3] = blue
+    colours[..., 3] = np.where(np.isfinite(strength), 0.05 + 0.95 * np.nan_to_num(strength), 0.0)
+    return colours
+
+
+def _cells(axes: Any, strength: np.ndarray, gap: float = 0.06) -> None:
+    from matplotlib.collections import PatchCollection
+    from matplotlib.patches import Rectangle
+
+    places = np.argwhere(np.isfinite(strength))
+    boxes = [Rectangle((j - 0.5 + gap / 2, i - 0.5 + gap / 2), 1 - gap, 1 - gap) for i, j in places]
+    axes.add_collection(PatchCollection(boxes, facecolors=_rgba(strength)[np.isfinite(strength)], linewidths=0))
+
+
+def _bitmap(axes: Any, strength: np.ndarray) -> None:
+    axes.imshow(_rgba(strength), aspect="auto", interpolation="none")
+
+
 def _names(axis: Any, names: Sequence[str], most: int = 24, **style: Any) -> None:
     """Tick labels; with too many to read, every n-th."""
-    step = -(-len(names) // most)
-    shown = range(0, len(names), step)
+    shown = range(0, len(names), thinned(len(names), most))
     axis.set_ticks(shown, [plain(names[i], 14) for i in shown], **style)
 
 
@@ -130,7 +140,8 @@ def participation(run: Run) -> Plot | None:
     def draw(sheet: Any) -> None:
         axes = sheet.subplots()
         _grid(axes, values, 1.25)
-        axes.set_xticks([i - 0.5 for i in starts], [f"T{run.rounds[i].get('task')}" for i in starts], ha="left")
+        named = starts[:: thinned(len(starts))]
+        axes.set_xticks([i - 0.5 for i in named], [f"T{run.rounds[i].get('task')}" for i in named], ha="left")
         _names(axes.yaxis, [str(k) for k in range(num_sites)])
         axes.set_ylabel("site")
         axes.set_xlabel("communication round, by task")

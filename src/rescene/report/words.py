@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rescene.report.groups import Group, Spread, headline_group, near_copies
+from rescene.report.groups import Group, Spread, differing_settings, headline_group, near_copies
 from rescene.report.look import plain
 
 NONE = "–"
@@ -91,7 +91,10 @@ def verdict(groups: Sequence[Group]) -> Verdict:
     aa = head.spread(lambda run: run.number("aa")) if head else None
     if head is None or aa is None:
         return Verdict("No run has finished yet.", ("The figures below show what has been measured so far.",))
-    others = [group for group in groups if group is not head and group.finished]
+    # Only a method in the same setting is a rival; the other cells of a sweep are not.
+    others = [
+        group for group in groups if group is not head and group.finished and not differing_settings([head, group])
+    ]
     rival = max(others, key=_aa) if others else None
     lines = [_after(head), _seeds(head, rival), _copies(head)]
     return Verdict(_title(head, aa, rival), tuple(line for line in lines if line))

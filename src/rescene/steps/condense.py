@@ -7,7 +7,7 @@ time. The perturbation noise comes from one seed for everybody; everything else 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,6 +21,9 @@ from rescene.hyperparameters import Hyperparameters, hyper
 from rescene.rng import Rng, seeded_generator
 
 CHUNK = 1024  # images that pass through the network at once; bounds memory, not results
+
+Move = Callable[[Sequence[Tensor], torch.Generator], Sequence[Tensor]]  # theta, noise -> the parameters of one step
+Term = Callable[[Tensor, Tensor], Tensor]  # mean logits of the surrogates [g, C], label [g] of each group -> loss [g]
 
 
 class Condensation(Hyperparameters):
@@ -99,14 +102,24 @@ class _Outcome:
 
 
 def condense(
-    net: nn.Module, shards: Sequence[Shard], rngs: Sequence[Rng], settings: Condensation, noise_seed: int
+    net: nn.Module,
+    shards: Sequence[Shard],
+    rngs: Sequence[Rng],
+    settings: Condensation,
+    noise_seed: int,
+    *,
+    move: Move | None = None,
+    term: Term | None = None,
 ) -> list[Surrogates]:
-    """Condense every class of every shard under ``net`` (eval mode, weights restored at the end). One answer per shard."""
+    """Condense every class of every shard under ``net`` (eval mode, weights restored at the end). One answer per shard.
+
+    ``move`` replaces the perturbation in the ball of radius rho; ``term`` is added to Eq. 1 for every group.
+    """
     groups = [g for k, (s, r) in enumerate(zip(shards, rngs, strict=True)) for g in _groups(k, s, r, settings)]
     outcomes: list[list[_Outcome]] = [[] for _ in shards]
     if groups:
         # all shards in one process share their image tensor and transform, so any of them can fetch for all
-        pixels, losses = _descend(net, shards[0], groups, settings, noise_seed)
+        pixels, losses = _descend(net, shards[0], groups, settings, noise_seed, move, term)
         for group, block, loss in zip(groups, pixels, losses.tolist(), strict=True):
             finite = torch.isfinite(block).flatten(1).all(dim=1)
             safe = torch.where(finite.reshape(-1, 1, 1, 1), block, group.start)
@@ -138,13 +151,20 @@ def _groups(client: int, shard: Shard, rng: Rng, settings: Condensation) -> Iter
 
 
 def _descend(
-    net: nn.Module, shard: Shard, groups: list[_Group], settings: Condensation, noise_seed: int
+    net: nn.Module,
+    shard: Shard,
+    groups: list[_Group],
+    settings: Condensation,
+    noise_seed: int,
+    move: Move | None,
+    term: Term | None,
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """Gradient descent on the pixels of all groups; returns each group's pixels and its loss at the last step."""
     sizes = [len(group.start) for group in groups]
     pixels = torch.cat([group.start for group in groups])
     device = pixels.device
     owner = torch.repeat_interleave(torch.arange(len(groups)), torch.tensor(sizes)).to(device)
+    labels = torch.tensor([group.label for group in groups], device=device)
     velocity = torch.zeros_like(pixels)
     losses = torch.zeros(len(groups), device=device)
     parameters = list(net.parameters())
@@ -152,9 +172,9 @@ def _descend(
     noise = seeded_generator(noise_seed, device)
     net.eval().requires_grad_(False)
     for step in range(settings.num_steps):
-        _assign(parameters, perturbed(theta, settings.radius, noise))
+        _assign(parameters, move(theta, noise) if move else perturbed(theta, settings.radius, noise))
         real = _real_means(net, shard, groups, step)
-        losses, gradient = _loss_and_gradient(net, pixels, owner, real, settings)
+        losses, gradient = _loss_and_gradient(net, pixels, owner, real, settings, labels, term)
         if settings.clip is not None:
             gradient = clip_groups(gradient, owner, len(groups), settings.clip)
         velocity = settings.image_momentum * velocity + gradient
@@ -165,7 +185,7 @@ def _descend(
 
 
 @torch.no_grad()
-def _assign(parameters: list[nn.Parameter], values: list[Tensor]) -> None:
+def _assign(parameters: list[nn.Parameter], values: Sequence[Tensor]) -> None:
     for parameter, value in zip(parameters, values, strict=True):
         parameter.copy_(value)
 
@@ -187,7 +207,13 @@ def _real_means(net: nn.Module, shard: Shard, groups: list[_Group], step: int) -
 
 
 def _loss_and_gradient(
-    net: nn.Module, pixels: Tensor, owner: Tensor, real: tuple[Tensor, Tensor], settings: Condensation
+    net: nn.Module,
+    pixels: Tensor,
+    owner: Tensor,
+    real: tuple[Tensor, Tensor],
+    settings: Condensation,
+    labels: Tensor,
+    term: Term | None,
 ) -> tuple[Tensor, Tensor]:
     """Eq. 1 for every group, and its gradient with respect to the pixels; groups are cut into chunks of whole groups."""
     losses, gradients = [], []
@@ -196,9 +222,11 @@ def _loss_and_gradient(
         features, logits = _embedding(net, x)
         local = owner[rows] - first
         loss = matching_loss(group_means(features, local, last - first), real[0][first:last], settings.reduction)
+        means = group_means(logits, local, last - first)
         if settings.match_logits:
-            means = group_means(logits, local, last - first)
             loss = loss + matching_loss(means, real[1][first:last], settings.reduction)
+        if term is not None:
+            loss = loss + term(means, labels[first:last])
         (gradient,) = torch.autograd.grad(loss.sum(), x)
         losses.append(loss.detach())
         gradients.append(gradient)

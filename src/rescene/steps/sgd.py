@@ -91,7 +91,7 @@ def fit_shard(
     index = shard.index
 
     def plan() -> Tensor:
-        return index[torch.randperm(len(index), generator=generator).to(index.device)]
+        return index[torch.randperm(len(index), generator=generator, device=generator.device).to(index.device)]
 
     def fetch(index: Tensor) -> Batch:
         x = shard.pictures(index)
@@ -120,11 +120,11 @@ def fit_pool(
     plain shuffled epoch. tau > 0 adds tau log pi to the logits and leaves out classes the pool does not hold.
     """
     counts = torch.bincount(labels, minlength=num_classes)
-    weights = (sampling_probabilities(counts, alpha) / counts.clamp(min=1))[labels].cpu()
+    weights = (sampling_probabilities(counts, alpha) / counts.clamp(min=1))[labels].to(generator.device)
 
     def plan() -> Tensor:
         if alpha == 1.0:
-            drawn = torch.randperm(len(labels), generator=generator)
+            drawn = torch.randperm(len(labels), generator=generator, device=generator.device)
         else:
             drawn = torch.multinomial(weights, len(labels), replacement=True, generator=generator)
         return drawn.to(labels.device)

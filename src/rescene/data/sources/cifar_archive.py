@@ -93,7 +93,7 @@ def _open_tar(path: Path) -> Container:
         if tarfile.is_tarfile(path):
             with tarfile.open(path) as archive:
                 for member in archive:
-                    stream = archive.extractfile(member)
+                    stream = archive.extractfile(member) if member.isfile() else None
                     if stream:
                         members[PurePosixPath(member.name).name] = partial(bytes, stream.read())
     except (tarfile.TarError, zlib.error, EOFError, OSError) as problem:

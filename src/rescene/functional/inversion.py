@@ -1,0 +1,58 @@
+"""Images out of a network alone: what synthetic images must satisfy (DeepInversion, CVPR 2020; TARGET, ICCV 2023).
+
+m, v    mean and variance per channel of what flows into a BatchNorm layer     m^, v^   its running statistics
+mu      momentum of the average of m and v over synthesis rounds               p, q     outputs of teacher and student
+L_bn  = sum over layers of ||v^ - v||_2 + ||m^ - m||_2
+L_adv = -(1/n) sum_n KL(p_n || q_n) [argmax p_n = argmax q_n]
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Moments = tuple[Tensor, Tensor]  # mean [c] and variance [c]
+
+
+def channel_moments(x: Tensor) -> Moments:
+    """Mean and biased variance of each channel over batch and space: [n, c, h, w] -> ([c], [c]).
+
+    >>> mean, variance = channel_moments(torch.tensor([1.0, 3.0]).view(2, 1, 1, 1))
+    >>> mean.item(), variance.item()
+    (2.0, 1.0)
+    """
+    variance, mean = torch.var_mean(x, dim=(0, 2, 3), correction=0)
+    return mean, variance
+
+
+def blend(current: Moments, average: Moments | None, momentum: float) -> Moments:
+    """mu * average + (1 - mu) * current, entry by entry; ``current`` itself while there is no average."""
+    if average is None:
+        return current
+    mean, variance = (momentum * old + (1 - momentum) * new for new, old in zip(current, average, strict=True))
+    return mean, variance
+
+
+def statistics_loss(moments: Moments, running: Moments) -> Tensor:
+    """One layer's part of L_bn: the distances, not squared, of means and of variances. 0 with gradient 0 if they agree.
+
+    >>> statistics_loss((torch.tensor([3.0, 4.0]), torch.ones(2)), (torch.zeros(2), torch.ones(2))).item()
+    5.0
+    """
+    norm = torch.linalg.vector_norm
+    distance: Tensor = norm(running[0] - moments[0]) + norm(running[1] - moments[1])
+    return distance
+
+
+def adversarial_loss(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
+    """L_adv: minus the divergence of the student from the teacher, over the images on which both choose the same class.
+
+    [n, C], [n, C] -> one number, divided by n however many images count. Minimising it looks for images that the student
+    gets right but does not understand as the teacher does; where they already disagree there is nothing to look for.
+    Gradients flow through both networks, since both see the images.
+    """
+    p, log_p, log_q = teacher_logits.softmax(1), F.log_softmax(teacher_logits, 1), F.log_softmax(student_logits, 1)
+    divergence = (p * (log_p - log_q)).sum(dim=1)
+    agree = teacher_logits.argmax(dim=1) == student_logits.argmax(dim=1)
+    return -(divergence * agree).mean()

@@ -1,0 +1,193 @@
+"""FedCBDR (Qi et al., NeurIPS 2025): clients keep exemplars chosen by leverage scores and train with task-aware temperatures.
+
+each round of task t:
+    server: broadcast theta
+    client: E epochs of SGD on D_t + exemplars, with temperatures and weights for old and new (Eq. 7); send theta_k, n_k
+    server: theta <- sum_k (n_k / sum n) theta_k
+end of task t, all clients:
+    server: send theta and the seed of Q
+    client: X_k = phi(D_t); send P_k X_k Q, or its second moments, on which P_k has no effect
+    server: thin SVD of all of them together -> U'_k back to client k, or the inverse second moments to everybody
+    client: leverage of each image with P_k undone; draw images of each class without replacement, p ~ leverage; keep them
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rescene.data import Shard, Task
+from rescene.functional import weighted_average
+from rescene.functional.leverage import (
+    Cut,
+    class_cut,
+    draw_keys,
+    form_leverage,
+    gram_inverse,
+    importance_weights,
+    left_vectors,
+    random_orthogonal,
+    row_leverage,
+)
+from rescene.functional.temperature import grouped_cross_entropy, task_aware_logits
+from rescene.hyperparameters import hyper
+from rescene.methods.base import Federation, Method, ModelState, Payload, Uploads, weights_of
+from rescene.methods.registry import register
+from rescene.record import Tree, record
+from rescene.rng import Rng, seeded_generator
+from rescene.steps import Batch, embed, fit_shard, with_replay
+
+
+@record
+class Memory:
+    """What a client remembers: its exemplars of finished tasks. ``desk`` holds the selection in progress, else nothing."""
+
+    pixels: Tensor  # uint8 [m, 3, H, W]
+    labels: Tensor  # int64 [m]
+    weights: Tensor  # float32 [m], factors of the loss; all 1 unless `reweight`
+    desk: dict[str, Tree]
+
+
+@register
+class FedCBDR(Method):
+    name: ClassVar[str] = "fedcbdr"
+    title: ClassVar[str] = "FedCBDR"
+    paper: ClassVar[str] = "Qi et al., NeurIPS 2025"
+    leaves_site: ClassVar[str] = (
+        "model weights and the number of images trained on; after each task the rotated second moments of the local "
+        "features (form=svd: all features, rotated), and with budget_scope=global each image's label, score and key"
+    )
+    remembers: ClassVar[str] = "up to 150 real images of each class of each finished task"
+
+    budget: int = hyper(150, "-", "App. A", "exemplars kept per class of a finished task, see budget_scope", ge=1)
+    budget_scope: Literal["client", "global"] = hyper(
+        "client", "-", "App. D", "the budget holds on every client, or for all clients together"
+    )
+    old_temperature: float = hyper(0.8, "tau_old", "App. A", "divides the outputs of earlier classes", gt=0)
+    new_temperature: float = hyper(1.2, "tau_new", "App. A", "divides the outputs of this task's classes", gt=0)
+    old_weight: float = hyper(1.2, "w_old", "App. A", "weight of the exemplars' mean loss", ge=0)
+    new_weight: float = hyper(0.8, "w_new", "App. A", "weight of the current images' mean loss", ge=0)
+    form: Literal["gram", "svd"] = hyper("gram", "-", "[ours]", "second moments, or features and singular vectors")
+    reweight: bool = hyper(False, "-", "[ours]", "weigh each exemplar's loss by sqrt(1 / (n_c p))")
+    weighting: Literal["size", "uniform"] = hyper("size", "n_k", "[ours]", "weight of a client: its images, or equal")
+
+    def client_round(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
+        memory = _memory(client_state, shard)
+        mixed = with_replay(shard, memory.pixels, memory.labels)
+        if len(mixed) == 0:
+            return {"num_images": 0}, client_state
+        net = shard.net(payload["model"])
+        num_current, task = len(shard), shard.task
+        weights = torch.cat([memory.weights.new_ones(num_current), memory.weights])
+
+        def loss(net: nn.Module, batch: Batch) -> Tensor:
+            logits = net(batch.x)
+            if task.index == 0:
+                return F.cross_entropy(logits, batch.y)
+            if task.domain is None:  # domains share all outputs: nothing to tell old from new by
+                logits = task_aware_logits(logits, min(task.classes), self.old_temperature, self.new_temperature)
+            old = batch.index >= num_current  # exemplars, which are all images of old classes (or domains)
+            return grouped_cross_entropy(
+                logits, batch.y, old, self.old_weight, self.new_weight, weights[batch.index]
+            )  # Eq. 7
+
+        final = fit_shard(net, mixed, self.train, rng.at("sgd").generator(shard.device), loss)
+        notes = {"local_loss": final, "replay_size": len(memory.labels)}
+        return {"model": weights_of(net), "num_images": len(mixed), "notes": notes}, client_state
+
+    def server_round(
+        self, state: ModelState, uploads: Uploads, round: int, federation: Federation, rng: Rng
+    ) -> ModelState:
+        senders = [upload for upload in uploads.values() if upload["num_images"] > 0]
+        if not senders:
+            return state
+        weights = [upload["num_images"] if self.weighting == "size" else 1 for upload in senders]
+        return replace(state, model=weighted_average([upload["model"] for upload in senders], weights))
+
+    def end_task(self, state: ModelState, task: Task, federation: Federation, rng: Rng) -> ModelState:
+        """Selection of exemplars on all clients; the model does not change. The server passes Q's seed on, nothing more."""
+        seed = rng.at("rotation").integer()
+        shared = federation.ask(federation.clients, "share_features", {"model": state.model, "rotation_seed": seed})
+        if not shared:
+            return state
+        scored = self._scored(shared, federation)
+        if self.budget_scope == "global":
+            keys, scores, labels = (
+                torch.cat([upload[name] for upload in scored.values()]) for name in ("keys", "scores", "labels")
+            )
+            cut = class_cut(keys, scores, labels, self.budget, task.num_seen)
+            federation.ask(list(scored), "keep_images", {"cut": cut._asdict()})
+        return state
+
+    def _scored(self, shared: Uploads, federation: Federation) -> Uploads:
+        """The clients' answers to ``score_images``, asked with what the shared features amount to."""
+        if self.form == "gram":
+            moments = torch.stack([upload["moments"] for upload in shared.values()]).sum(dim=0)
+            return federation.ask(list(shared), "score_images", {"inverse": gram_inverse(moments)})
+        rows = [upload["features"] for upload in shared.values()]
+        blocks = torch.split(left_vectors(torch.cat(rows)), [len(block) for block in rows])  # U'_k, client by client
+        scored: dict[int, Payload] = {}
+        for client, block in zip(shared, blocks, strict=True):
+            scored |= federation.ask([client], "score_images", {"left": block})
+        return scored
+
+    def share_features(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
+        """X_k Q stays on the desk; what is sent has P_k in front, or is a sum over images."""
+        x = embed(shard.net(payload["model"]), shard.pictures(shard.index)).double()
+        rotated = x @ random_orthogonal(x.shape[1], seeded_generator(payload["rotation_seed"])).to(x.device)
+        private_seed = rng.at("private").integer()
+        memory = replace(_memory(client_state, shard), desk={"features": rotated, "private_seed": private_seed})
+        if self.form == "gram":
+            return {"moments": rotated.T @ rotated}, memory  # (P X Q)^T (P X Q) whatever P is
+        return {"features": _private_rotation(len(x), private_seed).to(x.device) @ rotated}, memory
+
+    def score_images(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
+        """Leverage of every local image, and the random key by which it is drawn."""
+        features, private_seed = client_state.desk["features"], client_state.desk["private_seed"]
+        if self.form == "gram":
+            scores = form_leverage(features, payload["inverse"])
+        else:
+            private = _private_rotation(len(features), private_seed).to(features.device)
+            scores = row_leverage(private.T @ payload["left"])  # U_k = P_k^T U'_k: rows are images again
+        keys = draw_keys(scores, Rng(private_seed).at("draw").generator())
+        memory = replace(client_state, desk={"keys": keys, "scores": scores})
+        if self.budget_scope == "client":
+            cut = class_cut(keys, scores, shard.labels, self.budget, shard.task.num_seen)
+            return {}, self._kept(memory, shard, cut)
+        return {"keys": keys, "scores": scores, "labels": shard.labels}, memory
+
+    def keep_images(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
+        """Global budget only: the server has found where to cut each class."""
+        return {}, self._kept(client_state, shard, Cut(**payload["cut"]))
+
+    def _kept(self, memory: Memory, shard: Shard, cut: Cut) -> Memory:
+        """The memory with the images above the cut added, and an empty desk."""
+        keys, scores, labels = memory.desk["keys"], memory.desk["scores"], shard.labels
+        chosen = keys >= cut.threshold[labels]
+        weights = memory.weights.new_ones(len(labels))
+        if self.reweight:
+            weights = importance_weights(scores, labels, self.budget, cut).to(weights)
+        return Memory(
+            pixels=torch.cat([memory.pixels, shard.images.pixels[shard.index[chosen]]]),
+            labels=torch.cat([memory.labels, labels[chosen]]),
+            weights=torch.cat([memory.weights, weights[chosen]]),
+            desk={},
+        )
+
+
+def _private_rotation(size: int, private_seed: int) -> Tensor:
+    """P_k, drawn again from the client's own seed rather than stored."""
+    return random_orthogonal(size, Rng(private_seed).at("rotation").generator())
+
+
+def _memory(client_state: Tree, shard: Shard) -> Memory:
+    """The client's memory; an empty one if it has none yet (first task, or a client that joined late)."""
+    if client_state is not None:
+        assert isinstance(client_state, Memory)
+        return client_state
+    pixels = shard.images.pixels[:0]
+    return Memory(pixels, shard.images.labels[:0], torch.zeros(0, device=pixels.device), desk={})

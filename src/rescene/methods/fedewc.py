@@ -1,0 +1,159 @@
+"""FedEWC (Kirkpatrick et al., PNAS 2017, federated): weights that mattered for finished tasks are held where they were.
+
+start of task t > 1 (anchor = task_end):
+    server: send the global model of task t-1 to every client, once; it is the anchor a
+    client: F <- gamma F + F_pending
+each round:
+    server: broadcast theta
+    client: E epochs of SGD on its images, CE over all seen classes + lambda_EWC 1/2 sum_i F_i (theta_i - a_i)^2;
+            one more pass over its images: F_pending <- mean of squared gradients, each entry at most 1e-4;
+            send theta_k and n_k
+    server: theta <- sum_k (n_k / sum n) theta_k
+
+With anchor = last_round there is no consolidation: after its own training a client replaces a by its local model and mixes
+F_pending into F at once, so that the penalty pulls towards its previous participation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from rescene.data import Shard, Task
+from rescene.functional import weighted_average
+from rescene.functional.fisher import blend_fisher, fisher_diagonal, quadratic_penalty
+from rescene.hyperparameters import hyper
+from rescene.methods.base import Federation, Method, Model, ModelState, Payload, Uploads, weights_of
+from rescene.methods.registry import register
+from rescene.record import Tree, record
+from rescene.rng import Rng
+from rescene.steps import Batch, fit_shard
+
+CHUNK = 32  # images whose gradients are held at once; bounds memory, not results
+
+
+@record
+class Memory:
+    """What a client keeps, over trainable parameters by name; empty where there is nothing yet."""
+
+    fisher: Model  # F of finished tasks
+    anchor: Model  # a; has at least the rows of fisher
+    pending: Model  # F of the task being learned, from the latest local model
+
+
+NOTHING = Memory({}, {}, {})
+
+
+@register
+class FedEWC(Method):
+    name: ClassVar[str] = "fedewc"
+    title: ClassVar[str] = "FedEWC"
+    paper: ClassVar[str] = "Kirkpatrick et al., PNAS 2017"
+    leaves_site: ClassVar[str] = "model weights and the number of local images"
+    remembers: ClassVar[str] = "importance of every weight (Fisher diagonal), and the weights it pulls back to"
+
+    ewc_weight: float = hyper(1000.0, "lambda_EWC", "App. A", "weight of the penalty", ge=0)
+    anchor: Literal["task_end", "last_round"] = hyper(
+        "task_end", "a", "[ours]", "pull towards the last task's global model, or the client's own last model"
+    )
+    fisher: Literal["per_sample", "batch_mean"] = hyper(
+        "per_sample", "F", "[ours]", "square the gradient of every image, or of every batch's mean loss"
+    )
+    fisher_clip: float | None = hyper(
+        1e-4, "-", "[ours]", "bound on each entry of a task's Fisher; null for none", gt=0
+    )
+    fisher_decay: float = hyper(
+        1.0, "gamma", "[ours]", "weight of the older tasks' Fisher when a task's is added (task_end)", ge=0, le=1
+    )
+    local_ce: Literal["all", "new"] = hyper(
+        "all", "-", "[ours]", "cross-entropy over all seen classes, or this task's only"
+    )
+    weighting: Literal["size", "uniform"] = hyper("size", "n_k", "[ours]", "weight of a client: its images, or equal")
+
+    def begin_task(self, state: ModelState, task: Task, federation: Federation, rng: Rng) -> ModelState:
+        if task.index > 0 and self.anchor == "task_end":  # before the head grows: new rows have no anchor
+            anchor = _trainable(federation.net(state.model))
+            federation.ask(federation.clients, "consolidate", {"anchor": anchor})
+        grown: ModelState = super().begin_task(state, task, federation, rng)
+        return grown
+
+    def consolidate(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
+        """Close the finished task. Without a part in it F stays as it is; without any history there is nothing to hold."""
+        if client_state is None:
+            return {}, None
+        fisher = client_state.fisher
+        if client_state.pending:
+            fisher = blend_fisher(fisher, client_state.pending, self.fisher_decay, 1.0)
+        return {}, Memory(fisher=fisher, anchor=payload["anchor"], pending={})
+
+    def client_round(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
+        if len(shard) == 0:
+            return {"num_images": 0}, client_state
+        memory = client_state or NOTHING
+        held = memory if shard.task.index > 0 else NOTHING  # the first task has nothing to protect
+        net = shard.net(payload["model"])
+        parameters = dict(net.named_parameters())  # of the network being trained: the penalty must move it
+
+        def penalty() -> Tensor:
+            return self.ewc_weight * quadratic_penalty(parameters, held.fisher, held.anchor)
+
+        def loss(net: nn.Module, batch: Batch) -> Tensor:
+            return self._task_loss(net(batch.x), batch.y, shard.task) + penalty()
+
+        final = fit_shard(net, shard, self.train, rng.at("sgd").generator(shard.device), loss)
+        notes = {"local_loss": final, "penalty": float(penalty().detach())}
+        upload = {"model": weights_of(net), "num_images": len(shard), "notes": notes}
+        return upload, self._remembered(memory, self._fisher(net, shard, rng.at("fisher")), net, shard.task)
+
+    def server_round(
+        self, state: ModelState, uploads: Uploads, round: int, federation: Federation, rng: Rng
+    ) -> ModelState:
+        senders = [upload for upload in uploads.values() if upload["num_images"] > 0]
+        if not senders:
+            return state
+        weights = [upload["num_images"] if self.weighting == "size" else 1 for upload in senders]
+        return replace(state, model=weighted_average([upload["model"] for upload in senders], weights))
+
+    def _task_loss(self, logits: Tensor, labels: Tensor, task: Task) -> Tensor:
+        first = min(task.classes) if self.local_ce == "new" else 0
+        return F.cross_entropy(logits[:, first:], labels - first)
+
+    def _fisher(self, net: nn.Module, shard: Shard, rng: Rng) -> Model:
+        """F of the client's images, not augmented, at its trained model with BatchNorm's running statistics (App. A)."""
+        net.eval()
+        index, size = shard.index, CHUNK
+        if self.fisher == "batch_mean":  # here the batches matter, so they are drawn as in training
+            order = torch.randperm(len(index), generator=rng.generator())
+            index, size = index[order.to(index.device)], self.train.batch_size
+
+        def loss(parameters: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+            return self._task_loss(functional_call(net, dict(parameters), x), y, shard.task)
+
+        batches = ((shard.pictures(rows), shard.images.labels[rows]) for rows in torch.split(index, size))
+        found = fisher_diagonal(loss, _trainable(net), batches, per_sample=self.fisher == "per_sample")
+        limit = math.inf if self.fisher_clip is None else self.fisher_clip
+        return {name: value.clamp(max=limit) for name, value in found.items()}
+
+    def _remembered(self, memory: Memory, pending: Model, net: nn.Module, task: Task) -> Memory:
+        if self.anchor == "task_end":
+            return replace(memory, pending=pending)
+        share = _old_share(task)
+        return Memory(blend_fisher(memory.fisher, pending, share, 1 - share), _trainable(net), {})
+
+
+def _trainable(net: nn.Module) -> Model:
+    return {name: value.detach().clone() for name, value in net.named_parameters()}
+
+
+def _old_share(task: Task) -> float:
+    """How much of what is known is old: known over total classes, or domains."""
+    if task.domain is not None:
+        return task.index / (task.index + 1)
+    return 1 - len(task.classes) / task.num_seen

@@ -1,0 +1,90 @@
+"""FedLwF (Li and Hoiem, TPAMI 2018, federated): the model of the finished task teaches while the next one is learned.
+
+start of task t > 1:
+    server: send the global model of task t-1 to every client, once; it is the teacher
+each round:
+    server: broadcast theta
+    client: E epochs of SGD on its images, CE over the new classes + lambda_KD KD(student, teacher) over the old ones,
+            both on the same augmented images; send theta_k and n_k
+    server: theta <- sum_k (n_k / sum n) theta_k
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rescene.data import Shard, Task
+from rescene.functional import weighted_average
+from rescene.functional.distillation import distillation_loss
+from rescene.hyperparameters import hyper
+from rescene.methods.base import Federation, Method, ModelState, Payload, Uploads, weights_of
+from rescene.methods.registry import register
+from rescene.record import Tree
+from rescene.rng import Rng
+from rescene.steps import Batch, fit_shard
+
+
+@register
+class FedLwF(Method):
+    name: ClassVar[str] = "fedlwf"
+    title: ClassVar[str] = "FedLwF"
+    paper: ClassVar[str] = "Li and Hoiem, TPAMI 2018"
+    leaves_site: ClassVar[str] = "model weights and the number of local images"
+    remembers: ClassVar[str] = "the global model of the previous task, as a teacher"
+
+    kd_weight: float = hyper(3.0, "lambda_KD", "App. A", "weight of the distillation loss", ge=0)
+    kd_temperature: float = hyper(2.0, "T_KD", "App. A", "temperature of both softmaxes of the distillation", gt=0)
+    kd_t2: bool = hyper(False, "-", "[ours]", "multiply the distillation loss by the squared temperature")
+    local_ce: Literal["new", "all"] = hyper(
+        "new", "-", "[ours]", "cross-entropy over this task's classes only, or over all seen classes"
+    )
+    weighting: Literal["size", "uniform"] = hyper("size", "n_k", "[ours]", "weight of a client: its images, or equal")
+
+    def begin_task(self, state: ModelState, task: Task, federation: Federation, rng: Rng) -> ModelState:
+        if task.index > 0:  # before the head grows: the teacher knows the old classes only
+            federation.ask(federation.clients, "keep_teacher", {"teacher": state.model})
+        grown: ModelState = super().begin_task(state, task, federation, rng)
+        return grown
+
+    def keep_teacher(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
+        return {}, {"teacher": payload["teacher"]}
+
+    def client_round(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
+        if len(shard) == 0:
+            return {"num_images": 0}, client_state
+        net = shard.net(payload["model"])
+        teacher = _teacher(shard, client_state)
+        first = min(shard.task.classes) if self.local_ce == "new" else 0
+
+        def loss(net: nn.Module, batch: Batch) -> Tensor:
+            logits = net(batch.x)
+            value = F.cross_entropy(logits[:, first:], batch.y - first)
+            return value if teacher is None else value + self.kd_weight * self._distillation(logits, teacher, batch.x)
+
+        final = fit_shard(net, shard, self.train, rng.at("sgd").generator(shard.device), loss)
+        upload = {"model": weights_of(net), "num_images": len(shard), "notes": {"local_loss": final}}
+        return upload, client_state
+
+    def _distillation(self, logits: Tensor, teacher: nn.Module, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            targets = teacher(x)
+        return distillation_loss(logits, targets, self.kd_temperature, self.kd_t2)
+
+    def server_round(
+        self, state: ModelState, uploads: Uploads, round: int, federation: Federation, rng: Rng
+    ) -> ModelState:
+        senders = [upload for upload in uploads.values() if upload["num_images"] > 0]
+        if not senders:
+            return state
+        weights = [upload["num_images"] if self.weighting == "size" else 1 for upload in senders]
+        return replace(state, model=weighted_average([upload["model"] for upload in senders], weights))
+
+
+def _teacher(shard: Shard, client_state: Tree) -> nn.Module | None:
+    """The previous task's model, frozen, with its own BatchNorm statistics; None in the first task or if never received."""
+    return shard.net(client_state["teacher"]).eval().requires_grad_(False) if client_state else None

@@ -1,0 +1,85 @@
+"""Local training: the lower reference. A site learns alone from its own images; nothing is averaged, nothing is shared.
+
+begin of the first task:
+    server: draw the site to report, by the seed, uniformly among all N
+each round:
+    site: E epochs of SGD on its own images, starting from its own model of the round before
+
+One run follows one site, because a run reports one model. The site is drawn uniformly, so the expectation of every reported
+accuracy over that draw is the mean over all sites; ``site`` = 0 .. N-1 in N runs gives that mean exactly. The other sites
+would do the same work unseen and are not simulated. The site trains in every round: nobody chooses participants for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from rescene.data import Shard, Task
+from rescene.errors import ConfigError
+from rescene.hyperparameters import hyper
+from rescene.methods.base import Federation, Method, Model, Payload, Uploads, weights_of
+from rescene.methods.registry import register
+from rescene.record import Tree, record
+from rescene.rng import Rng
+from rescene.steps import fit_shard
+
+
+@record
+class LocalState:
+    model: Model  # the site's own
+    site: int  # -1 before the first task
+    notes: dict[str, float]
+
+
+@register
+class Local(Method):
+    name: ClassVar[str] = "local"
+    title: ClassVar[str] = "Local"
+    paper: ClassVar[str] = "reference line: one site alone"
+    leaves_site: ClassVar[str] = "nothing, were it not for the measurement, which fetches the weights of the one site"
+    remembers: ClassVar[str] = "its own model (held for it by the simulation)"
+
+    site: int | None = hyper(None, "k", "[ours]", "the site to report; null draws one by the seed", ge=0)
+
+    def init(self, net: nn.Module, rng: Rng) -> LocalState:
+        return LocalState(model=weights_of(net), site=-1, notes={})
+
+    def begin_task(self, state: LocalState, task: Task, federation: Federation, rng: Rng) -> LocalState:
+        state = super().begin_task(state, task, federation, rng)
+        return replace(state, site=self._choose(federation, rng)) if state.site < 0 else state
+
+    def broadcast(self, state: LocalState, round: int, federation: Federation, rng: Rng) -> Payload:
+        return {}
+
+    def client_round(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
+        """The participants of the round are asked for nothing."""
+        return {}, client_state
+
+    def server_round(
+        self, state: LocalState, uploads: Uploads, round: int, federation: Federation, rng: Rng
+    ) -> LocalState:
+        answers = federation.ask([state.site], "train_alone", {"model": state.model})
+        trained = [answer for answer in answers.values() if "model" in answer]
+        return replace(state, model=trained[0]["model"], notes=trained[0]["notes"]) if trained else state
+
+    def train_alone(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
+        if len(shard) == 0:
+            return {}, client_state
+        net = shard.net(payload["model"])
+        final = fit_shard(net, shard, self.train, rng.at("sgd").generator(shard.device))
+        return {"model": weights_of(net), "notes": {"local_loss": final}}, client_state
+
+    def _choose(self, federation: Federation, rng: Rng) -> int:
+        num_sites = len(federation.clients)
+        if self.site is None:
+            drawn = torch.randint(num_sites, (1,), generator=rng.at("site").generator())
+            return federation.clients[int(drawn)]
+        if self.site >= num_sites:
+            raise ConfigError(
+                "E104", f"method.site = {self.site} is not possible", why=f"sites are 0 to {num_sites - 1}"
+            )
+        return federation.clients[self.site]

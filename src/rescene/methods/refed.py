@@ -1,0 +1,160 @@
+"""Re-Fed (Li et al., CVPR 2024): clients keep the previous images that matter most to a personalised model.
+
+begin of task t >= 2, all clients: pool = cache + D_{t-1}; room = max(0, M - |D_t|)
+    client: if the pool fits into the room, keep it. Otherwise v <- w, and for p = 1, 2, ...:
+                one epoch of v <- v - eta (grad CE + q(lambda) (v - w))
+                I(x) += (1/p) ||grad_v l(f_v(x), y)||  for every x of the pool
+            and keep the `room` images with the highest I
+each round of task t:
+    server: broadcast theta
+    client: E epochs of SGD on D_t + cache, cross-entropy over all seen classes; send theta_k, n_k
+    server: theta <- sum_k (n_k / sum n) theta_k
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from rescene.data import Shard, Task
+from rescene.functional import weighted_average
+from rescene.functional.importance import (
+    gradient_norms,
+    last_layer_gradient_norms,
+    most_important,
+    proximal_coefficient,
+    proximal_penalty,
+)
+from rescene.hyperparameters import hyper
+from rescene.methods.base import Federation, Method, Model, ModelState, Payload, Uploads, weights_of
+from rescene.methods.registry import register
+from rescene.record import Tree, record
+from rescene.rng import Rng
+from rescene.steps import Batch, Training, cross_entropy, embed, fit_shard, with_replay
+
+
+@record
+class Memory:
+    """Previous images of a client: the cache during a task, cache and finished task between two tasks."""
+
+    pixels: Tensor  # uint8 [m, 3, H, W]
+    labels: Tensor  # int64 [m]
+
+
+@register
+class ReFed(Method):
+    name: ClassVar[str] = "refed"
+    title: ClassVar[str] = "Re-Fed"
+    paper: ClassVar[str] = "Li et al., CVPR 2024"
+    leaves_site: ClassVar[str] = "model weights and the number of images trained on"
+    remembers: ClassVar[str] = "real images of earlier tasks: as many as its storage leaves beside the current ones"
+
+    storage: int = hyper(1000, "M", "App. A", "images a client can hold, current and previous together", ge=0)
+    pim_epochs: int = hyper(40, "p", "App. A", "epochs of the personalised informative model", ge=1)
+    pim_lr: float = hyper(0.01, "eta", "App. A", "learning rate of the personalised informative model", gt=0)
+    pim_batch_size: int = hyper(64, "-", "App. A", "images per step of the personalised informative model", ge=1)
+    locality: float = hyper(
+        0.5, "lambda", "App. A", "1: the model follows the pool only; towards 0: stays global", gt=0, le=1
+    )
+    importance: Literal["gradient", "last-layer"] = hyper(
+        "gradient", "-", "[ours]", "norm of the whole gradient, or (cheaper, another ranking) of the head's part of it"
+    )
+    weighting: Literal["size", "uniform"] = hyper("size", "n_k", "[ours]", "weight of a client: its images, or equal")
+
+    def begin_task(self, state: ModelState, task: Task, federation: Federation, rng: Rng) -> ModelState:
+        if task.index > 0:
+            # before the head grows: w is the model of the finished task, and the pool has none of the new classes
+            federation.ask(federation.clients, "refresh_cache", {"model": state.model})
+        grown: ModelState = super().begin_task(state, task, federation, rng)
+        return grown
+
+    def refresh_cache(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
+        """Make room for the images of the new task. Nothing is sent back."""
+        memory = _memory(client_state, shard)
+        room = max(0, self.storage - len(shard))
+        if len(memory.labels) <= room:
+            return {}, memory
+        kept = torch.arange(0, device=shard.device)
+        if room > 0:
+            pool = with_replay(replace(shard, index=shard.index[:0]), memory.pixels, memory.labels)
+            kept = most_important(self._importance(payload["model"], pool, rng), room)
+        return {}, Memory(memory.pixels[kept], memory.labels[kept])
+
+    def _importance(self, model: Model, pool: Shard, rng: Rng) -> Tensor:
+        """I(x) of every image of the pool, summed while the personalised informative model v moves away from w."""
+        net = pool.net(model)
+        anchors = [parameter.detach().clone() for parameter in net.parameters()]  # w
+        q = proximal_coefficient(self.locality)
+
+        def loss(net: nn.Module, batch: Batch) -> Tensor:
+            return cross_entropy(net, batch) + proximal_penalty(net.parameters(), anchors, q)
+
+        x, y = pool.pictures(pool.index), pool.labels
+        importance = torch.zeros(len(pool), device=pool.device)
+        settings, generator = self._pim_epoch(), rng.at("pim").generator(pool.device)
+        for p in range(1, self.pim_epochs + 1):
+            fit_shard(net, pool, settings, generator, loss)
+            importance += self._norms(net, x, y) / p
+        return importance
+
+    def _pim_epoch(self) -> Training:
+        """One epoch of the update rule, which is plain gradient descent; pictures are augmented as in local training."""
+        return Training(
+            local_epochs=1,
+            batch_size=self.pim_batch_size,
+            lr=self.pim_lr,
+            momentum=0.0,
+            weight_decay=0.0,
+            augment=self.train.augment,
+        )
+
+    def _norms(self, net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        """||grad_v l|| of every image, pictures as they are. ``net`` is in eval mode, where images do not mix."""
+        if self.importance == "last-layer":
+            features = embed(net, x)
+            return last_layer_gradient_norms(features, net.head(features).detach(), y)  # type: ignore[operator]
+        return gradient_norms(
+            lambda v, x: functional_call(net, v, (x,)), {name: p.detach() for name, p in net.named_parameters()}, x, y
+        )
+
+    def client_round(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
+        memory = _memory(client_state, shard)
+        mixed = with_replay(shard, memory.pixels, memory.labels)
+        if len(mixed) == 0:
+            return {"num_images": 0}, client_state
+        net = shard.net(payload["model"])
+        final = fit_shard(net, mixed, self.train, rng.at("sgd").generator(shard.device))
+        notes = {"local_loss": final, "replay_size": len(memory.labels)}
+        return {"model": weights_of(net), "num_images": len(mixed), "notes": notes}, client_state
+
+    def server_round(
+        self, state: ModelState, uploads: Uploads, round: int, federation: Federation, rng: Rng
+    ) -> ModelState:
+        senders = [upload for upload in uploads.values() if upload["num_images"] > 0]
+        if not senders:
+            return state
+        weights = [upload["num_images"] if self.weighting == "size" else 1 for upload in senders]
+        return replace(state, model=weighted_average([upload["model"] for upload in senders], weights))
+
+    def end_task(self, state: ModelState, task: Task, federation: Federation, rng: Rng) -> ModelState:
+        """The model does not change; every client puts the finished task's images beside its cache."""
+        federation.ask(federation.clients, "set_aside", {})
+        return state
+
+    def set_aside(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
+        """What the next refresh chooses from: cache + D_t. Nothing is sent."""
+        memory = _memory(client_state, shard)
+        pixels = torch.cat([memory.pixels, shard.images.pixels[shard.index]])
+        return {}, Memory(pixels, torch.cat([memory.labels, shard.labels]))
+
+
+def _memory(client_state: Tree, shard: Shard) -> Memory:
+    """The client's memory; an empty one if it has none yet (first task, or a client that joined late)."""
+    if client_state is not None:
+        assert isinstance(client_state, Memory)
+        return client_state
+    return Memory(shard.images.pixels[:0], shard.images.labels[:0])

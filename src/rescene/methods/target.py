@@ -1,0 +1,128 @@
+"""TARGET (Zhang et al., ICCV 2023): old tasks live on in images that the server paints from the global model alone.
+
+start of task t > 0, before the head grows:
+    server: teacher <- theta; synthesise images of all classes the teacher knows; send teacher and images, once, to everybody
+    client: keep them, or a random part of the images, in place of those of the task before
+each round of task t:
+    server: broadcast theta
+    client: E epochs of SGD, each step on a real and a synthetic batch: CE(new classes, real) + 25 KD(student, teacher, synthetic)
+    server: theta <- sum_k (n_k / sum n) theta_k
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rescene.data import Shard, Task
+from rescene.functional import weighted_average
+from rescene.functional.distillation import distillation_loss
+from rescene.hyperparameters import hyper
+from rescene.methods.base import Federation, Method, ModelState, Payload, Uploads, weights_of
+from rescene.methods.registry import register
+from rescene.record import Tree
+from rescene.rng import Rng
+from rescene.steps import Batch, fit_shard
+from rescene.steps.synthesis import Synthesis, shuffled_batches, synthesise
+
+
+@register
+class TARGET(Synthesis, Method):
+    name: ClassVar[str] = "target"
+    title: ClassVar[str] = "TARGET"
+    paper: ClassVar[str] = "Zhang et al., ICCV 2023"
+    leaves_site: ClassVar[str] = "model weights and the number of local images"
+    remembers: ClassVar[str] = "the model of the task before, and synthetic images of all old classes"
+
+    kd_weight: float = hyper(25.0, "-", "App. A", "weight of distillation on synthetic images; 0: none", ge=0)
+    kd_temperature: float = hyper(2.0, "T_KD", "App. A", "temperature of the clients' distillation", gt=0)
+    kd_t2: bool = hyper(False, "-", "[public code]", "multiply the clients' distillation by the squared temperature")
+    synthetic_batch: int = hyper(128, "-", "[ours]", "synthetic images beside each real batch", ge=2)
+    images_per_client: int | None = hyper(
+        None, "-", "App. D.3", "matched memory (500): a client keeps this many images, drawn by itself", ge=2
+    )
+    local_ce: Literal["new", "all"] = hyper(
+        "new", "-", "[public code]", "cross-entropy over this task's classes, or over all seen classes"
+    )
+    weighting: Literal["size", "uniform"] = hyper("size", "n_k", "[ours]", "weight of a client: its images, or equal")
+
+    def begin_task(self, state: ModelState, task: Task, federation: Federation, rng: Rng) -> ModelState:
+        """Paint the past while the model still is the one of the task before; then grow the head.
+
+        This is the end of the previous task, told from the other side: nothing is painted after the last task.
+        """
+        if task.index > 0:
+            state = self._send_past(state, federation, rng.at("synthesis"))
+        return super().begin_task(state, task, federation, rng)  # type: ignore[no-any-return]
+
+    def _send_past(self, state: ModelState, federation: Federation, rng: Rng) -> ModelState:
+        sizes = federation.ask(federation.clients, "picture_size", {})  # the server has no picture to look at
+        made = synthesise(
+            federation.net(state.model),
+            federation.net(state.model),
+            num_classes=len(state.model["head.weight"]),
+            image_size=max(answer["image_size"] for answer in sizes.values()),
+            transform=federation.transform,
+            settings=self,
+            rng=rng,
+        )
+        federation.ask(federation.clients, "receive_past", {"teacher": state.model, "pixels": made.pixels})
+        return replace(state, notes=made.notes)
+
+    def picture_size(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
+        return {"image_size": shard.images.pixels.shape[-1]}, client_state
+
+    def receive_past(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
+        """The new teacher and images replace the old ones: they speak for all classes seen so far."""
+        pixels: Tensor = payload["pixels"]
+        if self.images_per_client is not None:
+            chosen = torch.randperm(len(pixels), generator=rng.at("subset").generator())[: self.images_per_client]
+            pixels = pixels[chosen.to(pixels.device)]
+        return {}, {"teacher": payload["teacher"], "pixels": pixels}
+
+    def client_round(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
+        if len(shard) == 0:
+            return {"num_images": 0}, client_state
+        net = shard.net(payload["model"])
+        # Domain-incremental tasks bring all labels, so that "new" is everything there.
+        first = min(shard.task.classes) if self.local_ce == "new" else 0
+        remind = self._reminder(shard, client_state, rng)
+
+        def loss(net: nn.Module, batch: Batch) -> Tensor:
+            learned = F.cross_entropy(net(batch.x)[:, first:], batch.y - first)
+            return learned if remind is None else learned + self.kd_weight * remind(net)
+
+        final = fit_shard(net, shard, self.train, rng.at("sgd").generator(), loss)
+        upload = {"model": weights_of(net), "num_images": len(shard), "notes": {"local_loss": final}}
+        return upload, client_state
+
+    def _reminder(self, shard: Shard, client_state: Tree, rng: Rng) -> Callable[[nn.Module], Tensor] | None:
+        """KD on the next synthetic batch; None for a client that has received nothing (first task, joined late)."""
+        if client_state is None or self.kd_weight == 0:
+            return None
+        teacher = shard.net(client_state["teacher"]).eval()
+        source = rng.at("synthetic").generator()
+        batches = shuffled_batches(client_state["pixels"], self.synthetic_batch, source)
+
+        def remind(net: nn.Module) -> Tensor:
+            x = shard.transform.normalise(next(batches))
+            x = shard.transform.augment(x, source) if self.train.augment else x
+            with torch.no_grad():
+                targets = teacher(x)
+            return distillation_loss(net(x), targets, self.kd_temperature, self.kd_t2)
+
+        return remind
+
+    def server_round(
+        self, state: ModelState, uploads: Uploads, round: int, federation: Federation, rng: Rng
+    ) -> ModelState:
+        senders = [upload for upload in uploads.values() if upload["num_images"] > 0]
+        if not senders:
+            return state
+        weights = [upload["num_images"] if self.weighting == "size" else 1 for upload in senders]
+        return replace(state, model=weighted_average([upload["model"] for upload in senders], weights))

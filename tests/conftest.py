@@ -1,0 +1,50 @@
+"""Shared by all tests: one thread, so that bits repeat and two workers fit on two cores."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
+
+from rescene.data import Images, Shard, Task, Transform
+from rescene.nets import Arch
+from rescene.rng import Rng
+
+torch.set_num_threads(1)
+
+TINY = {"federation.num_clients": 3, "federation.per_round": 2, "tasks.limit": 2}
+
+
+@pytest.fixture
+def tiny_world():
+    """Three clients with random images of two classes, a small network, and its weights."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.tensor([0] * 30 + [1] * 30)
+    base = torch.where(labels.bool(), 160, 60).reshape(-1, 1, 1, 1)
+    noise = torch.randint(-40, 40, (60, 3, 16, 16), generator=generator)
+    images = Images((base + noise).clamp(0, 255).to(torch.uint8), labels)
+    transform = Transform((0.5, 0.5, 0.5), (0.25, 0.25, 0.25), 2)
+    task = Task(0, (0, 1), 2, None, torch.arange(60), torch.arange(60))
+    arch = Arch("convnet", 16, "batch", 4)
+    net = arch.build(2, torch.Generator().manual_seed(1))
+    parts = [torch.arange(0, 12), torch.cat([torch.arange(12, 25), torch.arange(30, 33)]), torch.arange(33, 60)]
+    shards = [Shard(images, part, task, transform, arch.restore) for part in parts]
+    return {"shards": shards, "arch": arch, "net": net, "task": task, "transform": transform, "rng": Rng(0)}
+
+
+@pytest.fixture
+def image_folder(tmp_path):
+    """A folder of small coloured pictures, train/<class>/*.png and test/<class>/*.png, five classes."""
+    import numpy as np
+    from PIL import Image
+
+    root, random = tmp_path / "pictures", np.random.default_rng(0)
+    for c, name in enumerate(["ant", "bee", "cat", "dog", "eel"]):
+        for split, count in (("train", 20), ("test", 6)):
+            folder = root / split / name
+            folder.mkdir(parents=True)
+            for i in range(count):
+                picture = random.integers(0, 60, (32, 32, 3)) + np.array([40 * c, 190 - 40 * c, 90])
+                Image.fromarray(picture.clip(0, 255).astype("uint8")).save(folder / f"{i}.png")
+    return root

@@ -1,0 +1,230 @@
+"""Readers of a user's own images: folders, decoding and resizing."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from picture_files import picture, write_classes, write_picture
+from PIL import Image
+
+from rescene.data import load
+from rescene.data.resize import fit_pixels
+from rescene.data.sources.decode import decode, guess_size
+from rescene.errors import ConfigError, DataError, ResceneWarning
+
+
+def code_of(caught: pytest.ExceptionInfo[DataError]) -> tuple[str, int]:
+    return caught.value.code, caught.value.exit_code
+
+
+# folders
+
+
+def test_train_and_test_folders_are_read_in_name_order(tmp_path: Path) -> None:
+    write_classes(tmp_path / "train", {"b": 2, "a": 3})
+    write_classes(tmp_path / "test", {"a": 1, "b": 1}, start=10)
+    dataset = load(path=tmp_path)
+    assert dataset.classes == ("a", "b") and dataset.split == "given" and dataset.notes == () and not dataset.domains
+    assert dataset.train.labels.tolist() == [0, 0, 0, 1, 1] and dataset.test.labels.tolist() == [0, 1]
+    # write_classes numbered b first: b/0.png is 0, a/0.png is 2
+    expected = np.stack([picture(i).transpose(2, 0, 1) for i in (2, 3, 4, 0, 1)])
+    assert np.array_equal(dataset.train.pixels.numpy(), expected)
+    assert np.array_equal(dataset.test.pixels[0].numpy(), picture(10).transpose(2, 0, 1))
+
+
+def test_class_folders_get_a_seeded_hold_out(tmp_path: Path) -> None:
+    write_classes(tmp_path, {"a": 10, "b": 3, "c": 1})
+    dataset = load(path=tmp_path)
+    assert torch.bincount(dataset.train.labels).tolist() == [8, 2, 1]  # nearest of 2.0, 0.6 and 0.2 held out
+    assert torch.bincount(dataset.test.labels).tolist() == [2, 1]
+    assert dataset.split == "fraction=0.2 seed=0"
+    assert load(path=tmp_path).fingerprint() == dataset.fingerprint()
+    assert load(path=tmp_path, seed=1).fingerprint() != dataset.fingerprint()
+    half = load(path=tmp_path, test_fraction=0.9)
+    assert torch.bincount(half.train.labels).tolist() == [1, 1, 1]  # one picture always stays for training
+    pictures = torch.cat([dataset.train.pixels, dataset.test.pixels]).flatten(1)
+    assert len(torch.unique(pictures, dim=0)) == 14  # nothing lost, nothing twice
+
+
+def test_hold_out_of_a_class_does_not_depend_on_the_others(tmp_path: Path) -> None:
+    write_classes(tmp_path / "two", {"a": 10, "b": 10})
+    write_classes(tmp_path / "three", {"a": 10, "b": 10, "c": 10})
+    two, three = (load(path=tmp_path / name) for name in ("two", "three"))
+    assert torch.equal(two.test.pixels, three.test.pixels[three.test.labels < 2])
+
+
+def test_domain_folders(tmp_path: Path) -> None:
+    write_classes(tmp_path / "paris", {"cat": 5, "dog": 5})
+    write_classes(tmp_path / "berlin", {"cat": 10}, start=20)
+    dataset = load(path=tmp_path)
+    assert dataset.domains == ("berlin", "paris") and dataset.classes == ("cat", "dog")
+    pairs = [(d, c) for d, c in zip(dataset.test.domains.tolist(), dataset.test.labels.tolist(), strict=True)]
+    assert sorted(pairs) == [(0, 0), (0, 0), (1, 0), (1, 1)]  # 20 % of each domain and class
+
+
+def test_hidden_files_other_files_and_case_of_extensions(tmp_path: Path) -> None:
+    write_classes(tmp_path, {"a": 5, "b": 5})
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "a" / ".DS_Store.png").write_bytes(b"no image")
+    (tmp_path / "a" / "notes.txt").write_text("no image")
+    write_picture(tmp_path / "a" / "z.BMP", 99)
+    dataset = load(path=tmp_path)
+    assert dataset.classes == ("a", "b") and len(dataset.train) + len(dataset.test) == 11
+
+
+def test_numbers_as_class_names_are_ordered_by_value(tmp_path: Path) -> None:
+    write_classes(tmp_path, {"10": 5, "9": 5})
+    assert load(path=tmp_path).classes == ("9", "10")
+
+
+def test_a_class_called_train_is_a_class(tmp_path: Path) -> None:
+    write_classes(tmp_path, {"car": 5, "train": 5})
+    assert load(path=tmp_path).classes == ("car", "train")
+
+
+def test_unlabelled_test_folder_gives_way_to_val(tmp_path: Path) -> None:
+    write_classes(tmp_path / "train", {"a": 2, "b": 2})
+    write_classes(tmp_path / "val", {"a": 1, "b": 1}, start=10)
+    write_picture(tmp_path / "test" / "0.png", 50)
+    assert len(load(path=tmp_path).test) == 2
+
+
+def test_train_folder_alone_is_split(tmp_path: Path) -> None:
+    write_classes(tmp_path / "train", {"a": 5, "b": 5})
+    dataset = load(path=tmp_path)
+    assert (len(dataset.train), len(dataset.test), dataset.split) == (8, 2, "fraction=0.2 seed=0")
+
+
+def test_class_without_training_image_is_named(tmp_path: Path) -> None:
+    write_classes(tmp_path / "train", {"a": 2})
+    write_classes(tmp_path / "test", {"a": 1, "moth": 1})
+    with pytest.raises(DataError, match="moth") as caught:
+        load(path=tmp_path)
+    assert code_of(caught) == ("E204", 3)
+    (tmp_path / "train" / "empty").mkdir()
+    with pytest.raises(DataError, match="empty") as caught:
+        load(path=tmp_path)
+    assert code_of(caught) == ("E204", 3)
+
+
+def test_layouts_that_make_no_sense(tmp_path: Path) -> None:
+    write_picture(tmp_path / "loose" / "0.png", 0)
+    write_classes(tmp_path / "odd" / "x", {"a": 1})
+    write_classes(tmp_path / "odd" / "y", {"b": 1})
+    for name in ("loose", "odd"):
+        with pytest.raises(DataError) as caught:
+            load(path=tmp_path / name)
+        assert code_of(caught) == ("E205", 3) and "<class>" in str(caught.value)
+    with pytest.raises(DataError) as caught:
+        load(path=tmp_path / "nowhere")
+    assert code_of(caught) == ("E201", 3) and "nowhere" in str(caught.value)
+
+
+def test_no_test_image_at_all(tmp_path: Path) -> None:
+    write_classes(tmp_path, {"a": 2, "b": 2})
+    with pytest.raises(DataError, match="no test image") as caught:
+        load(path=tmp_path)
+    assert caught.value.code == "E202" and "test_fraction" in str(caught.value.fix)
+
+
+# decoding
+
+
+def test_unreadable_images_are_named_counted_and_skipped_on_request(tmp_path: Path) -> None:
+    write_classes(tmp_path, {"a": 10, "b": 10})
+    (tmp_path / "b" / "3.png").write_bytes((tmp_path / "b" / "3.png").read_bytes()[:200])
+    (tmp_path / "b" / "4.png").write_bytes(b"")
+    with pytest.raises(DataError) as caught:
+        load(path=tmp_path)
+    assert code_of(caught) == ("E203", 3)
+    assert "b/3.png" in caught.value.what and "1 more" in caught.value.what and "4.png" in str(caught.value.where)
+    with pytest.warns(ResceneWarning, match="left out 2 of 20") as warned:
+        dataset = load(path=tmp_path, skip_unreadable=True)
+    assert [w.message.code for w in warned] == ["W203"]  # type: ignore[union-attr]
+    assert len(dataset.train) + len(dataset.test) == 18
+
+
+def test_skipping_a_whole_class_is_still_an_error(tmp_path: Path) -> None:
+    write_classes(tmp_path, {"a": 10, "b": 1})
+    (tmp_path / "b" / "0.png").write_bytes(b"x")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResceneWarning)
+        with pytest.raises(DataError, match="class b") as caught:
+            load(path=tmp_path, skip_unreadable=True)
+    assert caught.value.code == "E204"
+
+
+def test_picture_modes_become_rgb(tmp_path: Path) -> None:
+    grey = np.arange(32 * 32, dtype=np.uint16).reshape(32, 32)
+    made = {
+        "l.png": Image.fromarray((grey // 4).astype(np.uint8)),
+        "i16.png": Image.fromarray((grey * 64).astype(np.uint16)),
+        "rgba.png": Image.fromarray(np.dstack([picture(0), np.full((32, 32), 128, np.uint8)])),
+    }
+    for name, image in made.items():
+        image.save(tmp_path / name)
+    decoded = decode([tmp_path / name for name in made], list(made), 32)
+    eight_bit = (grey // 4).astype(np.uint8)
+    assert np.array_equal(decoded.pixels[0].numpy(), np.stack([eight_bit] * 3))
+    assert np.array_equal(decoded.pixels[1].numpy(), np.stack([eight_bit] * 3))  # upper byte of 64 g is g // 4
+    assert np.array_equal(decoded.pixels[2].numpy(), picture(0).transpose(2, 0, 1))
+
+
+def test_float_pictures_are_refused_with_a_reason(tmp_path: Path) -> None:
+    Image.fromarray(np.zeros((32, 32), np.float32)).save(tmp_path / "f.tif")
+    with pytest.raises(DataError, match="f.tif") as caught:
+        decode([tmp_path / "f.tif"], ["f.tif"], 32)
+    assert "8 bits" in str(caught.value.why)
+
+
+def test_pictures_are_turned_upright(tmp_path: Path) -> None:
+    image = Image.new("RGB", (32, 32))
+    image.paste((255, 255, 255), (0, 0, 32, 8))  # white above
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be shown turned clockwise: what is stored above belongs to the right
+    image.save(tmp_path / "x.png", exif=exif)
+    pixels = decode([tmp_path / "x.png"], ["x"], 32).pixels[0, 0]
+    assert (pixels[:, 24:] == 255).all() and (pixels[:, :24] == 0).all()
+
+
+def test_resizing_keeps_the_centre_and_says_so(tmp_path: Path) -> None:
+    wide = np.zeros((64, 128, 3), np.uint8)
+    wide[:, 32:96] = 200  # exactly the centre square
+    for split in ("train", "test"):
+        (tmp_path / split / "a").mkdir(parents=True)
+        Image.fromarray(wide).save(tmp_path / split / "a" / "0.png")
+    dataset = load(path=tmp_path, image_size=32)
+    assert dataset.notes == ("resized from 128x64 to 32x32 (shorter side, centre crop)",)
+    assert (dataset.train.pixels[..., 1:-1] == 200).all()  # the border column blends with black
+    write_picture(tmp_path / "train" / "a" / "1.png", 0, size=(40, 50))
+    assert load(path=tmp_path, image_size=32).notes == (
+        "resized from mixed sizes to 32x32 (shorter side, centre crop)",
+    )
+
+
+def test_shrinking_averages_instead_of_dropping_pixels(tmp_path: Path) -> None:
+    stripes = np.zeros((128, 128, 3), np.uint8)
+    stripes[:, 0::4] = stripes[:, 3::4] = 255
+    # shrunk by 4, a new pixel sees 8 old ones with weights .5 1.5 2.5 3.5 3.5 2.5 1.5 .5 (of 16); the white ones among
+    # them weigh 1.5 + 2.5 + 2.5 + 1.5 = 8, hence grey. Interpolation without that filter would see black pixels only.
+    Image.fromarray(stripes).save(tmp_path / "s.png")
+    from_file = decode([tmp_path / "s.png"], ["s"], 32).pixels
+    from_tensor = fit_pixels(torch.from_numpy(stripes.transpose(2, 0, 1).copy())[None], 32)
+    for pixels in (from_file, from_tensor):
+        assert (pixels[..., 2:-2].float() - 127.5).abs().max() <= 1
+
+
+@pytest.mark.parametrize(("sides", "expected"), [((20, 47, 200), 32), ((20, 48, 200), 64), ((300, 300), 64)])
+def test_default_size_follows_the_median_shorter_side(tmp_path: Path, sides: tuple[int, ...], expected: int) -> None:
+    paths = [write_picture(tmp_path / f"{i}.png", i, size=(side + 30, side)) for i, side in enumerate(sides)]
+    assert guess_size(paths) == expected
+
+
+@pytest.mark.parametrize("options", [{"image_size": 4}, {"test_fraction": 1.0}, {"test_fraction": -0.1}])
+def test_options_out_of_range(tmp_path: Path, options: dict) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        load(path=tmp_path, **options)

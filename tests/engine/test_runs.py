@@ -1,0 +1,290 @@
+"""Whole runs: the paper's invariants, resumption, failing sites, and what ends up in the folder."""
+
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import rescene
+from rescene.errors import ConfigError, RunError
+from rescene.methods import Method, ModelState
+from rescene.methods.registry import register
+
+SMALL = {"federation.num_clients": 4, "federation.per_round": 2, "federation.num_rounds": 3, "tasks.limit": 2, "method.ipc": 3,
+         "method.num_steps": 2, "method.real_batch": 16, "train.server_epochs": 2}  # fmt: skip
+
+
+def run(folder, **more):
+    return rescene.run("smoke", out=folder, **{**SMALL, **{key.replace("__", "."): value for key, value in more.items()}})
+
+
+def model(result):
+    return load_file(result.folder / "model" / "final.safetensors")
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_a_run_leaves_a_complete_folder(tmp_path):
+    result = run(tmp_path / "r")
+    files = {str(p.relative_to(result.folder)) for p in result.folder.rglob("*") if p.is_file()}
+    wanted = {"config.yaml", "origin.json", "command.txt", "env.json", "status.json", "metrics.jsonl", "results.json",
+              "timing.json", "partition.json", "partition.safetensors", "surrogates.safetensors", "surrogates.json",
+              "csv/accuracy_matrix.csv", "csv/rounds.csv", "csv/cost.csv", "csv/confusion.csv", "csv/participation.csv",
+              "model/final.safetensors", "model/model.json"}  # fmt: skip
+    assert wanted <= files
+    values = json.loads((result.folder / "results.json").read_text())
+    for key in ("aa", "aia", "accuracy_matrix", "forgetting", "cost", "leakage", "seed", "config", "within_task"):
+        assert key in values
+    assert result.aa == pytest.approx(sum(result.matrix[-1]) / 2, abs=1e-6)  # equal test sizes
+    assert math.isnan(result.matrix[0][1]) and len(result.matrix) == 2
+    assert "time" not in json.dumps(values).lower().replace("timestamp", "")
+    assert rescene.load(result.folder).aa == result.aa
+
+
+def test_bytes_are_those_of_the_real_payloads(tmp_path):
+    result = run(tmp_path / "r")
+    rows = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
+    measured = result.values["cost"]["measured"]
+    assert measured["uplink_bytes"] == sum(r["uplink_bytes"] for r in rows if r["kind"] == "round")
+    images = result.values["leakage"]["num_images"]
+    # float32 pictures and one int64 label each; the two numbers for the log are small change
+    assert 0 <= measured["uplink_bytes"] - images * (3 * 32 * 32 * 4 + 8) < 60 * len(rows) * 2
+    assert result.values["cost"]["nominal"]["uplink_bytes_per_message"] == 2 * 3 * 3 * 32 * 32 * 4
+
+
+def test_nominal_bytes_are_those_of_the_paper():
+    from rescene.engine.nominal import surrogate_upload_bytes
+    from rescene.nets import Arch, state_bytes
+
+    megabytes = [surrogate_upload_bytes(*setting) / 1e6 for setting in [(2, 10, 32), (10, 10, 32), (20, 10, 64)]]
+    assert [f"{value:.2f}" for value in megabytes] == ["0.25", "1.23", "9.83"]
+    nets = [("resnet18", 32, 10), ("resnet18", 32, 100), ("resnet18", 64, 200), ("resnet50", 32, 100), ("vit-small", 32, 100)]
+    sizes = [state_bytes(Arch(name, size).skeleton(classes).state_dict()) / 1e6 for name, size, classes in nets]
+    assert [f"{value:.2f}" for value in sizes] == ["44.73", "44.92", "45.12", "95.03", "85.51"]
+
+
+def test_a_budget_of_at_least_the_pool_is_full_accumulation(tmp_path):
+    herded = run(tmp_path / "a", method__budget=10_000)
+    everything = run(tmp_path / "b", method__buffer="keep-all")
+    assert same(model(herded), model(everything)) and herded.matrix[-1] == everything.matrix[-1]
+
+
+def test_a_window_of_all_rounds_is_full_pool_herding(tmp_path):
+    whole = run(tmp_path / "a", method__budget=5, method__recent_fraction=1.0)
+    pool = run(tmp_path / "b", method__budget=5, method__buffer="full-pool")
+    recent = run(tmp_path / "c", method__budget=5, method__recent_fraction=0.3)
+    assert same(model(whole), model(pool)) and not same(model(whole), model(recent))
+
+
+def test_rescene_without_memory_is_feddm(tmp_path):
+    forgetful = run(
+        tmp_path / "a", method__accumulate=False, method__buffer="none", method__alpha=1.0, method__tau=0.0
+    )
+    feddm = run(tmp_path / "b", method="feddm")
+    assert same(model(forgetful), model(feddm))
+
+
+@pytest.mark.parametrize("buffer", ["earliest", "latest", "random", "temporal"])
+def test_buffers_hold_at_most_their_budget_per_class(tmp_path, buffer):
+    result = run(tmp_path / "r", method__budget=4, method__buffer=buffer)
+    from rescene.engine.checkpoint import Checkpoints
+
+    state = Checkpoints(result.folder / "checkpoints").load().tree["state"]
+    assert len(state.buffers) == 2 and state.pool == ()
+    for task, part in enumerate(state.buffers):
+        counts = torch.bincount(part.labels)
+        assert counts.max() == 4 and set(part.labels.tolist()) <= {2 * task, 2 * task + 1}
+    rounds = state.buffers[0].rounds
+    if buffer == "earliest":
+        assert rounds.min() == 1 and rounds.max() <= 2
+    if buffer == "latest":
+        assert rounds.max() == 3
+
+
+def test_one_by_one_agrees_with_batched(tmp_path):
+    batched, single = run(tmp_path / "a"), run(tmp_path / "b", federation__engine="one-by-one")
+    for key, value in model(batched).items():
+        assert torch.allclose(value.float(), model(single)[key].float(), atol=2e-3), key
+    assert batched.values["cost"]["measured"]["uplink_bytes"] == pytest.approx(
+        single.values["cost"]["measured"]["uplink_bytes"], rel=1e-3
+    )
+
+
+def test_all_methods_meet_the_same_sites_and_split(tmp_path):
+    a, b = run(tmp_path / "a"), rescene.run("smoke", out=tmp_path / "b", **{**{k: v for k, v in SMALL.items() if not k.startswith("method.")}, "method": "fedavg"})
+    assert (a.folder / "partition.json").read_text() == (b.folder / "partition.json").read_text()
+    assert (a.folder / "csv/participation.csv").read_text() == (b.folder / "csv/participation.csv").read_text()
+
+
+def test_fedavg_uploads_its_model_and_no_images(tmp_path):
+    result = rescene.run("smoke", out=tmp_path / "r", method="fedavg")
+    assert result.values["leakage"] is None and not result.values["privacy"]["private"]
+    nominal = result.values["cost"]["nominal"]["uplink_bytes_per_message"]
+    assert result.values["cost"]["measured"]["uplink_bytes_per_message"] == pytest.approx(nominal, rel=0.02)
+
+
+def test_the_same_seed_gives_the_same_bytes_and_another_does_not(tmp_path):
+    a, b, c = run(tmp_path / "a"), run(tmp_path / "b"), run(tmp_path / "c", seed=1)
+    assert (a.folder / "results.json").read_bytes() == (b.folder / "results.json").read_bytes()
+    assert same(model(a), model(b)) and not same(model(a), model(c))
+
+
+# --- resumption ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_finished_folder_is_returned_and_a_changed_recipe_refused(tmp_path):
+    first = run(tmp_path / "r")
+    before = (first.folder / "results.json").stat().st_mtime_ns
+    assert run(tmp_path / "r").aa == first.aa
+    assert (first.folder / "results.json").stat().st_mtime_ns == before
+    with pytest.raises(RunError, match="E405") as caught:
+        run(tmp_path / "r", seed=5, method__ipc=2)
+    assert "seed: 0 -> 5" in caught.value.why and "method.ipc: 3 -> 2" in caught.value.why
+
+
+def test_a_foreign_folder_is_left_alone(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(RunError, match="E406"):
+        run(tmp_path)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_interrupted_anywhere_the_end_is_the_same(tmp_path, monkeypatch):
+    """Stop after every single step once; each continuation must end with the same bytes."""
+    whole = run(tmp_path / "whole")
+    from rescene.engine.loop import Run
+
+    commit = Run._commit
+    for stop in range(1, 11):
+
+        def commit_then_stop(self, number, stop=stop):
+            commit(self, number)
+            if number == stop:
+                raise KeyboardInterrupt
+
+        folder = tmp_path / f"stop{stop}"
+        monkeypatch.setattr(Run, "_commit", commit_then_stop)
+        with pytest.raises(KeyboardInterrupt):
+            run(folder)
+        assert json.loads((folder / "status.json").read_text())["state"] == "interrupted"
+        monkeypatch.setattr(Run, "_commit", commit)
+        resumed = run(folder)
+        assert (folder / "results.json").read_bytes() == (whole.folder / "results.json").read_bytes()
+        assert same(model(resumed), model(whole))
+        assert (folder / "metrics.jsonl").read_text() == (whole.folder / "metrics.jsonl").read_text()
+
+
+def test_killed_at_ten_random_moments_the_end_is_the_same(tmp_path):
+    """kill -9, wherever it hits: results.json and the model are bit-identical to the undisturbed run."""
+    whole = run(tmp_path / "whole")
+    folder, moments = tmp_path / "killed", random.Random(0)
+    overrides = [f"{key}={value}" for key, value in SMALL.items()]
+    command = [sys.executable, "-m", "rescene", "run", "smoke", *overrides, "--out", str(folder), "-q"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    kills = 0
+    while kills < 10:
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        steps_before = _steps_done(folder)
+        while process.poll() is None and _steps_done(folder) == steps_before:
+            time.sleep(0.005)  # let it get past loading, so that the kill hits work
+        time.sleep(moments.random() * 0.12)
+        if process.poll() is not None:
+            break
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        kills += 1
+    assert kills >= 5
+    subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    assert (folder / "results.json").read_bytes() == (whole.folder / "results.json").read_bytes()
+    assert same(load_file(folder / "model" / "final.safetensors"), model(whole))
+
+
+def _steps_done(folder: Path) -> int:
+    return max((int(path.stem.split("-")[1]) for path in (folder / "checkpoints").glob("step-*.json")), default=0)
+
+
+def test_a_damaged_checkpoint_is_replaced_by_the_one_before(tmp_path, monkeypatch):
+    whole = run(tmp_path / "whole")
+    from rescene.engine.loop import Run
+
+    commit = Run._commit
+
+    def commit_then_stop(self, number):
+        commit(self, number)
+        if number == 5:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Run, "_commit", commit_then_stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "r")
+    monkeypatch.undo()
+    (tmp_path / "r/checkpoints/step-000005.json").write_text("half a fi")
+    run(tmp_path / "r")
+    assert (tmp_path / "r/results.json").read_bytes() == (whole.folder / "results.json").read_bytes()
+    assert "W401" in (tmp_path / "r/events.jsonl").read_text()
+
+
+# --- sites that fail ----------------------------------------------------------------------------------------------------
+
+
+@register
+class Fragile(Method):
+    """A method whose client 0 always fails, and everybody if ``broken``."""
+
+    name: ClassVar[str] = "fragile"
+    title: ClassVar[str] = "Fragile"
+    paper: ClassVar[str] = "-"
+    leaves_site: ClassVar[str] = "a number"
+    broken: bool = False
+
+    def client_round(self, payload, shard, client_state, rng):
+        if self.broken or int(shard.task.train[0]) in shard.index.tolist():  # exactly one site holds that image
+            raise ArithmeticError("the site is on fire\nsecond line")
+        return {"n": len(shard)}, {"rounds": (client_state or {"rounds": 0})["rounds"] + 1}
+
+    def server_round(self, state: ModelState, uploads, round, federation, rng):
+        return state
+
+
+FRAGILE = {"method": "fragile", "federation.num_clients": 4, "federation.per_round": 4, "tasks.limit": 1}
+
+
+def test_a_failing_site_is_named_and_the_round_goes_on(tmp_path):
+    result = rescene.run("smoke", out=tmp_path / "r", **FRAGILE)
+    events = [json.loads(line) for line in (result.folder / "events.jsonl").read_text().splitlines()]
+    assert result.values["events_summary"]["client_failures"] == 2  # one site, two rounds
+    assert all("ArithmeticError: the site is on fire" in e["message"] and "second" not in e["message"] for e in events)
+
+
+def test_below_the_quorum_the_run_stops_and_can_be_resumed(tmp_path):
+    with pytest.raises(RunError, match="0 of 4 sites answered"):
+        rescene.run("smoke", out=tmp_path / "r", **FRAGILE, **{"method.broken": True})
+    assert json.loads((tmp_path / "r/status.json").read_text())["state"] == "failed"
+
+
+def test_the_debug_form_names_stage_client_and_arguments(tmp_path):
+    with pytest.raises(RunError) as caught:
+        rescene.run("smoke", out=tmp_path / "r", **FRAGILE, **{"federation.engine": "debug"})
+    error = caught.value
+    assert "client_round" in error.what and "test_runs.py" in error.where
+    assert "model" in error.why and "images per class" in error.why
+
+
+def test_bad_recipes_are_refused_before_anything_happens(tmp_path):
+    for key, value in [("federation.per_round", 99), ("method.budget", 0), ("method.ipc", 0), ("federation.beta", 0.0)]:
+        with pytest.raises(ConfigError) as caught:
+            run(tmp_path / "r", **{key: value})
+        assert caught.value.exit_code == 2 and key.split(".")[-1] in str(caught.value)
+    assert not (tmp_path / "r").exists()

@@ -1,0 +1,144 @@
+"""Grouping and comparison: seeds averaged with n-1, recipes kept apart, words that follow the numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report_fixtures import config, leakage, write_run, write_running
+
+from rescene.report import comparison_rows, load_run
+from rescene.report.groups import differing_settings, group_runs
+from rescene.report.look import look_of, plain, slug
+from rescene.report.runs import Run
+from rescene.report.tables import cells_of, latex
+from rescene.report.words import departure, verdict
+
+
+def make(tmp_path: Path, method: str, seed: int, tag: str = "", **changes: Any) -> Run:
+    return load_run(write_run(tmp_path / f"{method}-s{seed}-{tag}", method, seed, **changes))
+
+
+def test_seeds_are_averaged_with_n_minus_one(tmp_path: Path) -> None:
+    runs = [make(tmp_path, "rescene", seed, aa=aa, old=60.0) for seed, aa in enumerate((80.0, 84.0, 88.0))]
+    (row,) = comparison_rows(runs)
+    assert (row["num_seeds"], row["aa"]) == (3, 84.0)
+    assert row["aa_std"] == pytest.approx(4.0)  # squares 16 + 0 + 16 over n-1 = 2
+    assert (row["old"], row["old_std"]) == (60.0, 0.0)
+    assert row["near_copies"] == pytest.approx(0.97)
+
+
+def test_one_seed_has_no_deviation(tmp_path: Path) -> None:
+    (row,) = comparison_rows([make(tmp_path, "fedavg", 0)])
+    assert row["num_seeds"] == 1 and row["aa_std"] is None
+    assert row["near_copies"] is None  # never measured is not zero
+
+
+def test_the_same_seed_twice_counts_once(tmp_path: Path) -> None:
+    runs = [make(tmp_path, "rescene", 0, "a", aa=80.0), make(tmp_path, "rescene", 0, "b", aa=80.0)]
+    (group,) = group_runs([*runs, make(tmp_path, "rescene", 1, aa=90.0)])
+    assert [run.seed for run in group.runs] == [0, 1]
+    assert [run.folder.name for run in group.repeats] == ["rescene-s0-b"]
+    assert comparison_rows(list(group.runs + group.repeats))[0]["aa"] == 85.0
+
+
+def test_other_recipes_of_one_method_stay_apart_and_say_how(tmp_path: Path) -> None:
+    other = config("rescene", 0)
+    other["federation"]["beta"] = 0.1
+    runs = [make(tmp_path, "rescene", 0, aa=80.0), make(tmp_path, "rescene", 0, "b", aa=50.0, config=other)]
+    groups = group_runs(runs)
+    assert [group.label for group in groups] == ["ReSCENE beta=0.5", "ReSCENE beta=0.1"]
+    assert len({group.slug for group in groups}) == 2
+    assert differing_settings(groups) == ["federation.beta"]
+
+
+def test_seed_and_device_do_not_make_another_recipe(tmp_path: Path) -> None:
+    moved = config("rescene", 1) | {"device": "cuda", "order_seed": 5}
+    assert len(group_runs([make(tmp_path, "rescene", 0), make(tmp_path, "rescene", 1, config=moved)])) == 1
+
+
+def test_rows_are_ordered_best_first_and_unfinished_last(tmp_path: Path) -> None:
+    runs = [load_run(write_running(tmp_path / "going")), make(tmp_path, "fedavg", 0), make(tmp_path, "refed", 0)]
+    rows = comparison_rows(runs)
+    assert [row["label"] for row in rows] == ["Re-Fed", "FedAvg", "ReSCENE"]
+    assert (rows[-1]["num_seeds"], rows[-1]["num_unfinished"], rows[-1]["aa"]) == (0, 1, None)
+
+
+def test_best_cells_are_marked_by_direction_and_ties_share(tmp_path: Path) -> None:
+    runs = [
+        make(tmp_path, "rescene", 0, aa=80.01, forgetting=9.0),
+        make(tmp_path, "fedavg", 0, aa=80.04, forgetting=60.0),
+        make(tmp_path, "refed", 0, aa=10.0, forgetting=20.0),
+    ]
+    cells = {
+        row["label"]: line for row, line in zip(comparison_rows(runs), cells_of(comparison_rows(runs)), strict=True)
+    }
+    assert [cells[name][0].best for name in ("ReSCENE", "FedAvg", "Re-Fed")] == [True, True, False]  # both print 80.0
+    assert [cells[name][4].best for name in ("ReSCENE", "FedAvg", "Re-Fed")] == [True, False, False]  # less is better
+    assert not any(line[6].best for line in cells.values())  # no winner among near-copies
+
+
+def test_latex_table_escapes_and_marks(tmp_path: Path) -> None:
+    runs = [make(tmp_path, "rescene", 0, aa=80.0), make(tmp_path, "my_method&co", 0, aa=10.0)]
+    text = latex(comparison_rows(runs))
+    assert r"\textbf{80.0}" in text and r"my\_method\&co" in text and r"\bottomrule" in text
+
+
+def test_verdict_says_when_our_method_is_beaten(tmp_path: Path) -> None:
+    runs = [make(tmp_path, "rescene", 0, aa=50.0), make(tmp_path, "refed", 0, aa=55.5)]
+    found = verdict(group_runs(runs))
+    assert found.title.startswith("ReSCENE reaches 50.0") and found.title.endswith("5.5 points below Re-Fed.")
+
+
+def test_only_a_method_in_the_same_setting_is_a_rival(tmp_path: Path) -> None:
+    other = config("refed", 0)
+    other["federation"]["beta"] = 0.1
+    runs = [make(tmp_path, "rescene", 0, aa=50.0), make(tmp_path, "refed", 0, aa=99.0, config=other)]
+    assert verdict(group_runs(runs)).title == "ReSCENE reaches 50.0\u00a0% over all 5 tasks."
+
+
+def test_verdict_names_chance_and_copies(tmp_path: Path) -> None:
+    ours = [make(tmp_path, "rescene", seed, aa=aa) for seed, aa in enumerate((70.0, 80.0))]
+    theirs = [make(tmp_path, "refed", seed, aa=aa) for seed, aa in enumerate((69.0, 79.0))]
+    text = " ".join(verdict(group_runs(ours + theirs)).lines)
+    assert "within the spread over seeds" in text
+    assert "97\u00a0% of the images the sites uploaded are near-copies of a real image" in text
+    assert "One seed only" in verdict(group_runs(ours[:1])).lines[1]
+
+
+def test_verdict_on_old_tasks_follows_the_numbers(tmp_path: Path) -> None:
+    said = []
+    for i, (old, recent) in enumerate(((0.0, 40.0), (60.0, 62.0), (50.0, 80.0), (1.0, 4.0))):
+        said.append(verdict(group_runs([make(tmp_path, "fedavg", i, old=old, recent=recent)])).lines[0])
+    ends = ("are forgotten.", "about as well as new ones.", "trail by 30.0 points.", "it has learned little.")
+    assert all(line.endswith(end) for line, end in zip(said, ends, strict=True))
+
+
+def test_nothing_is_called_private_unless_every_run_says_so(tmp_path: Path) -> None:
+    claim = {"private": True, "statement": "epsilon 4 at delta 1e-5 per site"}
+    (mixed,) = group_runs([make(tmp_path, "rescene", 0, privacy=claim), make(tmp_path, "rescene", 1)])
+    assert not departure(mixed).private and departure(mixed).in_short == "none"
+    (silent,) = group_runs([make(tmp_path, "fedavg", 0, privacy=None)])
+    assert not departure(silent).private and "no privacy statement" in departure(silent).guarantee
+    (kept,) = group_runs([make(tmp_path, "rescene", 2, privacy=claim)])
+    assert departure(kept).private and departure(kept).in_short == claim["statement"]
+
+
+def test_departure_reports_near_and_exact_copies(tmp_path: Path) -> None:
+    (group,) = group_runs([make(tmp_path, "rescene", 0, leakage={**leakage(), "near_copies": 0.42, "exact_copies": 3})])
+    assert departure(group).finding == "42\u00a0% near-copies of 1,234 images, 3 exact"
+
+
+def test_looks_are_fixed_and_unknown_methods_stable() -> None:
+    assert look_of("re-fed") == look_of("ReFed") == look_of("Re-Fed")
+    assert look_of("brand new") == look_of("brand new")
+    known = ["rescene", "fedavg", "fedewc", "fedlwf", "target", "glfc", "fedcbdr", "refed", "feddm", "fedaf"]
+    assert len({(look_of(name).colour, look_of(name).marker) for name in known}) == len(known)
+    assert len({look_of(name).marker for name in known}) == len(known)  # told apart without colour
+
+
+def test_names_from_files_are_made_harmless() -> None:
+    assert plain("a\u202eb\x00c\n") == "a b c"
+    assert slug("../../etc/passwd") == "etc-passwd"
+    assert slug("///").startswith("method-")

@@ -1,0 +1,278 @@
+"""The page: complete in itself, well formed, honest, and the same numbers as the files beside it."""
+
+from __future__ import annotations
+
+import ast
+import base64
+import csv
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from page_parser import Page
+from report_fixtures import CLASSES, NUM_TASKS, accuracy_matrix, leakage, partition, results, write_run, write_running
+
+import rescene.report
+from rescene.errors import DataError
+from rescene.report import canvas, comparison_rows, load_run, write_report
+
+FIGURES = {
+    *("old-recent", "inside-between", "forgetting", "tasks", "incremental", "rounds", "confusion"),
+    *("sites", "participation", "upload", "timing", "matrix-rescene", "matrix-fedavg"),
+}
+HOSTILE = ("<script>alert(1)</script>", '"><img src=x onerror=alert(2)>', "=1+1", r"$\frac{", "a\u202eb", "{{ 7*7 }}")
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page that compares two methods, one seed each."""
+    base = tmp_path_factory.mktemp("two")
+    folders = [write_run(base / f"{method}-s0", method) for method in ("rescene", "fedavg")]
+    return write_report(folders, base / "out" / "report.html")
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blank figures, for tests that are about the words around them."""
+    blank = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1 1"></svg>'
+    monkeypatch.setattr(canvas, "_draw", lambda plot: (blank, b""))
+
+
+def rows_of(page: Path, name: str) -> list[dict[str, str]]:
+    with (page.parent / "plots" / f"{name}.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def unresolved(html: str) -> set[str]:
+    """References inside the page that lead nowhere."""
+    page = Page(html)
+    inner = [value[1:] for value in page.values("href") if value.startswith("#")]
+    inner += re.findall(r"url\(#([^)]*)\)", html) + page.values("aria-labelledby")
+    assert inner
+    return set(inner) - set(page.values("id"))
+
+
+def test_page_is_well_formed_and_ids_are_unique(two: Path) -> None:
+    ids = Counter(Page(two.read_text("utf-8")).values("id"))
+    assert [name for name, num in ids.items() if num > 1] == []
+    assert unresolved(two.read_text("utf-8")) == set()
+
+
+def test_page_loads_nothing_and_runs_nothing(two: Path) -> None:
+    html = two.read_text("utf-8")
+    page = Page(html)
+    for value in page.values("src") + page.values("href"):
+        assert value.startswith(("data:", "#")), value[:80]
+    assert not re.search(r"url\(\s*['\"]?(?!#)", html) and "@import" not in html
+    assert "http://" not in html and "https://" not in html
+    assert page.count("script") == 0 and page.count("link") == 0 and page.count("iframe") == 0
+    assert not any(key.startswith("on") for _, attrs in page.tags for key in attrs)
+
+
+def test_all_figures_are_on_the_page_and_beside_it(two: Path) -> None:
+    page = Page(two.read_text("utf-8"))
+    assert {value.removeprefix("figure-") for value in page.values("id") if value.startswith("figure-")} == FIGURES
+    assert sum(attrs.get("class") == "plot" for _, attrs in page.tags) == len(FIGURES)
+    plots = two.parent / "plots"
+    for name in FIGURES:
+        assert (plots / f"{name}.svg").read_text("utf-8").startswith("<?xml")
+        assert (plots / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert rows_of(two, name)
+    assert [path.name for path in two.parent.iterdir() if path.name.startswith(".")] == []  # no draft left behind
+
+
+def test_figures_follow_the_theme_on_the_page_but_not_in_their_files(two: Path) -> None:
+    html, file = two.read_text("utf-8"), (two.parent / "plots" / "tasks.svg").read_text("utf-8")
+    body = html[html.index("</style>") :]
+    assert "#22262e" in file and "#22262e" not in body and "fill: var(--ink)" in body
+    assert "prefers-color-scheme: dark" in html
+
+
+def test_csv_files_hold_the_numbers_of_the_runs(two: Path) -> None:
+    for method, label in (("rescene", "ReSCENE"), ("fedavg", "FedAvg")):
+        matrix, told = accuracy_matrix(method, 0), results(method, 0)
+        final = [float(row["accuracy"]) for row in rows_of(two, "tasks") if row["method"] == label]
+        assert final == matrix[-1].tolist()
+        seen = [float(row["accuracy"]) for row in rows_of(two, "incremental") if row["method"] == label]
+        assert np.mean(seen) == pytest.approx(told["aia"])
+        cells = {(int(r["after_task"]), int(r["task"])): float(r["accuracy"]) for r in rows_of(two, f"matrix-{method}")}
+        assert len(cells) == NUM_TASKS * (NUM_TASKS + 1) // 2 and all(
+            matrix[key] == value for key, value in cells.items()
+        )
+        lost = [float(row["forgetting"]) for row in rows_of(two, "forgetting") if row["method"] == label]
+        assert np.mean(lost) == pytest.approx(told["forgetting"])
+        (point,) = [row for row in rows_of(two, "old-recent") if row["method"] == label]
+        assert (float(point["old"]), float(point["recent"])) == (told["old"], told["recent"])
+        (parts,) = [row for row in rows_of(two, "inside-between") if row["method"] == label]
+        assert float(parts["right"]) + float(parts["lost_between_tasks"]) == pytest.approx(np.mean(told["within_task"]))
+    held = {(int(row["site"]), row["class"]): int(row["images"]) for row in rows_of(two, "sites")}
+    counts = partition()["tasks"][3]["counts"]
+    assert held[4, CLASSES[7]] == counts[4][1] and len(held) == 100
+
+
+def test_page_shows_the_four_numbers_and_what_left_the_sites(two: Path) -> None:
+    text, told = Page(two.read_text("utf-8")).text, results("rescene", 0)
+    for key in ("aa", "aia", "old"):
+        assert f"{told[key]:.1f} %" in text
+    assert "61.4 kB" in text and "What left the sites not private" in text and "97 %" in text
+    assert "No guarantee: rescene adds no noise" in text and leakage()["statement"] in text
+    assert "rescene run demo --method rescene --seed 0" in text
+    assert (
+        text.count("site 3 did not answer") == 2 and "checkpoint written" not in text
+    )  # one per method; no small talk
+
+
+def test_every_surrogate_stands_beside_its_nearest_image(two: Path) -> None:
+    page = Page(two.read_text("utf-8"))
+    assert page.count("img") == 2 * 3 * len(CLASSES)
+    badges = two.read_text("utf-8").count(">near-copy</span>")
+    assert badges == 2 * len(CLASSES)  # 38.1 and 33.1 dB, not 28.1
+    assert (two.parent / "plots" / "surrogates-rescene.png").is_file()
+    assert len(rows_of(two, "surrogates-rescene")) == 3 * len(CLASSES)
+
+
+def test_an_exact_copy_is_a_near_copy_though_its_psnr_is_infinite(tmp_path: Path, quick: None) -> None:
+    folder = write_run(tmp_path / "run")
+    entries = json.loads((folder / "surrogates.json").read_text())
+    entries = [{**entry, "rms": 0.0, "psnr": None} for entry in entries]
+    (folder / "surrogates.json").write_text(json.dumps(entries))
+    html = write_report([folder], tmp_path / "report.html").read_text("utf-8")
+    assert html.count(">near-copy</span>") == len(entries) and "∞ dB" in html
+
+
+def test_large_federations_stay_light(tmp_path: Path) -> None:
+    folder, num = write_run(tmp_path / "run"), 100
+    tasks = [{"task": t, "classes": [t], "counts": [[k * t % 7] for k in range(num)]} for t in range(150)]
+    told = {"num_clients": num, "classes": [f"a rather long class name {t}" for t in range(150)], "tasks": tasks}
+    (folder / "partition.json").write_text(json.dumps(told))
+    out = write_report([folder], tmp_path / "report.html")
+    page = Page(out.read_text("utf-8"))
+    assert len(rows_of(out, "sites")) == num * 150
+    assert "sites.csv" not in page.values("download") and "tasks.csv" in page.values("download")
+    assert page.count("image") == 2  # sites and participation as bitmaps, not as 16,500 shapes
+    assert out.stat().st_size < 1_000_000
+
+
+def test_hostile_names_stay_text(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "<b>run", "<i>evil</i>/../x", classes=HOSTILE + CLASSES[6:])
+    events = {"level": "error", "code": "<u>", "message": "<script>alert(3)</script>", "task": "<s>"}
+    (folder / "events.jsonl").write_text(json.dumps(events))
+    out = write_report([folder], tmp_path / "out" / "report.html")
+    page = Page(out.read_text("utf-8"))
+    assert page.count("script") == page.count("i") == page.count("u") == page.count("s") == page.count("b") - 1 == 0
+    assert "onerror" not in {key for _, attrs in page.tags for key in attrs}
+    assert HOSTILE[0] in page.text and "{{ 7*7 }}" in page.text and "<script>alert(3)</script>" in page.text
+    assert "\u202e" not in out.read_text("utf-8")
+    assert {row["class"] for row in rows_of(out, "sites")} >= {"'=1+1", HOSTILE[0]}  # no formula in a spreadsheet
+    assert {path.parent for path in tmp_path.rglob("*.svg")} == {tmp_path / "out" / "plots"}
+
+
+def test_least_possible_runs_still_make_a_page(tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "results.json").write_text('{"schema": 1, "method": "fedavg", "aa": 12.5}')
+    html = write_report([bare], tmp_path / "report.html").read_text("utf-8")
+    text = Page(html).text
+    assert unresolved(html) == set()
+    assert "FedAvg reaches 12.5 %." in text and "no privacy statement" in text
+
+
+@pytest.mark.parametrize("key", sorted(set(results("rescene", 0)) - {"method"}))
+def test_any_key_of_the_results_may_be_missing_or_null(tmp_path: Path, quick: None, key: str) -> None:
+    for value in ("missing", None):
+        folder = write_run(tmp_path / f"run-{value}")
+        told = json.loads((folder / "results.json").read_text())
+        told[key] = value
+        if value == "missing":
+            del told[key]
+        (folder / "results.json").write_text(json.dumps(told))
+        Page(write_report([folder], tmp_path / "report.html").read_text("utf-8"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "timing",
+        "status",
+        "env",
+        "partition",
+        "metrics",
+        "events",
+        "command",
+        "config",
+        "surrogates.json",
+        "safetensors",
+    ],
+)
+def test_any_other_file_may_be_missing(tmp_path: Path, quick: None, name: str) -> None:
+    folder = write_run(tmp_path / "run")
+    gone = [path for path in folder.iterdir() if name in path.name]
+    assert gone
+    for path in gone:
+        path.unlink()
+    assert "ReSCENE reaches" in Page(write_report([folder], tmp_path / "report.html").read_text("utf-8")).text
+
+
+def test_several_seeds_show_deviation_and_number(tmp_path: Path, quick: None) -> None:
+    folders = [write_run(tmp_path / f"s{seed}", "rescene", seed, aa=aa) for seed, aa in enumerate((80.0, 84.0, 88.0))]
+    out = write_report(folders, tmp_path / "report.html")
+    assert "84.0 ± 4.0" in Page(out.read_text("utf-8")).text
+    assert len({row["seed"] for row in rows_of(out, "tasks")}) == 3
+    mean = np.mean([accuracy_matrix("rescene", seed) for seed in range(3)], axis=0)
+    assert float(rows_of(out, "matrix-rescene")[0]["accuracy"]) == pytest.approx(mean[0, 0])
+
+
+def test_page_reloads_only_while_a_run_is_going(tmp_path: Path, two: Path) -> None:
+    out = write_report([write_running(tmp_path / "rescene-s0")], tmp_path / "report.html")
+    page = Page(out.read_text("utf-8"))
+    refresh = {"http-equiv": "refresh", "content": "10"}
+    assert ("meta", refresh) in page.tags and "task 2 of 5 · round 3 of 3 · server" in page.text
+    assert "No run has finished yet" in page.text and "figure-rounds" in page.values("id")
+    assert ("meta", refresh) not in Page(two.read_text("utf-8")).tags
+
+
+def test_other_settings_are_pointed_out(tmp_path: Path, quick: None) -> None:
+    folders = [write_run(tmp_path / "a"), write_run(tmp_path / "b", "fedavg")]
+    told = json.loads((folders[1] / "results.json").read_text())
+    told["config"]["federation"]["beta"] = 0.1
+    (folders[1] / "results.json").write_text(json.dumps(told))
+    assert "federation.beta differs" in Page(write_report(folders, tmp_path / "r.html").read_text("utf-8")).text
+
+
+def test_the_same_folders_give_the_same_page(two: Path) -> None:
+    folders = sorted(path for path in two.parent.parent.iterdir() if path.name != "out")
+    again = write_report(folders[::-1], two.parent.parent / "out" / "again.html")
+    assert again.read_bytes() == two.read_bytes()
+
+
+def test_no_folders_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        write_report([], tmp_path / "report.html")
+    assert caught.value.code == "E208"
+
+
+def test_comparison_on_the_page_is_comparison_rows(two: Path) -> None:
+    runs = [load_run(path) for path in two.parent.parent.iterdir() if path.name != "out"]
+    uris = {attrs["download"]: attrs["href"] for _, attrs in Page(two.read_text("utf-8")).tags if "download" in attrs}
+    kind, _, body = uris["comparison.json"].partition(";base64,")
+    assert kind == "data:application/json"
+    assert json.loads(base64.b64decode(body)) == comparison_rows(runs)
+
+
+def test_report_layer_reads_files_only_and_imports_lazily() -> None:
+    allowed = {"rescene", "rescene.errors", "rescene.functional.metrics"}
+    for path in Path(rescene.report.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            ours = [name for name in names if name.startswith("rescene")]
+            assert all(name in allowed or name.startswith("rescene.report") for name in ours), path.name
+            assert not any(name.split(".")[0] == "torch" for name in names), path.name
+    probe = "import sys, rescene.report; print([m for m in ('torch', 'matplotlib', 'PIL') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
