@@ -84,7 +84,7 @@ def prepare(recipe: Recipe) -> Experiment:
         data.path,
         image_size=data.image_size,
         test_fraction=data.test_fraction,
-        seed=recipe.seed,
+        seed=data.seed,
         skip_unreadable=data.skip_unreadable,
     )
     plan = recipe.tasks

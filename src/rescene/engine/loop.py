@@ -137,6 +137,7 @@ class Run:
         """One round, as in the contract: broadcast, ask, learn."""
         e, rng = self.experiment, self.experiment.rng.at("server", task.index, r)
         self.federation.move(task, r, e.participants(task, r))
+        self.leakage.round = r
         self._tell("phase", phase="clients")
         with self.timer.phase("client"):
             payload = e.method.broadcast(self.state, r, self.federation, rng.at("broadcast"))

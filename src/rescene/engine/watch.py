@@ -68,7 +68,7 @@ class LeakageWatch:
         self.begin(None)
 
     def begin(self, task: Task | None) -> None:
-        self.task = task
+        self.task, self.round = task, 0
         self.rms: list[Tensor] = []
         self.psnr: list[Tensor] = []
 
@@ -90,6 +90,7 @@ class LeakageWatch:
             "labels": labels[chosen].cpu(),
             "rms": rms[chosen].cpu(),
             "psnr": decibel[chosen].cpu(),
+            "round": torch.full((len(chosen),), self.round),
         }
 
     def summary(self) -> dict[str, Any] | None:
@@ -98,14 +99,12 @@ class LeakageWatch:
 
     def gallery(self) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
         """All samples as two tensors of pictures, and one row of facts for each pair."""
-        parts = list(self.samples.values())
+        parts, keys = list(self.samples.values()), ("round", "rms", "psnr")
         pictures = {key: torch.cat([part[key] for part in parts]).contiguous() for key in ("surrogates", "nearest")}
         rows = [
-            {"task": int(task), "label": label, "class": self.dataset.classes[label], "rms": rms, "psnr": decibel}
+            {"task": int(task), "class": self.dataset.classes[label], **dict(zip(keys, values, strict=True))}
             for task, part in self.samples.items()
-            for label, rms, decibel in zip(
-                part["labels"].tolist(), part["rms"].tolist(), part["psnr"].tolist(), strict=True
-            )
+            for label, *values in zip(part["labels"].tolist(), *(part[key].tolist() for key in keys), strict=True)
         ]
         return pictures, rows
 

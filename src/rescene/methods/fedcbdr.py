@@ -61,11 +61,11 @@ class FedCBDR(Method):
         "model weights and the number of images trained on; after each task the rotated second moments of the local "
         "features (form=svd: all features, rotated), and with budget_scope=global each image's label, score and key"
     )
-    remembers: ClassVar[str] = "up to 150 real images of each class of each finished task"
+    remembers: ClassVar[str] = "real images of finished tasks: up to `budget` (150) of each class"
 
     budget: int = hyper(150, "-", "App. A", "exemplars kept per class of a finished task, see budget_scope", ge=1)
     budget_scope: Literal["client", "global"] = hyper(
-        "client", "-", "App. D", "the budget holds on every client, or for all clients together"
+        "client", "-", "App. D.3", "the budget holds on every client, or for all clients together"
     )
     old_temperature: float = hyper(0.8, "tau_old", "App. A", "divides the outputs of earlier classes", gt=0)
     new_temperature: float = hyper(1.2, "tau_new", "App. A", "divides the outputs of this task's classes", gt=0)

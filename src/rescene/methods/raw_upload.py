@@ -50,9 +50,6 @@ class RawUpload(Method):
     def init(self, net: nn.Module, rng: Rng) -> ServerState:
         return self._rescene.init(net, rng)
 
-    def begin_task(self, state: ServerState, task: Task, federation: Federation, rng: Rng) -> ServerState:
-        return self._rescene.begin_task(state, task, federation, rng)
-
     def broadcast(self, state: ServerState, round: int, federation: Federation, rng: Rng) -> Payload:
         return self._rescene.broadcast(state, round, federation, rng)
 
