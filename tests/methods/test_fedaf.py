@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 import torch
@@ -188,6 +189,22 @@ def test_noise_of_the_round_is_drawn_once_or_for_every_step(tiny_world):
 
     assert torch.allclose(images("round", 1), images("step", 1), atol=1e-6)  # the first draw is the same
     assert not torch.allclose(images("round", 3), images("step", 3), atol=1e-6)
+
+
+def test_every_chunk_of_groups_is_measured_against_its_own_class(tiny_world, monkeypatch):
+    method = FedAF(ipc=3, num_steps=2, cdc_weight=5.0, lgkm_weight=0.0, clip=None)
+    kept = {"model": weights_of(tiny_world["net"]), "noise_seed": 9}
+    payload = {"noise_seed": 9, "labels": torch.tensor([0, 1]), "class_logits": torch.tensor([[4.0, 0.0], [0.0, 4.0]])}
+
+    def images():
+        rngs = [Rng(0).at(k) for k in range(3)]
+        answers = method.client_round_batched(payload, tiny_world["shards"], [kept] * 3, rngs)
+        return torch.cat([upload["images"] for upload, _ in answers])
+
+    whole = images()
+    # chunks of 3, 3 + 1 and 3 images; the last one begins with class 1
+    monkeypatch.setattr(import_module("rescene.steps.condense"), "CHUNK", 4)
+    assert torch.allclose(images(), whole, atol=1e-5)
 
 
 @pytest.mark.parametrize("draw", ["round", "step"])

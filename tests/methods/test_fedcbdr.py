@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 
@@ -13,13 +14,14 @@ from rescene.data import Images, Shard, Task, Transform
 from rescene.engine.federation import InProcess
 from rescene.engine.ledger import FlopMeter, Ledger
 from rescene.functional.leverage import gram_inverse
-from rescene.methods import ModelState, method_class
+from rescene.methods import ModelState
 from rescene.methods.base import weights_of
+from rescene.methods.fedavg import FedAvg
+from rescene.methods.fedcbdr import FedCBDR, Memory
 from rescene.record import num_bytes
 from rescene.rng import Rng
 from rescene.steps import Training
 
-FedCBDR, FedAvg = method_class("fedcbdr"), method_class("fedavg")
 QUICK = Training(local_epochs=2, batch_size=8, lr=0.05)
 TRANSFORM = Transform((0.5, 0.5, 0.5), (0.25, 0.25, 0.25), 1)
 
@@ -178,6 +180,26 @@ def test_the_first_task_is_fedavg_bit_for_bit(tiny_world):
         theirs, _ = FedAvg(train=QUICK).client_round(payload, shard, None, Rng(1).at(k))
         assert ours["num_images"] == theirs["num_images"] and state is None
         assert all(torch.equal(ours["model"][key], value) for key, value in theirs["model"].items())
+
+
+def test_one_step_of_a_later_task_by_hand(tiny_world):
+    """Full batch, plain SGD, no batch statistics: w - lr * gradient of Eq. 7, written out once more."""
+    arch = rescene.nets.Arch("convnet", 16, "group", 4)
+    shards, _ = grown(tiny_world)
+    current = replace(shards[1], net=arch.restore)  # 16 images of the new classes
+    model = weights_of(arch.build(4, torch.Generator().manual_seed(1)))
+    pixels, labels = tiny_world["shards"][0].images.pixels[20:40], tiny_world["shards"][0].images.labels[20:40]
+    memory = Memory(pixels, labels, torch.linspace(0.5, 2.0, 20), {})
+    settings = Training(local_epochs=1, batch_size=64, lr=0.5, momentum=0.0, weight_decay=0.0, augment=False)
+    upload, _ = FedCBDR(train=settings).client_round({"model": model}, current, memory, Rng(0))
+    net = arch.restore(model)
+    scale = torch.tensor([0.8, 0.8, 1.2, 1.2])  # two old and two new outputs
+    new = F.cross_entropy(net(current.pictures(current.index)) / scale, current.labels)
+    old = F.cross_entropy(net(TRANSFORM.normalise(pixels)) / scale, labels, reduction="none")
+    (1.2 * (memory.weights * old).mean() + 0.8 * new).backward()
+    for name, parameter in net.named_parameters():
+        expected = parameter.detach() - 0.5 * parameter.grad
+        torch.testing.assert_close(upload["model"][name], expected, rtol=1e-4, atol=1e-6)
 
 
 def test_later_tasks_train_on_exemplars_too_and_the_temperatures_matter(tiny_world):

@@ -21,13 +21,14 @@ from rescene.functional.importance import (
     proximal_coefficient,
     proximal_penalty,
 )
-from rescene.methods import ModelState, method_class
+from rescene.methods import ModelState
 from rescene.methods.base import weights_of
+from rescene.methods.fedavg import FedAvg
+from rescene.methods.refed import ReFed
 from rescene.nets import Arch
 from rescene.rng import Rng
 from rescene.steps import Training
 
-ReFed, FedAvg = method_class("refed"), method_class("fedavg")
 QUICK = Training(local_epochs=2, batch_size=8, lr=0.05)
 STILL = Training(augment=False)
 

@@ -103,6 +103,8 @@ def test_joint_does_not_care_how_the_images_are_split(tiny_world):
 def test_joint_keeps_earlier_tasks_and_survives_sites_without_images(tiny_world):
     method = Joint(train=ONE_STEP)
     state, sites = begun(method, tiny_world)
+    twice = method.begin_task(state, tiny_world["task"], sites, Rng(1))
+    assert method.server_round(twice, {}, 0, sites, Rng(0)).notes["pool_size"] == 110
     nobody = {**tiny_world, "shards": [replace(s, index=s.index[:0]) for s in tiny_world["shards"]]}
     later = method.begin_task(state, replace(tiny_world["task"], num_seen=4), Sites(nobody, method), Rng(1))
     assert later.collected == state.collected and len(later.model["head.weight"]) == 4
@@ -132,18 +134,18 @@ def test_a_lone_site_trains_like_a_fedavg_client(tiny_world):
 
 
 def test_nothing_of_other_sites_reaches_the_reported_model(tiny_world):
-    method = Local(site=0, train=Training(local_epochs=1))
-    first = tiny_world["shards"][0]
-    others = Images(255 - first.images.pixels, 1 - first.images.labels)  # everybody else's world upside down
-    upside_down = [first, *(replace(shard, images=others) for shard in tiny_world["shards"][1:])]
+    method = Local(site=1, train=Training(local_epochs=1))
+    first, own, last = tiny_world["shards"]
+    others = Images(255 - own.images.pixels, 1 - own.images.labels)  # everybody else's world upside down
+    upside_down = [replace(first, images=others), own, replace(last, images=others)]
     models = []
     for world in (tiny_world, {**tiny_world, "shards": upside_down}):
         state, sites = begun(method, world)
-        sites.participants = [1, 2]  # the site trains whether or not it was drawn for the round
+        sites.participants = [0, 2]  # the site trains whether or not it was drawn for the round
         uploads = sites.ask(sites.participants, "client_round", method.broadcast(state, 0, sites, Rng(0)))
-        assert uploads == {1: {}, 2: {}}
+        assert uploads == {0: {}, 2: {}}
         models.append(method.server_round(state, uploads, 0, sites, Rng(0)).model)
-        assert sites.asked[-1] == ((0,), "train_alone")
+        assert sites.asked[-1] == ((1,), "train_alone")
     assert same(*models) and not same(models[0], weights_of(tiny_world["net"]))
 
 

@@ -196,16 +196,14 @@ def test_base_generator_takes_one_adam_step_of_rate_lr_times_steps(meta_update):
     assert moved.median().item() == pytest.approx(0.006, rel=1e-2)
 
 
-def test_reptile_moves_the_base_where_the_copy_went(monkeypatch):
-    search = make_search(Synthesis(**TINY | {"generator_steps": 1, "meta_update": "reptile"}))
-    before = {name: p.detach().clone() for name, p in search.generator.named_parameters()}
-    copies = []
-    learn_from = search._learn_from
-    monkeypatch.setattr(search, "_learn_from", lambda copy: (copies.append(copy), learn_from(copy)))
+def test_rounds_remember_the_statistics_of_their_last_step_but_not_their_gradients():
+    search = make_search(Synthesis(**TINY))
+    assert search.statistics.averages == [None] * 3
     search.round(0)
-    way = copies[0].first.weight - before["first.weight"]
-    went = search.generator.first.weight - before["first.weight"]
-    assert torch.equal(way.sign(), went.sign())
+    for average, latest in zip(search.statistics.averages, search.statistics.latest, strict=True):
+        assert torch.equal(torch.stack(average), torch.stack(latest))
+        assert not torch.stack(average).requires_grad
+    assert all(parameter.grad is None for parameter in search.generator.parameters())
 
 
 def test_a_round_returns_the_images_of_lowest_loss(monkeypatch):

@@ -42,7 +42,9 @@ class Pace:
         self.marks.append((self.done, event["elapsed_s"]))
 
     def step(self, event: Event) -> None:
-        self.done += 1
+        """A round or a task is over; the schedule also has a beginning for each task."""
+        task, rounds = event["task"], event["num_rounds"]
+        self.done = task * (rounds + 2) + (event["round"] + 2 if event["event"] == "round" else rounds + 2)
         self.marks.append((self.done, event["elapsed_s"]))
 
     def left(self) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -131,7 +132,9 @@ def environment(experiment: Experiment) -> dict[str, Any]:
 
 
 def _command() -> str:
-    return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    """How this run was started, as a person would type it."""
+    program = Path(sys.argv[0]).name
+    return shlex.join(["rescene" if program == "__main__.py" else program, *sys.argv[1:]])
 
 
 def _commit() -> str | None:

@@ -1,4 +1,4 @@
-"""Gradient compensation and relation distillation (Dong et al., CVPR 2022, Sec. 4.1 and 4.2).
+"""Gradient compensation and relation distillation (GLFC: Dong et al., CVPR 2022).
 
 z   logits [n, C], p = sigmoid(z)                    u   logits of the old model [n, C_old], C_old <= C
 y   labels, also as one-hot rows                     old which samples belong to what was learned before

@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import grad, vmap
 
+from rescene.data import Transform
 from rescene.hyperparameters import Hyperparameters, hyper
 from rescene.rng import seeded_generator
 
@@ -46,6 +47,33 @@ class Reconstruction(NamedTuple):
     images: Tensor
     labels: Tensor
     losses: Tensor
+
+
+def perturb(
+    net: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    transform: Transform | None,
+    *,
+    num_steps: int,
+    lr: float,
+    weight_decay: float,
+) -> Tensor:
+    """Pictures moved by plain SGD towards what ``net`` (eval mode) takes for their label; binary cross-entropy.
+
+    images [p, 3, H, W] in [0, 1], labels [p] -> new images, which may leave [0, 1] a little. The network sees them normalised
+    by ``transform``, or as they are without one. Each picture moves as if it were alone.
+    """
+    targets = F.one_hot(labels, len(net.head.bias)).to(images)  # type: ignore[union-attr, arg-type]
+    net.eval().requires_grad_(False)
+    for _ in range(num_steps):
+        x = images.detach().requires_grad_(True)
+        logits = net(x if transform is None else transform.normalise(255 * x))
+        terms = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
+        (slope,) = torch.autograd.grad(terms.mean(dim=1).sum(), x)
+        images = images - lr * (slope + weight_decay * images)
+    net.requires_grad_(True)
+    return images.detach()
 
 
 def encoder_weights(seed: int, num_classes: int, height: int, width: int) -> dict[str, Tensor]:
@@ -109,13 +137,13 @@ def reconstruct(
     labels = labels_from_gradients(gradients)
     start = torch.randn(len(labels), 3, *shape, generator=generator).to(labels.device)
     parts = []
-    for rows in torch.arange(len(labels), device=labels.device).split(CHUNK):
+    for rows in torch.split(torch.arange(len(labels), device=labels.device), CHUNK):
         wanted = {name: values[rows] for name, values in gradients.items()}
         objective = _gradient_distance(encoder, wanted, labels[rows], shape)
         parts.append(minimise(objective, start[rows].flatten(1), settings))
     iterates, losses = (torch.cat(part) for part in zip(*parts, strict=True))
-    finite = torch.isfinite(iterates).flatten(1).all(dim=1)
-    images = iterates[finite].clamp(0, 1).unflatten(2, (3, *shape))
+    finite = torch.isfinite(iterates).flatten(1).all(dim=1) & torch.isfinite(losses)
+    images = iterates[finite].clamp(0, 1).reshape(-1, iterates.shape[1], 3, *shape)
     return Reconstruction(images, labels[finite], losses[finite])
 
 
@@ -126,7 +154,7 @@ def _gradient_distance(
 
     def objective(points: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         x = points.detach().requires_grad_(True)
-        found = encoder_gradients(encoder, x.unflatten(1, (3, *shape)), labels[rows])
+        found = encoder_gradients(encoder, x.reshape(-1, 3, *shape), labels[rows])
         terms = [(found[name] - wanted[name][rows]).square().flatten(1).sum(dim=1) for name in found]
         values = torch.stack(terms).sum(dim=0)
         (slope,) = torch.autograd.grad(values.sum(), x)
@@ -201,8 +229,8 @@ class _Search:
 class _Curvature:
     """The inverse Hessian of each row as L-BFGS knows it, in compact form (Byrd, Nocedal, Schnabel, 1994, Eq. 3.1).
 
-    s, y [p, m, d]: the last m moves and changes of the gradient, newest last, zero where there is none yet.
-    sy [p, m, m]: s_i . y_j for i <= j, zero below; yy [p, m, m]: y_i . y_j; scale [p]: first guess of the inverse Hessian.
+    s, y [p, m, d]: the last m moves and changes of the gradient; each row overwrites its oldest, zero where there is none.
+    sy, yy [p, m, m]: s_i . y_j and y_i . y_j in the same places; scale [p]: first guess of the inverse Hessian.
     """
 
     def __init__(self, start: Tensor, memory: int) -> None:
@@ -210,39 +238,55 @@ class _Curvature:
         self.s, self.y = start.new_zeros(p, memory, d), start.new_zeros(p, memory, d)
         self.sy, self.yy = start.new_zeros(p, memory, memory), start.new_zeros(p, memory, memory)
         self.scale = start.new_ones(p)
+        self.oldest = torch.zeros(p, dtype=torch.long, device=start.device)
 
     def learn(self, rows: Tensor, s: Tensor, y: Tensor) -> None:
         """Remember the last move of these rows, unless the function did not curve upwards along it."""
         curve = (s * y).sum(dim=1)
         good = curve > LEAST_CURVATURE
-        rows, s, y, curve = rows[good], s[good], y[good], curve[good]
-        self.scale[rows] = curve / y.square().sum(dim=1)
-        self.s[rows] = torch.cat([self.s[rows, 1:], s.unsqueeze(1)], dim=1)
-        self.y[rows] = torch.cat([self.y[rows, 1:], y.unsqueeze(1)], dim=1)
-        newest = torch.einsum("pmd,pd->pm", self.s[rows], y)
-        self.sy[rows] = _shifted(self.sy[rows], newest, torch.zeros_like(newest[:, :-1]))
-        newest = torch.einsum("pmd,pd->pm", self.y[rows], y)
-        self.yy[rows] = _shifted(self.yy[rows], newest, newest[:, :-1])
+        rows, s, y = rows[good], s[good], y[good]
+        place = self.oldest[rows]
+        self.scale[rows] = curve[good] / y.square().sum(dim=1)
+        self.s[rows, place], self.y[rows, place] = s, y
+        self.sy[rows, :, place] = _products(_take(self.s, rows), y)
+        self.yy[rows, :, place] = self.yy[rows, place, :] = _products(_take(self.y, rows), y)
+        self.oldest[rows] = (place + 1) % self.s.shape[1]
 
     def inverse_times(self, rows: Tensor, g: Tensor) -> Tensor:
         """H g for these rows: [r, d] -> [r, d]."""
-        s, y, upper, scale = self.s[rows], self.y[rows], self.sy[rows], self.scale[rows].unsqueeze(1)
+        s, y, scale = _take(self.s, rows), _take(self.y, rows), self.scale[rows].unsqueeze(1)
+        time = (self.oldest[rows].unsqueeze(1) + torch.arange(s.shape[1], device=g.device)) % s.shape[1]
+        upper = _in_order(self.sy[rows], time).triu()
         curve = upper.diagonal(dim1=1, dim2=2)
         upper = upper + torch.diag_embed((curve == 0).to(g))  # an empty place must not make the system singular
-        u = _solve(upper, torch.einsum("pmd,pd->pm", s, g), upper=True)
-        inner = curve * u + scale * (torch.einsum("pij,pj->pi", self.yy[rows], u) - torch.einsum("pmd,pd->pm", y, g))
-        v = _solve(upper.transpose(1, 2), inner, upper=False)
-        return scale * (g - torch.einsum("pmd,pm->pd", y, u)) + torch.einsum("pmd,pm->pd", s, v)
+        u = _solve(upper, _products(s, g).gather(1, time), upper=True)
+        changes = torch.einsum("pij,pj->pi", _in_order(self.yy[rows], time), u) - _products(y, g).gather(1, time)
+        v = _solve(upper.transpose(1, 2), curve * u + scale * changes, upper=False)
+        u, v = (torch.zeros_like(w).scatter(1, time, w) for w in (u, v))  # from order of time to order of places
+        return scale * (g - _sums(y, u)) + _sums(s, v)
+
+
+def _take(values: Tensor, rows: Tensor) -> Tensor:
+    """These rows (ascending), without a copy when they are all rows."""
+    return values if len(rows) == len(values) else values[rows]
+
+
+def _products(vectors: Tensor, g: Tensor) -> Tensor:
+    """[r, m, d], [r, d] -> [r, m]."""
+    return torch.bmm(vectors, g.unsqueeze(2)).squeeze(2)
+
+
+def _sums(vectors: Tensor, weights: Tensor) -> Tensor:
+    """[r, m, d], [r, m] -> [r, d]."""
+    return torch.bmm(weights.unsqueeze(1), vectors).squeeze(1)
+
+
+def _in_order(products: Tensor, time: Tensor) -> Tensor:
+    """Rows and columns of [r, m, m] from oldest to newest."""
+    square = products.gather(1, time.unsqueeze(2).expand_as(products))
+    return square.gather(2, time.unsqueeze(1).expand_as(products))
 
 
 def _solve(matrix: Tensor, right: Tensor, *, upper: bool) -> Tensor:
-    return torch.linalg.solve_triangular(matrix, right.unsqueeze(2), upper=upper).squeeze(2)
-
-
-def _shifted(products: Tensor, column: Tensor, row: Tensor) -> Tensor:
-    """The oldest row and column of [p, m, m] dropped, a new last column [p, m] and row [p, m-1] added."""
-    shifted = torch.zeros_like(products)
-    shifted[:, :-1, :-1] = products[:, 1:, 1:]
-    shifted[:, :, -1] = column
-    shifted[:, -1, :-1] = row
-    return shifted
+    solution: Tensor = torch.linalg.solve_triangular(matrix, right.unsqueeze(2), upper=upper)
+    return solution.squeeze(2)
