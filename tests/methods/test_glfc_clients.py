@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from glfc_world import (
     ARCH,
+    GLFC,
     SIDE,
     TRANSFORM,
     empty,
@@ -22,7 +23,7 @@ from rescene.functional.compensation import compensation_loss, compensation_weig
 from rescene.methods.glfc import ClientState
 from rescene.record import check_tree, pack, unpack
 from rescene.rng import Rng, seeded_generator
-from rescene.steps import Batch, embed
+from rescene.steps import Batch, Training, embed
 from rescene.steps.reconstruction import (
     encoder_gradients,
     encoder_weights,
@@ -85,16 +86,21 @@ def test_perturbation_is_plain_sgd_with_weight_decay_and_lowers_the_loss():
     assert torch.equal(perturb(net, images, labels, None, num_steps=0, lr=0.5, weight_decay=0.1), images)
 
 
-def test_what_is_sent_is_the_gradient_of_the_image_nearest_to_the_class_mean():
+@pytest.mark.parametrize(("num_steps", "sees"), [(0, "pixels"), (3, "pixels"), (3, "normalised")])
+def test_what_is_sent_is_the_gradient_of_the_perturbed_image_nearest_to_the_class_mean(num_steps, sees):
     now = shard(task(0), {0: 6, 1: 1})
-    glfc = method(num_perturbations=0)
+    fast = Training(local_epochs=1, batch_size=8, lr=0.5)
+    glfc = GLFC(train=fast, num_perturbations=num_steps, perturbation_decay=0.2, perturbation_input=sees)
     upload, _ = glfc.client_round(payload(2), now, None, Rng(0))
     trained = ARCH.restore(upload["model"])
     pixels = now.images.pixels[now.by_class()[0]]
     z = F.normalize(embed(trained, TRANSFORM.normalise(pixels)), dim=1)
     nearest = pixels[(z - z.mean(dim=0)).square().sum(dim=1).argmin()]
-    images = torch.stack([nearest, now.images.pixels[-1]]).float() / 255
-    expected = encoder_gradients(encoder_weights(7, 2, SIDE, SIDE), images, torch.tensor([0, 1]))
+    images, labels = torch.stack([nearest, now.images.pixels[-1]]).float() / 255, torch.tensor([0, 1])
+    transform = TRANSFORM if sees == "normalised" else None
+    # one tenth of the local learning rate (App. A): 0.05
+    images = perturb(trained, images, labels, transform, num_steps=num_steps, lr=0.05, weight_decay=0.2)
+    expected = encoder_gradients(encoder_weights(7, 2, SIDE, SIDE), images, labels)
     sent = upload["prototypes"]["gradients"]
     assert all(torch.allclose(sent[key], expected[key], atol=1e-6) for key in expected)
     assert "images" not in upload and "labels" not in upload["prototypes"]

@@ -86,6 +86,17 @@ def test_client_step_by_hand(norm):
     assert torch.allclose(moved[:2], -0.1 * 4 * step[:2], atol=1e-5)
 
 
+def test_a_single_real_image_does_not_take_batch_statistics_from_the_synthetic_batch():
+    # The image is learned with running statistics (BatchNorm needs two), the synthetic batch with its own.
+    payload, state, shard = {"model": weights_of(small_net(4))}, past(), make_shard([3], task=SECOND)
+    upload, _ = TARGET(train=PLAIN).client_round(payload, shard, state, Rng(0))
+    x, net = TRANSFORM.normalise(state["pixels"]), shard.net(payload["model"])
+    wrong = net.eval()(shard.pictures(shard.index))[0, 2:].softmax(0) - torch.tensor([0.0, 1.0])
+    gap = (net.train()(x)[:, :2] / 2).softmax(1) - (shard.net(state["teacher"]).eval()(x) / 2).softmax(1)
+    moved = upload["model"]["head.bias"] - payload["model"]["head.bias"]
+    assert torch.allclose(moved, -0.1 * torch.cat([25 / 2 * gap.mean(0), wrong]).detach(), atol=1e-5)
+
+
 def test_every_real_batch_meets_one_synthetic_batch(monkeypatch):
     sizes = []
     original = TARGET._reminder

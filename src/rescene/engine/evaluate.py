@@ -29,13 +29,9 @@ def evaluate(net: nn.Module, dataset: Dataset, tasks: Sequence[Task]) -> Evaluat
     scores = class_scores(net, test.pixels[index], transform.normalise)
     truth = test.labels[index]
     guesses = scores.argmax(dim=1)
-    right = (guesses == truth).split([len(task.test) for task in tasks])
-    within = [
-        _within(own, labels, task)
-        for own, labels, task in zip(
-            scores.split([len(t.test) for t in tasks]), truth.split([len(t.test) for t in tasks]), tasks, strict=True
-        )
-    ]
+    sizes = [len(task.test) for task in tasks]
+    right = (guesses == truth).split(sizes)
+    within = [_within(*own) for own in zip(scores.split(sizes), truth.split(sizes), tasks, strict=True)]
     classes = tasks[-1].num_seen
     confusion = torch.bincount(truth * classes + guesses, minlength=classes * classes).reshape(classes, classes)
     return Evaluation([_percent(r) for r in right], within, _percent(guesses == truth), confusion.tolist())

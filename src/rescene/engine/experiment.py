@@ -39,7 +39,7 @@ class Experiment:
         num_classes = self.tasks[0].num_seen
         net = self.arch.build(num_classes, self.rng.at("init").generator())
         if self.recipe.model.init:
-            net = self.arch.restore(self._given_weights(num_classes))
+            net = self.arch.restore(self._given_weights(self.recipe.model.init, num_classes))
         return net.to(self.device)
 
     def participants(self, task: Task, round: int) -> list[int]:
@@ -64,8 +64,9 @@ class Experiment:
             )
         return {"num_clients": len(self.shards[0]), "classes": list(self.dataset.classes), "tasks": rows}
 
-    def _given_weights(self, num_classes: int) -> dict[str, Tensor]:
-        state = load_weights(self.recipe.model.init)
+    def _given_weights(self, path: str, num_classes: int) -> dict[str, Tensor]:
+        """Weights from a file; its head is cut or grown to the first task's classes."""
+        state = load_weights(path)
         rows = min(num_classes, len(state["head.weight"]))
         head = {key: state[key][:rows] for key in ("head.weight", "head.bias")}
         state = grow_head(state | head, num_classes, self.rng.at("init", "head").generator())

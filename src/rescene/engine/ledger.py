@@ -43,7 +43,7 @@ class FlopMeter:
                 passes += 2 if next(module.parameters()).requires_grad else 1
             self.flops[self.side] += len(inputs[0]) * cost * passes
 
-        net.body.register_forward_hook(count)  # type: ignore[union-attr, arg-type]
+        net.body.register_forward_hook(count)  # type: ignore[union-attr]
         return net
 
 

@@ -26,7 +26,7 @@ def results_of(experiment: Experiment, facts: dict[str, Any], ledger: Ledger) ->
     sizes = None if experiment.recipe.tasks.scenario == "domain" else [len(task.test) for task in tasks]
     old, recent = fn.old_and_recent(matrix)
     leakage = _leakage(facts["leakage"])
-    return _rounded(
+    record: dict[str, Any] = _rounded(
         {
             "schema": SCHEMA,
             "method": experiment.method.name,
@@ -63,6 +63,7 @@ def results_of(experiment: Experiment, facts: dict[str, Any], ledger: Ledger) ->
             "config": experiment.recipe.model_dump(mode="json", exclude={"device"}),
         }
     )
+    return record
 
 
 def write_tables(folder: Path, results: dict[str, Any], metrics: Path) -> None:

@@ -116,7 +116,8 @@ class TARGET(Synthesis, Method):
                 targets = teacher(x)
             # A client with a single image learns it in eval mode; its synthetic batch is large enough for BatchNorm,
             # and at this weight only batch statistics keep the weights from running away.
-            was_training, _ = net.training, net.train()
+            was_training = net.training
+            net.train()
             loss = distillation_loss(net(x), targets, self.kd_temperature, self.kd_t2)
             net.train(was_training)
             return loss

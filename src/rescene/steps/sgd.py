@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,8 @@ from rescene.functional import logit_adjusted_cross_entropy, sampling_probabilit
 from rescene.hyperparameters import Hyperparameters, hyper
 
 
-class Batch(NamedTuple):
+@dataclass(frozen=True)
+class Batch:
     """Network input [n, 3, H, W], labels [n], and where they came from: positions into the set being trained on."""
 
     x: Tensor
@@ -73,7 +74,7 @@ def fit(
                 continue
             value = loss(net, fetch(index))
             optimiser.zero_grad(set_to_none=True)
-            value.backward()  # type: ignore[no-untyped-call]
+            value.backward()
             optimiser.step()
             losses.append(value.detach())
         total, count = float(torch.stack(losses).sum()), len(losses)

@@ -1,0 +1,55 @@
+"""Every built-in method passes the conformance suite that third parties can run on theirs."""
+
+from typing import ClassVar
+
+import pytest
+import torch
+
+from rescene.conformance import CHECKS, draws_only_from_its_streams, leaves_its_arguments_alone
+from rescene.methods import Method, method_class, method_names
+from rescene.steps import Training
+
+SURROGATES = {"ipc": 2, "num_steps": 2}
+SMALL = {
+    "rescene": {**SURROGATES, "budget": 3},
+    "feddm": SURROGATES,
+    "fedaf": SURROGATES,
+    "raw-upload": {"ipc": 2, "budget": 3},
+    "target": {"synthesis_rounds": 3, "synthesis_batch": 8, "warmup_rounds": 1, "student_steps": 2, "generator_steps": 2},
+    "glfc": {"reconstruction_steps": 2, "prototype_steps": 2, "exemplars": 3},
+    "fedcbdr": {"budget": 4},
+    "refed": {"storage": 16, "pim_epochs": 2},
+}
+TRAIN = Training(local_epochs=1, server_epochs=1, batch_size=8, lr=0.05)
+
+
+def build(name):
+    return method_class(name)(**SMALL.get(name, {}), train=TRAIN)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("name", [n for n in method_names() if n not in ("fragile",)])
+def test_method_conforms(name, check):
+    check(build(name))
+
+
+class Careless(Method):
+    """Does three forbidden things: uses the global stream, changes the payload, changes the state."""
+
+    name: ClassVar[str] = "careless"
+    title: ClassVar[str] = "Careless"
+    paper: ClassVar[str] = "-"
+    leaves_site: ClassVar[str] = "noise"
+
+    def client_round(self, payload, shard, client_state, rng):
+        payload["model"]["head.bias"] += 1.0
+        return {"noise": torch.randn(3)}, client_state
+
+    def server_round(self, state, uploads, round, federation, rng):
+        return state
+
+
+@pytest.mark.parametrize("check", [leaves_its_arguments_alone, draws_only_from_its_streams])
+def test_the_suite_catches_a_careless_method(check):
+    with pytest.raises(AssertionError):
+        check(Careless(train=TRAIN))
