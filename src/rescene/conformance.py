@@ -65,7 +65,15 @@ def make_world(domains: bool = False) -> World:
         classes = (0, 1) if domains else (2 * t, 2 * t + 1)
         tasks.append(Task(t, classes, num_classes if domains else 2 * (t + 1), t if domains else None, index, index))
         # nobody, one image, one class only, and two ordinary sites
-        shards.append([index[:0], index[:1], index[1:10], torch.cat([index[10:18], index[24:36]]), torch.cat([index[18:24], index[36:]])])
+        shards.append(
+            [
+                index[:0],
+                index[:1],
+                index[1:10],
+                torch.cat([index[10:18], index[24:36]]),
+                torch.cat([index[18:24], index[36:]]),
+            ]
+        )
     return World(dataset, tasks, shards)
 
 

@@ -15,8 +15,9 @@ SMALL = {
     "feddm": SURROGATES,
     "fedaf": SURROGATES,
     "raw-upload": {"ipc": 2, "budget": 3},
-    "target": {"synthesis_rounds": 3, "synthesis_batch": 8, "warmup_rounds": 1, "student_steps": 2, "generator_steps": 2},
-    "glfc": {"reconstruction_steps": 2, "prototype_steps": 2, "exemplars": 3},
+    "target": {"synthesis_rounds": 3, "synthesis_batch": 8, "warmup_rounds": 1, "student_steps": 2, "generator_steps": 2,
+               "latent_size": 8, "generator_width": 8},
+    "glfc": {"num_inversions": 2, "inversion_steps": 2, "num_iterates": 2, "num_perturbations": 2, "num_exemplars": 3},
     "fedcbdr": {"budget": 4},
     "refed": {"storage": 16, "pim_epochs": 2},
 }

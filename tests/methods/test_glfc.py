@@ -142,6 +142,16 @@ def test_every_client_gets_the_best_model_of_the_finished_task_for_the_whole_nex
     assert site.states[1].known_task == 1 and torch.bincount(state.monitor.labels).tolist() == [0, 0, 6, 6]
 
 
+def test_the_proxy_sees_the_private_image():
+    """From the client's image to the monitor set: the method's privacy problem, stated as a fact."""
+    glfc = method(num_inversions=15, inversion_steps=20, num_perturbations=0)
+    site = Site(glfc, [shard(task(0), {1: 1})], task(0))
+    state = rounds(glfc, site, glfc.init(ARCH.restore(model(2)), Rng(0)), 1)
+    assert state.monitor.labels.tolist() == [1, 1]
+    private = site.shards[0].images.pixels[-1].float()
+    assert (state.monitor.pixels[-1].float() - private).square().mean().sqrt().item() < 5  # of 255 grey levels
+
+
 @pytest.mark.parametrize(
     "bad",
     [

@@ -25,10 +25,15 @@ app = typer.Typer(
 )
 data_app = typer.Typer(help="Look at, prepare and check image data.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(data_app, name="data")
+new_app = typer.Typer(help="Start something of your own.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(new_app, name="new")
 
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value overrides, e.g. federation.beta=0.1 seed=1")]
 Out = Annotated[Path | None, typer.Option("--out", help="run folder (default: runs/<recipe>/<method>-s<seed>-<hash>)")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="print results only")]
+Plugin = Annotated[
+    list[Path] | None, typer.Option("--plugin", help="Python file that registers a method; may be repeated")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output")]
 
 
@@ -86,8 +91,10 @@ def run(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="show what would run, and run nothing")] = False,
     quiet: Quiet = False,
     as_json: AsJson = False,
+    plugin: Plugin = None,
 ) -> None:
     """Run one experiment; an interrupted one continues by itself."""
+    _load_plugins(plugin)
     from rescene.cli.running import plan_run, run_one
     from rescene.config import resolve
 
@@ -100,12 +107,71 @@ def run(
 
 @app.command()
 @verb
+def sweep(
+    recipe: Annotated[str, typer.Argument(help="shipped recipe or file")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=a,b,c: every combination; method=all")] = None,
+    seeds: Annotated[str, typer.Option("--seeds", help="comma-separated")] = "0",
+    out: Annotated[Path | None, typer.Option("--out", help="folder for the cells (default: runs/<recipe>)")] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="list the cells and run nothing")] = False,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+    plugin: Plugin = None,
+) -> None:
+    """A grid of experiments times seeds; finished cells are skipped, failing ones listed (exit code 4)."""
+    _load_plugins(plugin)
+    from rescene.cli.sweeping import run_sweep
+
+    def work() -> None:
+        if run_sweep(recipe, list(overrides or []), seeds, out, plan, quiet, as_json):
+            raise typer.Exit(4)
+
+    _interruptible(work, "the same command")
+
+
+@app.command()
+@verb
+def explain(
+    method: Annotated[str, typer.Argument(help="name of a method")], as_json: AsJson = False, plugin: Plugin = None
+) -> None:
+    """A method: what it does, its hyperparameters with their place in the paper, what leaves the site."""
+    _load_plugins(plugin)
+    from rescene.cli.extending import explain as explain_method
+    from rescene.cli.listing import print_rows
+
+    facts, rows = explain_method(method)
+    if as_json:
+        print(json.dumps({**facts, "hyperparameters": rows}))
+        return
+    for key, value in facts.items():
+        print(f"{key}: {value}")
+    print()
+    print_rows(rows)
+
+
+@new_app.command("method")
+@verb
+def new_method(
+    name: Annotated[str, typer.Argument(help="lower-case name")],
+    folder: Annotated[Path, typer.Option("--in", help="where to write the two files")] = Path("."),
+) -> None:
+    """A method in one file, and its test."""
+    from rescene.cli.extending import new_method as write_method
+
+    for path in write_method(name, folder):
+        print(path)
+    print(f"try: rescene run smoke --plugin {folder / name}.py method={name}")
+
+
+@app.command()
+@verb
 def resume(
     folder: Annotated[Path, typer.Argument(help="run folder to continue")],
     quiet: Quiet = False,
     as_json: AsJson = False,
+    plugin: Plugin = None,
 ) -> None:
     """Continue an interrupted run."""
+    _load_plugins(plugin)
     from rescene.cli.running import run_one
     from rescene.config import resolve
 
@@ -120,9 +186,12 @@ def resume(
 @app.command("list")
 @verb
 def list_things(
-    what: Annotated[str, typer.Argument(help="methods, recipes, datasets, models or buffers")], as_json: AsJson = False
+    what: Annotated[str, typer.Argument(help="methods, recipes, datasets, models or buffers")],
+    as_json: AsJson = False,
+    plugin: Plugin = None,
 ) -> None:
     """What there is to choose from."""
+    _load_plugins(plugin)
     from rescene.cli.listing import LISTS, print_rows
 
     if what not in LISTS:
@@ -255,6 +324,14 @@ def data_verify(
     print_rows(rows, as_json)
     if any(row.get("problem") for row in rows):
         raise typer.Exit(5)
+
+
+def _load_plugins(paths: list[Path] | None) -> None:
+    if paths:
+        from rescene.cli.extending import load_plugin
+
+        for path in paths:
+            load_plugin(path)
 
 
 def _interruptible(work: Callable[[], None], again: str) -> None:

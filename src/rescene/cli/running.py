@@ -24,7 +24,7 @@ def run_one(resolved: Resolved, out: Path | None, quiet: bool, as_json: bool) ->
     if as_json:
         print(json.dumps({"folder": str(result.folder), **result.values}))
         return
-    _print_summary([result], page)
+    print_summary([result], page)
 
 
 def run_demo(overrides: list[str], out: Path | None, quiet: bool) -> None:
@@ -37,7 +37,7 @@ def run_demo(overrides: list[str], out: Path | None, quiet: bool) -> None:
     with watch(quiet) as progress:
         for resolved in plans:
             results.append(execute(resolved, root / str(resolved.recipe.method["name"]), progress))
-    _print_summary(results, write_report([result.folder for result in results], root / "report.html"))
+    print_summary(results, write_report([result.folder for result in results], root / "report.html"))
     print("Again with your images: rescene run demo data.path=./images")
 
 
@@ -78,7 +78,8 @@ def plan_run(resolved: Resolved, out: Path | None, as_json: bool) -> None:
     print("dry run: nothing was trained")
 
 
-def _print_summary(results: list[Result], page: Path) -> None:
+def print_summary(results: list[Result], page: Path) -> None:
+    """The table at the end of a run, a demo or a sweep, and what left the sites."""
     from rescene.cli.listing import print_rows
 
     rows = []
@@ -95,6 +96,6 @@ def _print_summary(results: list[Result], page: Path) -> None:
             | {"forgetting": f"{values['forgetting']:.1f}", "upload/round": f"{upload:.2f} MB", "near-copies": copies}
         )
     print_rows(rows)
-    for result in results:
-        print(f"{result.values['method']}: {result.values['privacy']['statement']}")
+    for statement in dict.fromkeys(f"{r.values['method']}: {r.values['privacy']['statement']}" for r in results):
+        print(statement)
     print(f"Report: {page}")

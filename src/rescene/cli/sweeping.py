@@ -1,0 +1,113 @@
+"""Sweeps: a grid of overrides times seeds, one run folder per cell, finished cells skipped."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rescene.api import Result, default_folder, execute
+from rescene.cli.listing import print_rows
+from rescene.cli.live import watch
+from rescene.cli.running import print_summary
+from rescene.config import Resolved, resolve
+from rescene.errors import ConfigError, ResceneError
+from rescene.methods import method_names
+from rescene.methods.registry import ORDER
+from rescene.report import write_report
+
+REFERENCES = ("joint", "local", "raw-upload")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a sweep."""
+
+    overrides: tuple[str, ...]
+    resolved: Resolved
+    folder: Path
+
+    @property
+    def done(self) -> bool:
+        return (self.folder / "results.json").is_file()
+
+
+def run_sweep(
+    recipe: str, overrides: list[str], seeds: str, out: Path | None, plan: bool, quiet: bool, as_json: bool
+) -> int:
+    """Run every cell that is not done; a cell that fails is listed and the rest goes on. Returns the number that failed."""
+    cells = grid(recipe, overrides, seeds, out)
+    rows = [
+        {"cell": " ".join(c.overrides), "folder": str(c.folder), "state": "done" if c.done else "to run"} for c in cells
+    ]
+    if plan:
+        print_rows(rows, as_json)
+        return 0
+    results: list[Result] = []
+    failures: list[dict[str, Any]] = []
+    for number, cell in enumerate(cells, start=1):
+        if not quiet:
+            state = "done before" if cell.done else ""
+            print(f"[{number}/{len(cells)}] {' '.join(cell.overrides)} {state}", file=sys.stderr)
+        try:
+            with watch(quiet or as_json) as progress:
+                results.append(execute(cell.resolved, cell.folder, progress))
+        except ResceneError as error:
+            failures.append(
+                {"cell": " ".join(cell.overrides), "error": f"[{error.code}] {error.what}", "fix": error.fix or ""}
+            )
+    if as_json:
+        print_rows([{"folder": str(r.folder), **_headline(r)} for r in results], as_json=True)
+    elif results:
+        page = write_report([result.folder for result in results], _common(cells) / "report.html")
+        print_summary(results, page)
+    if failures:
+        print_rows(failures)
+    return len(failures)
+
+
+def grid(recipe: str, overrides: list[str], seeds: str, out: Path | None) -> list[Cell]:
+    """Every combination of comma-separated values; ``method=all`` stands for the ten methods and the reference lines."""
+    axes = [_axis(text) for text in overrides] + [[f"seed={seed.strip()}" for seed in seeds.split(",")]]
+    cells = []
+    for combination in itertools.product(*axes):
+        resolved = resolve(recipe, combination)
+        folder = default_folder(resolved)
+        cells.append(Cell(combination, resolved, out / folder.name if out else folder))
+    return cells
+
+
+def _axis(text: str) -> list[str]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError(
+            "E106", f"cannot read the override {text!r}", why="overrides look like key=value or key=a,b,c"
+        )
+    if key in ("method", "method.name") and value == "all":
+        known = method_names()
+        return [f"{key}={name}" for name in (*ORDER, *REFERENCES) if name in known]
+    return [f"{key}={part}" for part in _split(value)]
+
+
+def _split(value: str) -> list[str]:
+    """Commas separate values except inside brackets: [a,b],[c] are two."""
+    parts, depth = [""], 0
+    for character in value:
+        depth += (character in "[{") - (character in "]}")
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts
+
+
+def _common(cells: list[Cell]) -> Path:
+    return cells[0].folder.parent
+
+
+def _headline(result: Result) -> dict[str, Any]:
+    keys = ("method", "seed", "aa", "aia", "old", "recent", "forgetting")
+    leakage = result.values["leakage"] or {}
+    return {key: result.values[key] for key in keys} | {"near_copies": leakage.get("near_copies")}
