@@ -100,18 +100,26 @@ def bench_condensation(real_batch: str) -> dict[str, Any]:
     rngs = [Rng(0).at(k) for k in range(10)]
     ours = best_of(3, lambda: condense(net, shards, rngs, experiment.method, 1))
     plain = best_of(2, lambda: one_at_a_time(net, shards, experiment.method, 1))
-    return {"ours_s": ours, "one_at_a_time_s": plain, "ratio": plain / ours, "goal": 1.5 if real_batch == "ipc" else 1.0}
+    return {
+        "ours_s": ours,
+        "one_at_a_time_s": plain,
+        "ratio": plain / ours,
+        "goal": 1.5 if real_batch == "ipc" else 1.0,
+    }
 
 
 def bench_demo() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         begin = time.perf_counter()
-        subprocess.run([sys.executable, "-m", "rescene", "demo", "--out", folder, "-q"], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            [sys.executable, "-m", "rescene", "demo", "--out", folder, "-q"], check=True, stdout=subprocess.DEVNULL
+        )
         wall = time.perf_counter() - begin
         timings = {m: json.loads((Path(folder) / m / "timing.json").read_text()) for m in ("fedavg", "rescene")}
         accuracy = {m: json.loads((Path(folder) / m / "results.json").read_text())["aa"] for m in ("fedavg", "rescene")}
     outside = {
-        m: 1 - sum(t["phases"].get(p, 0.0) for p in ("client", "server", "evaluate")) / t["total_s"] for m, t in timings.items()
+        m: 1 - sum(t["phases"].get(p, 0.0) for p in ("client", "server", "evaluate")) / t["total_s"]
+        for m, t in timings.items()
     }
     memory = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e6
     return {

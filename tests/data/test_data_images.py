@@ -48,7 +48,7 @@ def augment_slowly(transform: Transform, x: torch.Tensor, generator: torch.Gener
     """Picture by picture, pixel by pixel, from the same draws."""
     n, _, height, width = x.shape
     offsets = torch.randint(2 * transform.pad + 1, (2, n), generator=generator)
-    mirror = torch.rand(n, generator=generator) < 0.5
+    mirror = torch.randint(2, (n,), generator=generator)
     out = torch.empty_like(x)
     for i in range(n):
         for row in range(height):

@@ -80,9 +80,7 @@ def test_first_step_is_the_clipped_gradient_of_eq_1(tiny_world):
     (made,) = condense(net, [shard], [Rng(3)], settings, noise_seed=0)
     x = made.start.clone().requires_grad_(True)
     real = shard.pictures(shard.index)
-    loss = sum(
-        (f(x).mean(dim=0) - f(real).mean(dim=0).detach()).square().sum() for f in (net.features, net)
-    )
+    loss = sum((f(x).mean(dim=0) - f(real).mean(dim=0).detach()).square().sum() for f in (net.features, net))
     (g,) = torch.autograd.grad(loss, x)
     expected = made.start - 0.7 * g * min(1.0, 0.01 / float(g.norm()))
     assert float(g.norm()) > 0.01
@@ -107,7 +105,9 @@ def test_a_client_without_images_sends_nothing(tiny_world):
     from dataclasses import replace
 
     empty = replace(tiny_world["shards"][0], index=torch.zeros(0, dtype=torch.long))
-    first, second = condense(tiny_world["net"], [empty, tiny_world["shards"][2]], [Rng(0), Rng(1)], SETTINGS, noise_seed=0)
+    first, second = condense(
+        tiny_world["net"], [empty, tiny_world["shards"][2]], [Rng(0), Rng(1)], SETTINGS, noise_seed=0
+    )
     assert len(first.labels) == 0 and first.images.shape == (0, 3, 16, 16)
     assert len(second.labels) > 0
 

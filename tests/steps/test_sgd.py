@@ -16,7 +16,15 @@ def test_steps_of_gradient_descent_by_hand():
     net = nn.Linear(1, 1, bias=False)
     nn.init.constant_(net.weight, 1.0)
     batch = Batch(torch.ones(2, 1), torch.zeros(2, 1), torch.arange(2))
-    fit(net, lambda: torch.arange(2), lambda i: batch, lambda n, b: (n(b.x) - b.y).square().mean(), PLAIN, epochs=2, cosine=True)
+    fit(
+        net,
+        lambda: torch.arange(2),
+        lambda i: batch,
+        lambda n, b: (n(b.x) - b.y).square().mean(),
+        PLAIN,
+        epochs=2,
+        cosine=True,
+    )
     assert abs(net.weight.item() - (1 - 0.2) * (1 - 0.1)) < 1e-6
 
 

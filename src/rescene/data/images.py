@@ -78,16 +78,23 @@ class Transform:
         return values.round().clamp(0, 255).to(torch.uint8)
 
     def augment(self, x: Tensor, generator: torch.Generator) -> Tensor:
-        """Random crop of the picture padded with black, then a mirror image or not; normalised [n, 3, H, W] in and out.
+        """Random crop of the picture padded with black, then a mirror image or not; normalised [n, 3, H, W] in and out."""
+        return self.apply(x, self.draw(len(x), generator))
 
-        Each picture has its own offset (0..2*pad in both directions) and its own coin; ``pad=0`` only mirrors. The
-        draws come from the generator's device, so that a CPU generator gives the same crops on every device.
+    def draw(self, n: int, generator: torch.Generator) -> Tensor:
+        """What happens to each of ``n`` pictures: int64 [3, n] on the generator's device: down, right (0..2*pad), mirror (0, 1).
+
+        A CPU generator gives the same draws for every device; ``pad=0`` only mirrors.
         """
-        n = len(x)
-        offsets = torch.randint(2 * self.pad + 1, (2, n), generator=generator, device=generator.device).to(x.device)
-        mirror = (torch.rand(n, generator=generator, device=generator.device) < 0.5).to(x.device)
-        cropped = self._crop(x, offsets) if self.pad else x
-        return torch.where(mirror[:, None, None, None], cropped.flip(-1), cropped)
+        offsets = torch.randint(2 * self.pad + 1, (2, n), generator=generator, device=generator.device)
+        mirror = torch.randint(2, (1, n), generator=generator, device=generator.device)
+        return torch.cat([offsets, mirror])
+
+    def apply(self, x: Tensor, draws: Tensor) -> Tensor:
+        """Crop and mirror normalised pictures [n, 3, H, W] as drawn [3, n]."""
+        draws = draws.to(x.device)
+        cropped = self._crop(x, draws[:2]) if self.pad else x
+        return torch.where(draws[2].bool()[:, None, None, None], cropped.flip(-1), cropped)
 
     def _crop(self, x: Tensor, offsets: Tensor) -> Tensor:
         """Window of x's own size at ``offsets`` [2, n] (down, right) of each padded picture."""

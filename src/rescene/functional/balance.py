@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_EXCLUDED = -1e9  # finite, so that no NaN can arise; its softmax is exactly 0
+EXCLUDED = -1e9  # finite, so that no NaN can arise; its softmax is exactly 0
 
 
 def sampling_probabilities(counts: Tensor, alpha: float) -> Tensor:
@@ -24,6 +24,12 @@ def sampling_probabilities(counts: Tensor, alpha: float) -> Tensor:
     return weights / weights.sum().clamp(min=1e-30)
 
 
+def log_prior(counts: Tensor) -> Tensor:
+    """log pi_c; for an empty class a large negative number, which the caller leaves out of the softmax."""
+    counts = counts.float()
+    return (counts / counts.sum().clamp(min=1e-30)).clamp(min=1e-30).log()
+
+
 def logit_adjusted_cross_entropy(
     logits: Tensor, labels: Tensor, counts: Tensor, tau: float, masked: Tensor | None = None
 ) -> Tensor:
@@ -34,10 +40,9 @@ def logit_adjusted_cross_entropy(
     plain cross-entropy over all logits, empty classes included.
     """
     if tau > 0:
-        counts = counts.to(logits)
-        prior = counts / counts.sum().clamp(min=1e-30)
-        logits = logits + tau * prior.clamp(min=1e-30).log()
-        masked = counts == 0 if masked is None else masked | (counts == 0)
+        logits = logits + tau * log_prior(counts).to(logits)
+        empty = (counts == 0).to(logits.device)
+        masked = empty if masked is None else masked | empty
     if masked is not None:
-        logits = logits.masked_fill(masked, _EXCLUDED)
+        logits = logits.masked_fill(masked, EXCLUDED)
     return F.cross_entropy(logits, labels)

@@ -46,6 +46,7 @@ class Condensation(Hyperparameters):
     surrogates_per_class: Literal["half", "min", "fixed"] = hyper(
         "half", "-", "[ours]", "of n images: min(IPC, n//2), min(IPC, n), or always IPC (drawn with replacement)"
     )
+    precision: Literal["float32", "bfloat16"] = hyper("float32", "-", "[ours]", "arithmetic of the network on a GPU")
     literal: bool = hyper(False, "-", "Eq. 1", "the paper's printed form: no clip, min(IPC, n) surrogates")
 
     @model_validator(mode="before")
@@ -171,9 +172,11 @@ def _descend(
     theta = [p.detach().clone() for p in parameters]
     noise = seeded_generator(noise_seed, device)
     net.eval().requires_grad_(False)
+    if device.type == "cuda":
+        net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     for step in range(settings.num_steps):
         _assign(parameters, move(theta, noise) if move else perturbed(theta, settings.radius, noise))
-        real = _real_means(net, shard, groups, step)
+        real = _real_means(net, shard, groups, step, settings)
         losses, gradient = _loss_and_gradient(net, pixels, owner, real, settings, labels, term)
         if settings.clip is not None:
             gradient = clip_groups(gradient, owner, len(groups), settings.clip)
@@ -190,17 +193,23 @@ def _assign(parameters: list[nn.Parameter], values: Sequence[Tensor]) -> None:
         parameter.copy_(value)
 
 
-def _embedding(net: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    features = net.features(x)  # type: ignore[operator]
-    return features, net.head(features)  # type: ignore[operator]
+def _embedding(net: nn.Module, x: Tensor, settings: Condensation) -> tuple[Tensor, Tensor]:
+    """(features, logits) in float32; half precision inside the network only on a GPU and only on request."""
+    half = x.is_cuda and settings.precision == "bfloat16"
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=half, cache_enabled=False):
+        features = net.features(x)  # type: ignore[operator]
+        logits = net.head(features)  # type: ignore[operator]
+    return features.float(), logits.float()
 
 
 @torch.no_grad()
-def _real_means(net: nn.Module, shard: Shard, groups: list[_Group], step: int) -> tuple[Tensor, Tensor]:
+def _real_means(
+    net: nn.Module, shard: Shard, groups: list[_Group], step: int, settings: Condensation
+) -> tuple[Tensor, Tensor]:
     """Mean features and mean logits of each group's real minibatch of this step, in chunks."""
     members = [g.members if g.batches is None else g.members[g.batches[step]] for g in groups]
     owner = torch.repeat_interleave(torch.arange(len(groups)), torch.tensor([len(m) for m in members]))
-    parts = [_embedding(net, shard.pictures(chunk)) for chunk in torch.cat(members).split(CHUNK)]
+    parts = [_embedding(net, shard.pictures(chunk), settings) for chunk in torch.cat(members).split(CHUNK)]
     owner = owner.to(shard.device)
     features, logits = (torch.cat(part) for part in zip(*parts, strict=True))
     return group_means(features, owner, len(groups)), group_means(logits, owner, len(groups))
@@ -219,7 +228,7 @@ def _loss_and_gradient(
     losses, gradients = [], []
     for first, last, rows in _chunks_of_groups(owner, len(real[0])):
         x = pixels[rows].detach().requires_grad_(True)
-        features, logits = _embedding(net, x)
+        features, logits = _embedding(net, x, settings)
         local = owner[rows] - first
         loss = matching_loss(group_means(features, local, last - first), real[0][first:last], settings.reduction)
         means = group_means(logits, local, last - first)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +43,15 @@ class Training(Hyperparameters):
     lr: float = hyper(0.01, "eta", "App. A", "learning rate; cosine-annealed within a round on the server", gt=0)
     momentum: float = hyper(0.9, "-", "App. A", "SGD momentum", ge=0, lt=1)
     weight_decay: float = hyper(5e-4, "-", "App. A", "SGD weight decay", ge=0)
+    precision: Literal["auto", "float32", "bfloat16"] = hyper(
+        "auto", "-", "[ours]", "server arithmetic; auto is bfloat16 on a GPU and float32 on a CPU"
+    )
     augment: bool = hyper(True, "-", "App. A", "random crop and horizontal flip, on clients and (ours) on the server")
+
+
+def cosine_rate(lr: float, epoch: int, epochs: int) -> float:
+    """Annealed from lr towards 0 over the epochs of one round (App. A)."""
+    return lr * 0.5 * (1 + math.cos(math.pi * epoch / epochs))
 
 
 def cross_entropy(net: nn.Module, batch: Batch) -> Tensor:
@@ -65,7 +74,7 @@ def fit(
     total, count = 0.0, 0
     for epoch in range(epochs):
         if cosine:
-            optimiser.param_groups[0]["lr"] = settings.lr * 0.5 * (1 + math.cos(math.pi * epoch / epochs))
+            optimiser.param_groups[0]["lr"] = cosine_rate(settings.lr, epoch, epochs)
         losses = []
         batches = plan().split(settings.batch_size)
         net.train(len(batches[0]) > 1)
@@ -103,6 +112,43 @@ def fit_shard(
     return fit(net, plan, fetch, loss, settings, epochs=settings.local_epochs)
 
 
+@dataclass
+class PoolEpochs:
+    """What the server trains on, and the draws of one epoch after the other: which images, in which order, cropped how.
+
+    alpha < 1 draws |pool| images per epoch with replacement so that class c appears with probability q_c; alpha = 1 is a
+    plain shuffled epoch. The draws of an epoch are made at once, so they do not depend on how batches are processed.
+    """
+
+    images: Tensor  # normalised
+    labels: Tensor
+    num_classes: int
+    alpha: float
+    transform: Transform
+    augment: bool
+    generator: torch.Generator
+
+    def __post_init__(self) -> None:
+        self.counts = torch.bincount(self.labels, minlength=self.num_classes)
+        share = sampling_probabilities(self.counts, self.alpha) / self.counts.clamp(min=1)
+        self.weights = share[self.labels].to(self.generator.device)
+
+    def draw(self) -> tuple[Tensor, Tensor | None]:
+        """(order [n] into the pool, crops [3, n] or None) of the next epoch, on the pool's device."""
+        n, device = len(self.labels), self.generator.device
+        if self.alpha == 1.0:
+            order = torch.randperm(n, generator=self.generator, device=device)
+        else:
+            order = torch.multinomial(self.weights, n, replacement=True, generator=self.generator)
+        crops = self.transform.draw(n, self.generator).to(self.images.device) if self.augment else None
+        return order.to(self.images.device), crops
+
+
+def fit_pool_is_captured(images: Tensor, labels: Tensor, settings: Training) -> bool:
+    """A CUDA graph pays on a GPU, for at least one whole batch."""
+    return images.is_cuda and len(labels) >= settings.batch_size
+
+
 def fit_pool(
     net: nn.Module,
     images: Tensor,
@@ -117,24 +163,27 @@ def fit_pool(
 ) -> float:
     """Server training on a pool of normalised images for E_srv epochs; returns the last mean loss (Sec. 3.4).
 
-    alpha < 1 draws |pool| images per epoch with replacement so that class c appears with probability q_c; alpha = 1 is a
-    plain shuffled epoch. tau > 0 adds tau log pi to the logits and leaves out classes the pool does not hold.
+    tau > 0 adds tau log pi to the logits and leaves out classes the pool does not hold. On a GPU the step is replayed as
+    a CUDA graph; elsewhere, and where capture is refused, it runs as written here.
     """
-    counts = torch.bincount(labels, minlength=num_classes)
-    weights = (sampling_probabilities(counts, alpha) / counts.clamp(min=1))[labels].to(generator.device)
+    epochs = PoolEpochs(images, labels, num_classes, alpha, transform, settings.augment, generator)
+    if fit_pool_is_captured(images, labels, settings):
+        from rescene.steps.captured import fit_captured
+
+        return fit_captured(net, epochs, settings, tau)
+    order, crops = torch.zeros(0), None
 
     def plan() -> Tensor:
-        if alpha == 1.0:
-            drawn = torch.randperm(len(labels), generator=generator, device=generator.device)
-        else:
-            drawn = torch.multinomial(weights, len(labels), replacement=True, generator=generator)
-        return drawn.to(labels.device)
+        nonlocal order, crops
+        order, crops = epochs.draw()
+        return torch.arange(len(order), device=order.device)
 
-    def fetch(index: Tensor) -> Batch:
+    def fetch(place: Tensor) -> Batch:
+        index = order[place]
         x = images[index]
-        return Batch(transform.augment(x, generator) if settings.augment else x, labels[index], index)
+        return Batch(x if crops is None else transform.apply(x, crops[:, place]), labels[index], index)
 
     def loss(net: nn.Module, batch: Batch) -> Tensor:
-        return logit_adjusted_cross_entropy(net(batch.x), batch.y, counts, tau)
+        return logit_adjusted_cross_entropy(net(batch.x), batch.y, epochs.counts, tau)
 
     return fit(net, plan, fetch, loss, settings, epochs=settings.server_epochs, cosine=True)
