@@ -344,7 +344,7 @@ def final(result):
 
 def test_fedaf_without_its_terms_is_feddm(tmp_path, image_folder):
     """methods.md 20.4: both weights 0, the ball drawn per step, and features only in FedDM."""
-    common = {**SMALL, "data.path": str(image_folder), "tasks.count": 2, "tasks.per_task": None}
+    common = {**SMALL, "data.path": str(image_folder), "tasks.count": 2, "tasks.per_task": None, "train.batch_size": 4}
     corner = {"method.cdc_weight": 0, "method.lgkm_weight": 0, "method.perturbation": "ball", "method.draw": "step"}
     ours = rescene.run("smoke", out=tmp_path / "a", method="fedaf", **common, **corner)
     theirs = rescene.run("smoke", out=tmp_path / "b", method="feddm", **common, **{"method.match_logits": False})

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -163,5 +163,12 @@ def _triple(values: Tensor) -> Channels:
 
 
 def _channels(values: Channels, like: Tensor) -> Tensor:
-    """[3, 1, 1] on ``like``'s device. Not cached: a tensor made in inference mode could not be used in training."""
-    return torch.tensor(values, dtype=torch.float32, device=like.device).view(3, 1, 1)
+    """Three numbers as [3, 1, 1] beside a batch of pictures on their device."""
+    return _constant(values, like.device)
+
+
+@lru_cache(maxsize=64)
+def _constant(values: Channels, device: torch.device) -> Tensor:
+    """Kept on the device: copying three numbers there for every batch would cost more than using them."""
+    with torch.inference_mode(False):  # it must serve training too, whoever asks first
+        return torch.tensor(values, device=device).view(3, 1, 1)

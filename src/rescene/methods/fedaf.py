@@ -33,7 +33,7 @@ from rescene.record import Tree
 from rescene.rng import Rng, seeded_generator
 from rescene.steps import Batch, Surrogates, class_scores, condense, cross_entropy, fit
 from rescene.steps.condense import Move, Term
-from rescene.steps.sgd import Loss
+from rescene.steps.sgd import Loss, PoolEpochs
 
 
 @register
@@ -96,19 +96,35 @@ class FedAF(SurrogateMethod):
         if not senders:
             return state
         images, labels = (torch.cat([upload[key] for upload in senders]) for key in ("images", "labels"))
-        net, generator = federation.net(state.model), rng.at("sgd").generator(federation.device)
+        net, loss = federation.net(state.model), self._server_loss(list(uploads.values()))
+        final = self._fit(net, images, labels, federation, rng.at("sgd").generator(federation.device), loss)
+        return replace(state, model=weights_of(net), notes={"server_loss": final, "pool_size": len(labels)})
+
+    def _fit(
+        self,
+        net: nn.Module,
+        images: Tensor,
+        labels: Tensor,
+        federation: Federation,
+        generator: torch.Generator,
+        loss: Loss,
+    ) -> float:
+        """Server training with FedDM's draws and schedule, and a loss of our own."""
+        transform, num_classes = federation.transform, federation.task.num_seen
+        epochs = PoolEpochs(images, labels, num_classes, 1.0, transform, self.train.augment, generator)
+        order, crops = labels, None
 
         def plan() -> Tensor:
-            return torch.randperm(len(labels), generator=generator, device=generator.device).to(labels.device)
+            nonlocal order, crops
+            order, crops = epochs.draw()
+            return torch.arange(len(order), device=order.device)
 
-        def fetch(index: Tensor) -> Batch:
+        def fetch(place: Tensor) -> Batch:
+            index = order[place]
             x = images[index]
-            x = federation.transform.augment(x, generator) if self.train.augment else x
-            return Batch(x, labels[index], index)
+            return Batch(x if crops is None else transform.apply(x, crops[:, place]), labels[index], index)
 
-        loss = self._server_loss(list(uploads.values()))
-        final = fit(net, plan, fetch, loss, self.train, epochs=self.train.server_epochs, cosine=True)
-        return replace(state, model=weights_of(net), notes={"server_loss": final, "pool_size": len(labels)})
+        return fit(net, plan, fetch, loss, self.train, epochs=self.train.server_epochs, cosine=True)
 
     def _perturbed(self, theta: Sequence[Tensor], noise: torch.Generator) -> list[Tensor]:
         return mixed(theta, self.mixing, noise) if self.perturbation == "mix" else perturbed(theta, self.radius, noise)
