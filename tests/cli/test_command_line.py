@@ -59,7 +59,9 @@ def test_recipe_files_in_three_formats(tmp_path):
 
 def test_mistakes_get_an_answer(tmp_path):
     fails("run", "dmeo", code=2, says=["unknown recipe 'dmeo'", "did you mean 'demo'"])
-    fails("run", "smoke", "method.buget=3", code=2, says=["unknown key 'method.buget'", "method.budget", "command line"])
+    fails(
+        "run", "smoke", "method.buget=3", code=2, says=["unknown key 'method.buget'", "method.budget", "command line"]
+    )
     fails("run", "smoke", "method=fedavgg", code=2, says=["unknown method", "did you mean 'fedavg'"])
     fails("run", "smoke", "federation.per_round=9", code=2, says=["federation.per_round", "num_clients has only 4"])
     fails("run", "smoke", "method.budget=0", code=2, says=["method.budget = 0", "greater than or equal to 1"])
@@ -107,7 +109,10 @@ def test_an_unreadable_image_is_named_and_skipped_only_on_request(tmp_path, imag
 
 def test_runs_and_reports(tmp_path):
     for seed in (0, 1):
-        assert invoke(app, ["run", "smoke", *TINY, f"seed={seed}", "--out", str(tmp_path / f"s{seed}"), "-q"]).exit_code == 0
+        assert (
+            invoke(app, ["run", "smoke", *TINY, f"seed={seed}", "--out", str(tmp_path / f"s{seed}"), "-q"]).exit_code
+            == 0
+        )
     rows = json.loads(invoke(app, ["runs", str(tmp_path), "--json"]).output)
     assert [row["state"] for row in rows] == ["done", "done"] and all(row["aa"] is not None for row in rows)
     assert invoke(app, ["report", str(tmp_path), "--out", str(tmp_path / "page.html")]).exit_code == 0
@@ -127,7 +132,17 @@ def test_doctor_and_data():
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_politely_and_the_run_can_go_on(tmp_path, number, code):
     folder = tmp_path / "r"
-    command = [sys.executable, "-m", "rescene", "run", "smoke", "federation.num_rounds=50", *TINY[:2], "--out", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "rescene",
+        "run",
+        "smoke",
+        "federation.num_rounds=50",
+        *TINY[:2],
+        "--out",
+        str(folder),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     while process.poll() is None and len(list((folder / "checkpoints").glob("step-*"))) < 2:

@@ -50,7 +50,9 @@ def test_damage_anywhere_is_noticed_and_the_one_before_stands_in(tmp_path, kind,
     saved(tmp_path)
     newest = tmp_path / "step-000003.json"
     if kind == "chunk":  # the model of the newest checkpoint, which the one before does not use
-        own = set(json.loads(newest.read_text())["chunks"]) - set(json.loads((tmp_path / "step-000002.json").read_text())["chunks"])
+        own = set(json.loads(newest.read_text())["chunks"]) - set(
+            json.loads((tmp_path / "step-000002.json").read_text())["chunks"]
+        )
         target = next(tmp_path / f"chunk-{d[:32]}.safetensors" for d in own)
     else:
         target = newest

@@ -25,7 +25,9 @@ SMALL = {"federation.num_clients": 4, "federation.per_round": 2, "federation.num
 
 
 def run(folder, **more):
-    return rescene.run("smoke", out=folder, **{**SMALL, **{key.replace("__", "."): value for key, value in more.items()}})
+    return rescene.run(
+        "smoke", out=folder, **{**SMALL, **{key.replace("__", "."): value for key, value in more.items()}}
+    )
 
 
 def model(result):
@@ -70,7 +72,13 @@ def test_nominal_bytes_are_those_of_the_paper():
 
     megabytes = [surrogate_upload_bytes(*setting) / 1e6 for setting in [(2, 10, 32), (10, 10, 32), (20, 10, 64)]]
     assert [f"{value:.2f}" for value in megabytes] == ["0.25", "1.23", "9.83"]
-    nets = [("resnet18", 32, 10), ("resnet18", 32, 100), ("resnet18", 64, 200), ("resnet50", 32, 100), ("vit-small", 32, 100)]
+    nets = [
+        ("resnet18", 32, 10),
+        ("resnet18", 32, 100),
+        ("resnet18", 64, 200),
+        ("resnet50", 32, 100),
+        ("vit-small", 32, 100),
+    ]
     sizes = [state_bytes(Arch(name, size).skeleton(classes).state_dict()) / 1e6 for name, size, classes in nets]
     assert [f"{value:.2f}" for value in sizes] == ["44.73", "44.92", "45.12", "95.03", "85.51"]
 
@@ -89,9 +97,7 @@ def test_a_window_of_all_rounds_is_full_pool_herding(tmp_path):
 
 
 def test_rescene_without_memory_is_feddm(tmp_path):
-    forgetful = run(
-        tmp_path / "a", method__accumulate=False, method__buffer="none", method__alpha=1.0, method__tau=0.0
-    )
+    forgetful = run(tmp_path / "a", method__accumulate=False, method__buffer="none", method__alpha=1.0, method__tau=0.0)
     feddm = run(tmp_path / "b", method="feddm")
     assert same(model(forgetful), model(feddm))
 
@@ -123,7 +129,14 @@ def test_one_by_one_agrees_with_batched(tmp_path):
 
 
 def test_all_methods_meet_the_same_sites_and_split(tmp_path):
-    a, b = run(tmp_path / "a"), rescene.run("smoke", out=tmp_path / "b", **{**{k: v for k, v in SMALL.items() if not k.startswith("method.")}, "method": "fedavg"})
+    a, b = (
+        run(tmp_path / "a"),
+        rescene.run(
+            "smoke",
+            out=tmp_path / "b",
+            **{**{k: v for k, v in SMALL.items() if not k.startswith("method.")}, "method": "fedavg"},
+        ),
+    )
     assert (a.folder / "partition.json").read_text() == (b.folder / "partition.json").read_text()
     assert (a.folder / "csv/participation.csv").read_text() == (b.folder / "csv/participation.csv").read_text()
 
@@ -288,3 +301,34 @@ def test_bad_recipes_are_refused_before_anything_happens(tmp_path):
             run(tmp_path / "r", **{key: value})
         assert caught.value.exit_code == 2 and key.split(".")[-1] in str(caught.value)
     assert not (tmp_path / "r").exists()
+
+
+def test_flops_are_counted_inside_vmap():
+    from rescene.engine.ledger import FlopMeter
+    from rescene.nets import Arch, forward_flops
+
+    arch = Arch("convnet", 16, "group", 4)
+    meter = FlopMeter(arch)
+    net = meter.attach(arch.build(2), 2)
+    x = torch.randn(6, 3, 16, 16)
+    with torch.no_grad():
+        net(x)
+        torch.func.vmap(lambda one: net(one[None]))(x)
+    assert meter.flops["server"] == 12 * forward_flops(arch, 2)
+
+
+def test_numbers_that_are_not_finite_are_left_out(tmp_path):
+    result = rescene.run("smoke", out=tmp_path / "r", **{**FRAGILE, "method": "spoiled"})
+    assert result.values["events_summary"]["client_failures"] == 2
+    assert "E322" in (result.folder / "events.jsonl").read_text()
+
+
+@register
+class Spoiled(Fragile):
+    """One site sends NaN."""
+
+    name: ClassVar[str] = "spoiled"
+
+    def client_round(self, payload, shard, client_state, rng):
+        spoiled = int(shard.task.train[0]) in shard.index.tolist()
+        return {"value": torch.tensor(math.nan if spoiled else 1.0)}, client_state

@@ -46,13 +46,17 @@ def test_an_empty_class_is_excluded_when_adjusting_and_gets_no_gradient():
     value = logit_adjusted_cross_entropy(logits, torch.tensor([0]), torch.tensor([4, 4, 0]), 1.0)
     value.backward()
     # with equal counts of the other two the adjustment is a constant: plain CE over the first two logits
-    assert value.item() == pytest.approx(F.cross_entropy(torch.tensor([[0.3, -0.2]]), torch.tensor([0])).item(), abs=1e-6)
+    assert value.item() == pytest.approx(
+        F.cross_entropy(torch.tensor([[0.3, -0.2]]), torch.tensor([0])).item(), abs=1e-6
+    )
     assert logits.grad[0, 2] == 0 and torch.isfinite(logits.grad).all()
 
 
 def test_a_mask_excludes_without_adjustment():
     logits = torch.tensor([[1.0, 2.0, 3.0]])
-    value = logit_adjusted_cross_entropy(logits, torch.tensor([0]), torch.tensor([1, 1, 1]), 0.0, torch.tensor([False, False, True]))
+    value = logit_adjusted_cross_entropy(
+        logits, torch.tensor([0]), torch.tensor([1, 1, 1]), 0.0, torch.tensor([False, False, True])
+    )
     assert value.item() == pytest.approx(F.cross_entropy(logits[:, :2], torch.tensor([0])).item(), abs=1e-6)
 
 
@@ -105,7 +109,10 @@ def test_perturbation_by_radius_zero_is_the_identity():
 
 
 def test_average_by_hand_and_integer_entries_stay_integers():
-    states = [{"w": torch.tensor([1.0, 0.0]), "n": torch.tensor(3)}, {"w": torch.tensor([4.0, 8.0]), "n": torch.tensor(7)}]
+    states = [
+        {"w": torch.tensor([1.0, 0.0]), "n": torch.tensor(3)},
+        {"w": torch.tensor([4.0, 8.0]), "n": torch.tensor(7)},
+    ]
     average = weighted_average(states, [1, 3])
     assert average["w"].tolist() == [3.25, 6.0]
     assert average["n"].item() == 7 and average["n"].dtype == torch.long

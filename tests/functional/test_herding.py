@@ -96,7 +96,9 @@ def test_window_of_the_paper_is_fifteen_of_twenty_rounds():
     assert window.sum() == 15 and window.tolist() == [False] * 5 + [True] * 15
 
 
-@pytest.mark.parametrize(("fraction", "rounds", "width"), [(0.3, 10, 3), (0.1, 30, 3), (0.7, 10, 7), (0.01, 20, 1), (1.0, 3, 3)])
+@pytest.mark.parametrize(
+    ("fraction", "rounds", "width"), [(0.3, 10, 3), (0.1, 30, 3), (0.7, 10, 7), (0.01, 20, 1), (1.0, 3, 3)]
+)
 def test_window_width_is_an_exact_ceiling(fraction, rounds, width):
     # .3 * 10 and .1 * 30 lie just above the integer in floating point; the ceiling must not
     assert int(recent_window(torch.arange(1, rounds + 1), rounds, fraction).sum()) == width

@@ -27,11 +27,15 @@ def test_by_hand():
 
 def test_unequal_tasks_weigh_by_test_size():
     assert average_accuracy(MATRIX, [100, 100, 200]) == pytest.approx((60 + 85 + 2 * 95) / 4)
-    assert average_incremental_accuracy(MATRIX, [100, 300, 0]) == pytest.approx((90 + (70 + 240) / 4 + (60 + 255) / 4) / 3)
+    assert average_incremental_accuracy(MATRIX, [100, 300, 0]) == pytest.approx(
+        (90 + (70 + 240) / 4 + (60 + 255) / 4) / 3
+    )
 
 
 def test_one_task():
-    assert average_accuracy([[50.0]]) == 50.0 and forgetting([[50.0]]) == 0.0 and old_and_recent([[50.0]]) == (50.0, 50.0)
+    assert (
+        average_accuracy([[50.0]]) == 50.0 and forgetting([[50.0]]) == 0.0 and old_and_recent([[50.0]]) == (50.0, 50.0)
+    )
 
 
 def test_null_stands_for_nan():
@@ -46,7 +50,11 @@ def test_a_matrix_is_square(bad):
 
 @pytest.mark.parametrize(
     ("row", "aa"),  # final per-task accuracies and AA as printed for CIFAR-10 (per-task table, main table)
-    [([75.3, 36.2, 52.1, 70.5, 74.8], 61.78), ([77.4, 43.9, 57.8, 74.4, 86.3], 67.96), ([23.4, 17.9, 50.9, 80.5, 80.9], 50.73)],
+    [
+        ([75.3, 36.2, 52.1, 70.5, 74.8], 61.78),
+        ([77.4, 43.9, 57.8, 74.4, 86.3], 67.96),
+        ([23.4, 17.9, 50.9, 80.5, 80.9], 50.73),
+    ],
 )
 def test_rows_of_the_paper_average_to_its_aa(row, aa):
     matrix = [[NAN] * 5 for _ in range(4)] + [row]

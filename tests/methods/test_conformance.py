@@ -15,8 +15,15 @@ SMALL = {
     "feddm": SURROGATES,
     "fedaf": SURROGATES,
     "raw-upload": {"ipc": 2, "budget": 3},
-    "target": {"synthesis_rounds": 3, "synthesis_batch": 8, "warmup_rounds": 1, "student_steps": 2, "generator_steps": 2,
-               "latent_size": 8, "generator_width": 8},
+    "target": {
+        "synthesis_rounds": 3,
+        "synthesis_batch": 8,
+        "warmup_rounds": 1,
+        "student_steps": 2,
+        "generator_steps": 2,
+        "latent_size": 8,
+        "generator_width": 8,
+    },
     "glfc": {"num_inversions": 2, "inversion_steps": 2, "num_iterates": 2, "num_perturbations": 2, "num_exemplars": 3},
     "fedcbdr": {"budget": 4},
     "refed": {"storage": 16, "pim_epochs": 2},
@@ -29,7 +36,7 @@ def build(name):
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-@pytest.mark.parametrize("name", [n for n in method_names() if n not in ("fragile",)])
+@pytest.mark.parametrize("name", [n for n in method_names() if n not in ("fragile", "spoiled")])
 def test_method_conforms(name, check):
     check(build(name))
 

@@ -19,7 +19,9 @@ class DataSection(Section):
     path: str | None = Field(None, description="folder or file that holds the images")
     image_size: int | None = Field(None, ge=8, description="side in pixels; other sizes are resized")
     test_fraction: float = Field(0.2, gt=0, lt=1, description="held out per class where the data has no test split")
-    seed: int = Field(0, ge=0, description="chooses that hold-out; apart from the run's seed, so that runs stay comparable")
+    seed: int = Field(
+        0, ge=0, description="chooses that hold-out; apart from the run's seed, so that runs stay comparable"
+    )
     skip_unreadable: bool = Field(False, description="leave out images that cannot be read instead of stopping")
 
 

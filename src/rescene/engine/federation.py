@@ -14,7 +14,7 @@ from rescene.engine.ledger import Ledger
 from rescene.errors import ResceneError, RunError
 from rescene.methods import Method, Payload, Uploads
 from rescene.nets import Arch
-from rescene.record import Tree, check_tree
+from rescene.record import Tree, check_tree, tensors
 from rescene.rng import Rng
 
 Answer = tuple[Payload, Tree]
@@ -67,9 +67,18 @@ class InProcess:
         clients = sorted(clients)
         with self.ledger.meter.on("client"):
             answers = self._answers(clients, verb, payload, rng)
-        for client, (upload, state) in answers.items():
+        for client, (upload, state) in list(answers.items()):
             check_tree(upload, f"upload of client {client} to {verb}")
-            self.client_states[client] = state
+            if not _finite(upload):
+                self.note(
+                    "error",
+                    "E322",
+                    f"site {client} sent numbers that are not finite to {verb}; left out",
+                    client=client,
+                )
+                del answers[client]
+            else:
+                self.client_states[client] = state
         uploads = {client: upload for client, (upload, _) in answers.items()}
         up, down = self.ledger.exchange(verb, payload, list(uploads.values()), len(clients))
         self.traffic = [self.traffic[0] + up, self.traffic[1] + down]
@@ -122,6 +131,11 @@ class InProcess:
             why=f"payload {_describe(payload)}; images per class {counts}; state {_describe(self.client_states.get(client))}",
             fix="--debug shows the whole traceback",
         )
+
+
+def _finite(tree: Tree) -> bool:
+    """One NaN in one upload would poison an average for everybody."""
+    return all(bool(torch.isfinite(t).all()) for t in tensors(tree) if t.is_floating_point())
 
 
 def _first_line(error: BaseException) -> str:

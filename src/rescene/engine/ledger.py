@@ -41,7 +41,7 @@ class FlopMeter:
             passes = 1
             if torch.is_grad_enabled() and output.requires_grad:
                 passes += 2 if next(module.parameters()).requires_grad else 1
-            self.flops[self.side] += len(inputs[0]) * cost * passes
+            self.flops[self.side] += _num_images(inputs[0]) * cost * passes
 
         def count_training(num_images: int) -> None:
             """For steps that replay recorded work, which calls no hooks."""
@@ -50,6 +50,11 @@ class FlopMeter:
         net.body.register_forward_hook(count)  # type: ignore[union-attr]
         net.count_training = count_training  # type: ignore[assignment]
         return net
+
+
+def _num_images(x: Tensor) -> int:
+    """Images in a batch, also inside vmap, where a batch of n looks like a single image."""
+    return torch.func.debug_unwrap(x).numel() // x.shape[1:].numel()
 
 
 class Ledger:

@@ -13,9 +13,9 @@ from rescene import functional as fn
 from rescene.engine.experiment import Experiment
 from rescene.engine.ledger import Ledger
 from rescene.engine.nominal import nominal_cost
+from rescene.methods import Method
 
 SCHEMA = 1
-NO_IMAGES = "No images leave the sites, but model weights do; weights can be inverted and carry no formal guarantee."
 NO_GUARANTEE = "Not private: uploads carry no formal guarantee."
 
 
@@ -54,7 +54,7 @@ def results_of(experiment: Experiment, facts: dict[str, Any], ledger: Ledger) ->
             ],
             "cost": {"measured": ledger.measured(), "nominal": nominal_cost(experiment)},
             "leakage": leakage,
-            "privacy": {"private": False, "statement": _statement(leakage)},
+            "privacy": {"private": False, "statement": _statement(experiment.method, leakage)},
             "events_summary": {
                 "client_failures": facts["num_client_failures"],
                 "image_fallbacks": facts["num_fallbacks"],
@@ -121,9 +121,9 @@ def _leakage(per_task: list[dict[str, Any]]) -> dict[str, Any] | None:
     }
 
 
-def _statement(leakage: dict[str, Any] | None) -> str:
+def _statement(method: Method, leakage: dict[str, Any] | None) -> str:
     if leakage is None:
-        return NO_IMAGES
+        return f"{NO_GUARANTEE} What leaves a site: {method.leaves_site}."
     share = f"{100 * leakage['near_copies']:.0f} %"
     return f"{NO_GUARANTEE} {share} of the uploaded images are near-copies (PSNR > 30 dB) of a real training image."
 

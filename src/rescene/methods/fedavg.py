@@ -7,16 +7,15 @@ server: theta <- sum_k (n_k / sum n) theta_k
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import ClassVar, Literal
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rescene.data import Shard
-from rescene.functional import weighted_average
 from rescene.hyperparameters import hyper
-from rescene.methods.base import Federation, Method, ModelState, Payload, Uploads, weights_of
+from rescene.methods.averaging import AveragingMethod
+from rescene.methods.base import Payload, weights_of
 from rescene.methods.registry import register
 from rescene.record import Tree
 from rescene.rng import Rng
@@ -24,13 +23,11 @@ from rescene.steps import Batch, fit_shard
 
 
 @register
-class FedAvg(Method):
+class FedAvg(AveragingMethod):
     name: ClassVar[str] = "fedavg"
     title: ClassVar[str] = "FedAvg"
     paper: ClassVar[str] = "McMahan et al., AISTATS 2017"
-    leaves_site: ClassVar[str] = "model weights and the number of local images"
 
-    weighting: Literal["size", "uniform"] = hyper("size", "n_k", "[ours]", "weight of a client: its images, or equal")
     local_ce: Literal["all", "new"] = hyper(
         "all", "-", "[ours]", "cross-entropy over all seen classes, or this task's only"
     )
@@ -47,12 +44,3 @@ class FedAvg(Method):
         final = fit_shard(net, shard, self.train, rng.at("sgd").generator(shard.device), loss)
         upload = {"model": weights_of(net), "num_images": len(shard), "notes": {"local_loss": final}}
         return upload, client_state
-
-    def server_round(
-        self, state: ModelState, uploads: Uploads, round: int, federation: Federation, rng: Rng
-    ) -> ModelState:
-        senders = [upload for upload in uploads.values() if upload["num_images"] > 0]
-        if not senders:
-            return state
-        weights = [upload["num_images"] if self.weighting == "size" else 1 for upload in senders]
-        return replace(state, model=weighted_average([upload["model"] for upload in senders], weights))

@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rescene.data import Shard, Task
-from rescene.functional import weighted_average
 from rescene.functional.leverage import (
     Cut,
     class_cut,
@@ -35,7 +34,8 @@ from rescene.functional.leverage import (
 )
 from rescene.functional.temperature import grouped_cross_entropy, task_aware_logits
 from rescene.hyperparameters import hyper
-from rescene.methods.base import Federation, Method, ModelState, Payload, Uploads, weights_of
+from rescene.methods.averaging import AveragingMethod
+from rescene.methods.base import Federation, ModelState, Payload, Uploads, weights_of
 from rescene.methods.registry import register
 from rescene.record import Tree, record
 from rescene.rng import Rng, seeded_generator
@@ -53,7 +53,7 @@ class Memory:
 
 
 @register
-class FedCBDR(Method):
+class FedCBDR(AveragingMethod):
     name: ClassVar[str] = "fedcbdr"
     title: ClassVar[str] = "FedCBDR"
     paper: ClassVar[str] = "Qi et al., NeurIPS 2025"
@@ -73,7 +73,6 @@ class FedCBDR(Method):
     new_weight: float = hyper(0.8, "w_new", "App. A", "weight of the current images' mean loss", ge=0)
     form: Literal["gram", "svd"] = hyper("gram", "-", "[ours]", "second moments, or features and singular vectors")
     reweight: bool = hyper(False, "-", "[ours]", "weigh each exemplar's loss by sqrt(1 / (n_c p))")
-    weighting: Literal["size", "uniform"] = hyper("size", "n_k", "[ours]", "weight of a client: its images, or equal")
 
     def client_round(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
         memory = _memory(client_state, shard)
@@ -98,15 +97,6 @@ class FedCBDR(Method):
         final = fit_shard(net, mixed, self.train, rng.at("sgd").generator(shard.device), loss)
         notes = {"local_loss": final, "replay_size": len(memory.labels)}
         return {"model": weights_of(net), "num_images": len(mixed), "notes": notes}, client_state
-
-    def server_round(
-        self, state: ModelState, uploads: Uploads, round: int, federation: Federation, rng: Rng
-    ) -> ModelState:
-        senders = [upload for upload in uploads.values() if upload["num_images"] > 0]
-        if not senders:
-            return state
-        weights = [upload["num_images"] if self.weighting == "size" else 1 for upload in senders]
-        return replace(state, model=weighted_average([upload["model"] for upload in senders], weights))
 
     def end_task(self, state: ModelState, task: Task, federation: Federation, rng: Rng) -> ModelState:
         """Selection of exemplars on all clients; the model does not change. The server passes Q's seed on, nothing more."""

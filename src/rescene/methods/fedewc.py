@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from rescene.data import Shard, Task
-from rescene.functional import weighted_average
 from rescene.functional.fisher import blend_fisher, fisher_diagonal, quadratic_penalty
 from rescene.hyperparameters import hyper
-from rescene.methods.base import Federation, Method, Model, ModelState, Payload, Uploads, weights_of
+from rescene.methods.averaging import AveragingMethod
+from rescene.methods.base import Federation, Model, ModelState, Payload, weights_of
 from rescene.methods.registry import register
 from rescene.record import Tree, record
 from rescene.rng import Rng
@@ -52,11 +52,10 @@ NOTHING = Memory({}, {}, {})
 
 
 @register
-class FedEWC(Method):
+class FedEWC(AveragingMethod):
     name: ClassVar[str] = "fedewc"
     title: ClassVar[str] = "FedEWC"
     paper: ClassVar[str] = "Kirkpatrick et al., PNAS 2017"
-    leaves_site: ClassVar[str] = "model weights and the number of local images"
     remembers: ClassVar[str] = "importance of every weight (Fisher diagonal), and the weights it pulls back to"
 
     ewc_weight: float = hyper(1000.0, "lambda_EWC", "App. A", "weight of the penalty", ge=0)
@@ -75,7 +74,6 @@ class FedEWC(Method):
     local_ce: Literal["all", "new"] = hyper(
         "all", "-", "[ours]", "cross-entropy over all seen classes, or this task's only"
     )
-    weighting: Literal["size", "uniform"] = hyper("size", "n_k", "[ours]", "weight of a client: its images, or equal")
 
     def begin_task(self, state: ModelState, task: Task, federation: Federation, rng: Rng) -> ModelState:
         if task.index > 0 and self.anchor == "task_end":  # before the head grows: new rows have no anchor
@@ -111,15 +109,6 @@ class FedEWC(Method):
         notes = {"local_loss": final, "penalty": float(penalty().detach())}
         upload = {"model": weights_of(net), "num_images": len(shard), "notes": notes}
         return upload, self._remembered(memory, self._fisher(net, shard, rng.at("fisher")), net, shard.task)
-
-    def server_round(
-        self, state: ModelState, uploads: Uploads, round: int, federation: Federation, rng: Rng
-    ) -> ModelState:
-        senders = [upload for upload in uploads.values() if upload["num_images"] > 0]
-        if not senders:
-            return state
-        weights = [upload["num_images"] if self.weighting == "size" else 1 for upload in senders]
-        return replace(state, model=weighted_average([upload["model"] for upload in senders], weights))
 
     def _task_loss(self, logits: Tensor, labels: Tensor, task: Task) -> Tensor:
         first = min(task.classes) if self.local_ce == "new" else 0

@@ -11,7 +11,6 @@ each round:
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import ClassVar, Literal
 
 import torch
@@ -19,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rescene.data import Shard, Task
-from rescene.functional import weighted_average
 from rescene.functional.distillation import distillation_loss
 from rescene.hyperparameters import hyper
-from rescene.methods.base import Federation, Method, ModelState, Payload, Uploads, weights_of
+from rescene.methods.averaging import AveragingMethod
+from rescene.methods.base import Federation, ModelState, Payload, weights_of
 from rescene.methods.registry import register
 from rescene.record import Tree
 from rescene.rng import Rng
@@ -30,11 +29,10 @@ from rescene.steps import Batch, fit_shard
 
 
 @register
-class FedLwF(Method):
+class FedLwF(AveragingMethod):
     name: ClassVar[str] = "fedlwf"
     title: ClassVar[str] = "FedLwF"
     paper: ClassVar[str] = "Li and Hoiem, TPAMI 2018"
-    leaves_site: ClassVar[str] = "model weights and the number of local images"
     remembers: ClassVar[str] = "the global model of the previous task, as a teacher"
 
     kd_weight: float = hyper(3.0, "lambda_KD", "App. A", "weight of the distillation loss", ge=0)
@@ -43,7 +41,6 @@ class FedLwF(Method):
     local_ce: Literal["new", "all"] = hyper(
         "new", "-", "[ours]", "cross-entropy over this task's classes only, or over all seen classes"
     )
-    weighting: Literal["size", "uniform"] = hyper("size", "n_k", "[ours]", "weight of a client: its images, or equal")
 
     def begin_task(self, state: ModelState, task: Task, federation: Federation, rng: Rng) -> ModelState:
         if task.index > 0:  # before the head grows: the teacher knows the old classes only
@@ -74,15 +71,6 @@ class FedLwF(Method):
         with torch.no_grad():
             targets = teacher(x)
         return distillation_loss(logits, targets, self.kd_temperature, self.kd_t2)
-
-    def server_round(
-        self, state: ModelState, uploads: Uploads, round: int, federation: Federation, rng: Rng
-    ) -> ModelState:
-        senders = [upload for upload in uploads.values() if upload["num_images"] > 0]
-        if not senders:
-            return state
-        weights = [upload["num_images"] if self.weighting == "size" else 1 for upload in senders]
-        return replace(state, model=weighted_average([upload["model"] for upload in senders], weights))
 
 
 def _teacher(shard: Shard, client_state: Tree) -> nn.Module | None:

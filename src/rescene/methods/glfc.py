@@ -26,10 +26,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rescene.data import Shard, Task
-from rescene.functional import herd, weighted_average
+from rescene.functional import herd
 from rescene.functional.compensation import compensation_loss, compensation_weights, mean_entropy, relation_loss
 from rescene.hyperparameters import hyper
-from rescene.methods.base import Federation, Method, Model, Payload, Uploads, weights_of
+from rescene.methods.averaging import AveragingMethod
+from rescene.methods.base import Federation, Model, Payload, Uploads, weights_of
 from rescene.methods.registry import register
 from rescene.record import Tree, record, to_device
 from rescene.rng import Rng
@@ -71,7 +72,7 @@ class ClientState:
 
 
 @register
-class GLFC(Inversion, Method):
+class GLFC(Inversion, AveragingMethod):
     name: ClassVar[str] = "glfc"
     title: ClassVar[str] = "GLFC"
     paper: ClassVar[str] = "Dong et al., CVPR 2022"
@@ -86,9 +87,6 @@ class GLFC(Inversion, Method):
     distillation_weight: float = hyper(0.5, "lambda_2", "App. A", "weight of relation distillation", ge=0)
     reduction: Literal["mean", "sum"] = hyper(
         "mean", "-", "[public code]", "binary cross-entropy averaged or summed over outputs"
-    )
-    weighting: Literal["size", "uniform"] = hyper(
-        "size", "n_k", "[ours]", "weight of a client: its images and exemplars, or equal"
     )
     trigger: Literal["task", "entropy"] = hyper(
         "task", "-", "[ours]", "how a client notices a new task: it is told, or its mean entropy jumps"
@@ -204,12 +202,10 @@ class GLFC(Inversion, Method):
     def server_round(
         self, state: ServerState, uploads: Uploads, round: int, federation: Federation, rng: Rng
     ) -> ServerState:
-        senders = [upload for upload in uploads.values() if upload["num_images"] > 0]
-        if not senders:
+        if not any(upload["num_images"] > 0 for upload in uploads.values()):
             return state
-        weights = [upload["num_images"] if self.weighting == "size" else 1 for upload in senders]
-        state = replace(state, model=weighted_average([upload["model"] for upload in senders], weights), notes={})
-        prototypes = [upload["prototypes"] for upload in senders if "prototypes" in upload]
+        state = replace(super().server_round(state, uploads, round, federation, rng), notes={})
+        prototypes = [upload["prototypes"] for upload in uploads.values() if "prototypes" in upload]
         if prototypes:
             state = self._receive_prototypes(state, prototypes, federation, rng.at("inversion"))
         return _compare_with_best(state, federation)

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from rescene.data import Shard, Task
-from rescene.functional import weighted_average
 from rescene.functional.importance import (
     gradient_norms,
     last_layer_gradient_norms,
@@ -30,7 +29,8 @@ from rescene.functional.importance import (
     proximal_penalty,
 )
 from rescene.hyperparameters import hyper
-from rescene.methods.base import Federation, Method, Model, ModelState, Payload, Uploads, weights_of
+from rescene.methods.averaging import AveragingMethod
+from rescene.methods.base import Federation, Model, ModelState, Payload, weights_of
 from rescene.methods.registry import register
 from rescene.record import Tree, record
 from rescene.rng import Rng
@@ -46,7 +46,7 @@ class Memory:
 
 
 @register
-class ReFed(Method):
+class ReFed(AveragingMethod):
     name: ClassVar[str] = "refed"
     title: ClassVar[str] = "Re-Fed"
     paper: ClassVar[str] = "Li et al., CVPR 2024"
@@ -63,7 +63,6 @@ class ReFed(Method):
     importance: Literal["gradient", "last-layer"] = hyper(
         "gradient", "-", "[ours]", "norm of the whole gradient, or (cheaper, another ranking) of the head's part of it"
     )
-    weighting: Literal["size", "uniform"] = hyper("size", "n_k", "[ours]", "weight of a client: its images, or equal")
 
     def begin_task(self, state: ModelState, task: Task, federation: Federation, rng: Rng) -> ModelState:
         if task.index > 0:
@@ -130,15 +129,6 @@ class ReFed(Method):
         final = fit_shard(net, mixed, self.train, rng.at("sgd").generator(shard.device))
         notes = {"local_loss": final, "replay_size": len(memory.labels)}
         return {"model": weights_of(net), "num_images": len(mixed), "notes": notes}, client_state
-
-    def server_round(
-        self, state: ModelState, uploads: Uploads, round: int, federation: Federation, rng: Rng
-    ) -> ModelState:
-        senders = [upload for upload in uploads.values() if upload["num_images"] > 0]
-        if not senders:
-            return state
-        weights = [upload["num_images"] if self.weighting == "size" else 1 for upload in senders]
-        return replace(state, model=weighted_average([upload["model"] for upload in senders], weights))
 
     def end_task(self, state: ModelState, task: Task, federation: Federation, rng: Rng) -> ModelState:
         """The model does not change; every client puts the finished task's images beside its cache."""

@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rescene.data import Shard, Task
-from rescene.functional import weighted_average
 from rescene.functional.distillation import distillation_loss
 from rescene.hyperparameters import hyper
-from rescene.methods.base import Federation, Method, ModelState, Payload, Uploads, weights_of
+from rescene.methods.averaging import AveragingMethod
+from rescene.methods.base import Federation, ModelState, Payload, weights_of
 from rescene.methods.registry import register
 from rescene.record import Tree
 from rescene.rng import Rng
@@ -32,11 +32,10 @@ from rescene.steps.synthesis import Synthesis, shuffled_batches, synthesise
 
 
 @register
-class TARGET(Synthesis, Method):
+class TARGET(Synthesis, AveragingMethod):
     name: ClassVar[str] = "target"
     title: ClassVar[str] = "TARGET"
     paper: ClassVar[str] = "Zhang et al., ICCV 2023"
-    leaves_site: ClassVar[str] = "model weights and the number of local images"
     remembers: ClassVar[str] = "the model of the task before, and synthetic images of all old classes"
 
     kd_weight: float = hyper(25.0, "-", "App. A", "weight of distillation on synthetic images; 0: none", ge=0)
@@ -49,7 +48,6 @@ class TARGET(Synthesis, Method):
     local_ce: Literal["new", "all"] = hyper(
         "new", "-", "[public code]", "cross-entropy over this task's classes, or over all seen classes"
     )
-    weighting: Literal["size", "uniform"] = hyper("size", "n_k", "[ours]", "weight of a client: its images, or equal")
 
     def begin_task(self, state: ModelState, task: Task, federation: Federation, rng: Rng) -> ModelState:
         """Paint the past while the model still is the one of the task before; then grow the head.
@@ -123,12 +121,3 @@ class TARGET(Synthesis, Method):
             return loss
 
         return remind
-
-    def server_round(
-        self, state: ModelState, uploads: Uploads, round: int, federation: Federation, rng: Rng
-    ) -> ModelState:
-        senders = [upload for upload in uploads.values() if upload["num_images"] > 0]
-        if not senders:
-            return state
-        weights = [upload["num_images"] if self.weighting == "size" else 1 for upload in senders]
-        return replace(state, model=weighted_average([upload["model"] for upload in senders], weights))
