@@ -31,7 +31,7 @@ from rescene.methods.registry import register
 from rescene.methods.surrogates import SurrogateMethod
 from rescene.record import Tree
 from rescene.rng import Rng, seeded_generator
-from rescene.steps import Batch, Surrogates, class_scores, condense, cross_entropy, fit
+from rescene.steps import Batch, fit_pool, Surrogates, class_scores, condense, cross_entropy, fit
 from rescene.steps.condense import Move, Term
 from rescene.steps.sgd import Loss, PoolEpochs
 
@@ -97,24 +97,13 @@ class FedAF(SurrogateMethod):
             return state
         images, labels = (torch.cat([upload[key] for upload in senders]) for key in ("images", "labels"))
         net, loss = federation.net(state.model), self._server_loss(list(uploads.values()))
-        final = self._fit(net, images, labels, federation, rng.at("sgd").generator(federation.device), loss)
+        generator, num_classes = rng.at("sgd").generator(federation.device), federation.task.num_seen
+        final = fit_pool(
+            net, images, labels, federation.transform, self.train, generator, num_classes=num_classes, loss=loss
+        )
         return replace(state, model=weights_of(net), notes={"server_loss": final, "pool_size": len(labels)})
 
-    def _fit(
-        self,
-        net: nn.Module,
-        images: Tensor,
-        labels: Tensor,
-        federation: Federation,
-        generator: torch.Generator,
-        loss: Loss,
-    ) -> float:
-        """Server training with FedDM's draws and schedule, and a loss of our own."""
-        transform, num_classes = federation.transform, federation.task.num_seen
-        epochs = PoolEpochs(images, labels, num_classes, 1.0, transform, self.train.augment, generator)
-        order, crops = labels, None
-
-        def plan() -> Tensor:
+    def plan() -> Tensor:
             nonlocal order, crops
             order, crops = epochs.draw()
             return torch.arange(len(order), device=order.device)

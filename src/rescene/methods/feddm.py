@@ -28,10 +28,10 @@ class FedDM(SurrogateMethod):
     def server_round(
         self, state: ModelState, uploads: Uploads, round: int, federation: Federation, rng: Rng
     ) -> ModelState:
-        images = torch.cat([upload["images"] for upload in uploads.values()])
-        labels = torch.cat([upload["labels"] for upload in uploads.values()])
-        if len(labels) == 0:
+        senders = [upload for upload in uploads.values() if len(upload["labels"])]
+        if not senders:
             return state
+        images, labels = (torch.cat([upload[key] for upload in senders]) for key in ("images", "labels"))
         net = federation.net(state.model)
         generator = rng.at("sgd").generator(federation.device)
         loss = fit_pool(

@@ -20,7 +20,7 @@ from rescene.functional import clip_groups, group_means, matching_loss, perturbe
 from rescene.hyperparameters import Hyperparameters, hyper
 from rescene.rng import Rng, seeded_generator
 
-CHUNK = 1024  # images that pass through the network at once; bounds memory, not results
+CHUNK = {"cpu": 256, "cuda": 2048}  # images that pass through the network at once: what fits the cache, or the memory
 
 Move = Callable[[Sequence[Tensor], torch.Generator], Sequence[Tensor]]  # theta, noise -> the parameters of one step
 Term = Callable[[Tensor, Tensor], Tensor]  # mean logits of the surrogates [g, C], label [g] of each group -> loss [g]
@@ -209,7 +209,9 @@ def _real_means(
     """Mean features and mean logits of each group's real minibatch of this step, in chunks."""
     members = [g.members if g.batches is None else g.members[g.batches[step]] for g in groups]
     owner = torch.repeat_interleave(torch.arange(len(groups)), torch.tensor([len(m) for m in members]))
-    parts = [_embedding(net, shard.pictures(chunk), settings) for chunk in torch.cat(members).split(CHUNK)]
+    parts = [
+        _embedding(net, shard.pictures(chunk), settings) for chunk in torch.cat(members).split(CHUNK[shard.device.type])
+    ]
     owner = owner.to(shard.device)
     features, logits = (torch.cat(part) for part in zip(*parts, strict=True))
     return group_means(features, owner, len(groups)), group_means(logits, owner, len(groups))
@@ -244,10 +246,11 @@ def _loss_and_gradient(
 
 def _chunks_of_groups(owner: Tensor, num_groups: int) -> Iterator[tuple[int, int, slice]]:
     """(first group, last group + 1, their rows) such that a chunk holds about CHUNK images and no group is cut."""
+    limit = CHUNK[owner.device.type]
     ends = torch.bincount(owner, minlength=num_groups).cumsum(0).tolist()
     first, begin = 0, 0
     for group, end in enumerate(ends):
-        if group == num_groups - 1 or ends[group + 1] - begin > CHUNK:
+        if group == num_groups - 1 or ends[group + 1] - begin > limit:
             yield first, group + 1, slice(begin, end)
             first, begin = group + 1, end
 

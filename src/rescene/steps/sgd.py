@@ -160,14 +160,16 @@ def fit_pool(
     num_classes: int,
     alpha: float = 1.0,
     tau: float = 0.0,
+    loss: Loss | None = None,
 ) -> float:
     """Server training on a pool of normalised images for E_srv epochs; returns the last mean loss (Sec. 3.4).
 
-    tau > 0 adds tau log pi to the logits and leaves out classes the pool does not hold. On a GPU the step is replayed as
-    a CUDA graph; elsewhere, and where capture is refused, it runs as written here.
+    tau > 0 adds tau log pi to the logits and leaves out classes the pool does not hold; ``loss`` replaces that objective.
+    On a GPU the step is replayed as a CUDA graph; elsewhere, where capture is refused, and for a loss of one's own, it
+    runs as written here.
     """
     epochs = PoolEpochs(images, labels, num_classes, alpha, transform, settings.augment, generator)
-    if fit_pool_is_captured(images, labels, settings):
+    if loss is None and fit_pool_is_captured(images, labels, settings):
         from rescene.steps.captured import fit_captured
 
         return fit_captured(net, epochs, settings, tau)
@@ -183,7 +185,7 @@ def fit_pool(
         x = images[index]
         return Batch(x if crops is None else transform.apply(x, crops[:, place]), labels[index], index)
 
-    def loss(net: nn.Module, batch: Batch) -> Tensor:
+    def adjusted(net: nn.Module, batch: Batch) -> Tensor:
         return logit_adjusted_cross_entropy(net(batch.x), batch.y, epochs.counts, tau)
 
-    return fit(net, plan, fetch, loss, settings, epochs=settings.server_epochs, cosine=True)
+    return fit(net, plan, fetch, loss or adjusted, settings, epochs=settings.server_epochs, cosine=True)
