@@ -31,9 +31,9 @@ from rescene.methods.registry import register
 from rescene.methods.surrogates import SurrogateMethod
 from rescene.record import Tree
 from rescene.rng import Rng, seeded_generator
-from rescene.steps import Batch, fit_pool, Surrogates, class_scores, condense, cross_entropy, fit
+from rescene.steps import Batch, Surrogates, class_scores, condense, cross_entropy, fit_pool
 from rescene.steps.condense import Move, Term
-from rescene.steps.sgd import Loss, PoolEpochs
+from rescene.steps.sgd import Loss
 
 
 @register
@@ -102,18 +102,6 @@ class FedAF(SurrogateMethod):
             net, images, labels, federation.transform, self.train, generator, num_classes=num_classes, loss=loss
         )
         return replace(state, model=weights_of(net), notes={"server_loss": final, "pool_size": len(labels)})
-
-    def plan() -> Tensor:
-            nonlocal order, crops
-            order, crops = epochs.draw()
-            return torch.arange(len(order), device=order.device)
-
-        def fetch(place: Tensor) -> Batch:
-            index = order[place]
-            x = images[index]
-            return Batch(x if crops is None else transform.apply(x, crops[:, place]), labels[index], index)
-
-        return fit(net, plan, fetch, loss, self.train, epochs=self.train.server_epochs, cosine=True)
 
     def _perturbed(self, theta: Sequence[Tensor], noise: torch.Generator) -> list[Tensor]:
         return mixed(theta, self.mixing, noise) if self.perturbation == "mix" else perturbed(theta, self.radius, noise)
