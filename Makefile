@@ -3,7 +3,7 @@ PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(
 BIN := .venv/bin
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: demo test check lint types bench clean
+.PHONY: demo test check lint types bench mutations clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -32,6 +32,9 @@ types: .venv/installed-dev
 
 bench: .venv/installed  ## ratios measured in one run on this machine, written to results/bench/
 	$(BIN)/python benchmarks/bench.py
+
+mutations: .venv/installed-dev  ## seeded bugs, each of which a test must catch
+	$(BIN)/python tests/mutations.py
 
 clean:
 	rm -rf .venv build dist runs

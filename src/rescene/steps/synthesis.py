@@ -144,7 +144,7 @@ class Search:
             if (value := float(loss.detach())) < best_loss:
                 best, best_loss = images.detach(), value
             optimiser.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             if s.meta_update == "fomaml":
                 add_gradients(self.generator, copy)
             optimiser.step()
@@ -230,7 +230,7 @@ class StudentTraining:
                 targets = self.teacher(x)
             loss = distillation_loss(self.student(x), targets, self.settings.student_temperature, t2=True)
             self.optimiser.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             self.optimiser.step()
             total += loss.detach()
         self.schedule.step()

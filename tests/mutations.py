@@ -1,0 +1,99 @@
+"""Seeded bugs that the suite must catch: `make mutations`. Each changes one line of a copy of the package.
+
+The bugs are the ones public code really has, or nearly had: wrong axis, squared mean, reversed KL, BatchNorm left in train
+mode, schedules off by one, rotations not undone.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+
+
+class Mutation(NamedTuple):
+    name: str
+    file: str
+    before: str
+    after: str
+    tests: str
+
+
+MUTATIONS = (
+    Mutation("matching sums over the wrong axis", "functional/matching.py",
+             "squares.sum(dim=1)", "squares.sum(dim=0)", "tests/functional/test_balance_and_matching.py"),
+    Mutation("residual of herding with the wrong sign", "functional/herding.py",
+             "cost += 2.0 * column", "cost -= 2.0 * column", "tests/functional/test_herding.py"),
+    Mutation("recent window one round too long", "functional/herding.py",
+             "num_rounds - width + 1", "num_rounds - width", "tests/functional/test_herding.py"),
+    Mutation("an empty class is sampled at alpha 0", "functional/balance.py",
+             "torch.where(counts > 0, counts.clamp(min=1e-30).pow(alpha), torch.zeros_like(counts))", "counts.pow(alpha)",
+             "tests/functional/test_balance_and_matching.py"),
+    Mutation("average ignores its weights", "functional/averaging.py",
+             "entry.double() * (weight / total)", "entry.double() / len(entries)", "tests/functional/test_balance_and_matching.py"),
+    Mutation("forgetting takes the best of the wrong axis", "functional/metrics.py",
+             "np.max(array[j:, j])", "np.nanmax(array[j])", "tests/functional/test_metrics.py"),
+    Mutation("perturbation not projected", "functional/perturbation.py",
+             "max=1.0)", "max=1e9)", "tests/functional/test_balance_and_matching.py"),
+    Mutation("BatchNorm in train mode while condensing", "steps/condense.py",
+             "net.eval().requires_grad_(False)", "net.train().requires_grad_(False)", "tests/steps/test_condensation.py"),
+    Mutation("cosine schedule off by one epoch", "steps/sgd.py",
+             "math.pi * epoch / epochs", "math.pi * (epoch + 1) / epochs", "tests/steps/test_sgd.py"),
+    Mutation("reversed KL", "functional/distillation.py",
+             "F.cross_entropy(student_logits[:, :num_old] / temperature, targets)",
+             "F.cross_entropy(teacher_logits / temperature, (student_logits[:, :num_old] / temperature).softmax(dim=1))",
+             "tests/methods/test_distillation.py"),
+    Mutation("Fisher from the squared mean gradient", "functional/fisher.py",
+             "gradient.square().sum(dim=0) if per_sample", "gradient.sum(dim=0).square() if per_sample", "tests/methods/test_fedewc.py"),
+    Mutation("private rotation not undone", "methods/fedcbdr.py",
+             'row_leverage(private.T @ payload["left"])', 'row_leverage(payload["left"])', "tests/methods/test_fedcbdr.py"),
+    Mutation("importance without 1/p", "methods/refed.py",
+             "self._norms(net, x, y) / p", "self._norms(net, x, y)", "tests/methods/test_refed.py"),
+    Mutation("compensation over the whole batch instead of groups", "functional/compensation.py",
+             "group = old.long()", "group = torch.zeros_like(old.long())", "tests/methods/test_glfc_mathematics.py"),
+    Mutation("adversarial term with the wrong sign", "functional/inversion.py",
+             "return -(divergence * agree).mean()", "return (divergence * agree).mean()", "tests/methods/test_target_synthesis.py"),
+    Mutation("temperatures of old and new swapped", "functional/temperature.py",
+             "temperatures[:num_old] = tau_old", "temperatures[num_old:] = tau_old", "tests/methods/test_fedcbdr.py"),
+    Mutation("split without the size cap", "data/partition.py",
+             "if capped else math.inf", "if not capped else math.inf", "tests/data"),
+    Mutation("buffers keep the upload order of nobody", "methods/rescene.py",
+             "index = torch.cat(kept).sort().values", "index = torch.cat(kept).flip(0)", "tests/engine/test_runs.py -k full_accumulation"),
+)  # fmt: skip
+
+
+def caught(mutation: Mutation) -> bool:
+    """Whether the named tests fail on a copy with this bug."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        shutil.copytree(ROOT / "src", copy / "src")
+        shutil.copytree(ROOT / "tests", copy / "tests")
+        path = copy / "src" / "rescene" / mutation.file
+        text = path.read_text(encoding="utf-8")
+        if text.count(mutation.before) != 1:
+            raise SystemExit(f"{mutation.name}: the line to change stands {text.count(mutation.before)} times in {mutation.file}")
+        path.write_text(text.replace(mutation.before, mutation.after), encoding="utf-8")
+        environment = {**os.environ, "PYTHONPATH": str(copy / "src"), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *mutation.tests.split()]
+        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
+        return done.returncode == 1
+
+
+def main() -> None:
+    survivors = []
+    for mutation in MUTATIONS:
+        found = caught(mutation)
+        print(f"{'caught  ' if found else 'SURVIVED'}  {mutation.name}", flush=True)
+        survivors += [] if found else [mutation.name]
+    print(f"{len(MUTATIONS) - len(survivors)} of {len(MUTATIONS)} caught")
+    raise SystemExit(bool(survivors))
+
+
+if __name__ == "__main__":
+    main()
