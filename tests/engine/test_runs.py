@@ -332,3 +332,40 @@ class Spoiled(Fragile):
     def client_round(self, payload, shard, client_state, rng):
         spoiled = int(shard.task.train[0]) in shard.index.tolist()
         return {"value": torch.tensor(math.nan if spoiled else 1.0)}, client_state
+
+
+def test_a_disk_that_fills_up_stops_the_run_and_it_can_be_resumed(tmp_path, monkeypatch):
+    """Every write call of a run fails once with ENOSPC; each time the message says so and the end is the same."""
+    import errno
+
+    whole = run(tmp_path / "whole")
+    real, folder, stops = os.fsync, tmp_path / "r", 0
+    for failing in range(1, 200, 7):
+        calls = 0
+
+        def fsync(number, failing=failing):
+            nonlocal calls
+            calls += 1
+            if calls == failing:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            real(number)
+
+        monkeypatch.setattr(os, "fsync", fsync)
+        try:
+            run(folder)
+            break
+        except RunError as error:
+            assert error.code == "E410" and "No space left" in error.what
+            stops += 1
+        finally:
+            monkeypatch.undo()
+    result = run(folder)
+    assert stops >= 3
+    assert (result.folder / "results.json").read_bytes() == (whole.folder / "results.json").read_bytes()
+
+
+def test_warnings_of_a_run_become_events(tmp_path):
+    result = rescene.run("smoke", out=tmp_path / "r", **{**FRAGILE, "method": "fedavg", "federation.num_clients": 60,
+                         "federation.per_round": 2, "federation.beta": 0.05, "train.local_epochs": 1})  # fmt: skip
+    events = [json.loads(line) for line in (result.folder / "events.jsonl").read_text().splitlines()]
+    assert any(event["code"] == "W121" for event in events)

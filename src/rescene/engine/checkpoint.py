@@ -43,13 +43,18 @@ def write_atomically(path: Path, data: bytes) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-        raise RunError(
-            "E410",
-            f"could not save {path.name}: {error.strerror or error}",
-            where=str(path.parent),
-            why="nothing is lost: the last complete state is still there",
-            fix="make room (or make the folder writable), then: rescene resume <run folder>",
-        ) from error
+        raise could_not_save(path, error) from error
+
+
+def could_not_save(path: Path, error: OSError) -> RunError:
+    """Full disk, read-only folder, failing device: what is on disk already stays good."""
+    return RunError(
+        "E410",
+        f"could not save {path.name}: {error.strerror or error}",
+        where=str(path.parent),
+        why="nothing is lost: the last complete state is still there",
+        fix="make room (or make the folder writable), then: rescene resume <run folder>",
+    )
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ class InProcess:
         self.client_states: dict[int, Tree] = {}
         self.task: Task
         self.observe: Callable[[Mapping[int, Payload]], None] = lambda uploads: None
+        self.phase: Callable[[], AbstractContextManager[None]] = nullcontext  # entered while clients work
         self.traffic = [0, 0]  # bytes up and down since the last move
         self._shard_of, self._rng, self._form, self._quorum = shard_of, rng, form, quorum
 
@@ -65,7 +67,7 @@ class InProcess:
         check_tree(payload, f"payload of {verb}")
         rng, self._exchanges = self._place.at(verb, self._exchanges), self._exchanges + 1
         clients = sorted(clients)
-        with self.ledger.meter.on("client"):
+        with self.ledger.meter.on("client"), self.phase():
             answers = self._answers(clients, verb, payload, rng)
         for client, (upload, state) in list(answers.items()):
             check_tree(upload, f"upload of client {client} to {verb}")

@@ -27,7 +27,7 @@ from safetensors.torch import save
 import rescene
 from rescene.config import Resolved
 from rescene.config.compose import difference, flatten
-from rescene.engine.checkpoint import Checkpoints, write_atomically, write_json
+from rescene.engine.checkpoint import Checkpoints, could_not_save, write_atomically, write_json
 from rescene.engine.experiment import Experiment
 from rescene.errors import RunError
 
@@ -91,8 +91,11 @@ class RunFolder:
         write_json(self.path / "env.json", environment(experiment))
 
     def append(self, name: str, row: dict[str, Any]) -> None:
-        with open(self.path / name, "a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        try:
+            with open(self.path / name, "a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            raise could_not_save(self.path / name, error) from error
 
     def lengths(self) -> dict[str, int]:
         """Sizes of the appending files, part of every checkpoint."""

@@ -92,6 +92,7 @@ class Run:
             quorum=federation.quorum,
         )
         self.federation.observe = self._observe
+        self.federation.phase = lambda: self.timer.phase("client")
         self.state: Any = None
         self._setting = {
             "method": e.method.title,
@@ -104,11 +105,12 @@ class Run:
         done = self._restore()
         self._tell("start", done=done, steps=len(self.steps))
         try:
-            for number, step in enumerate(self.steps[done:], start=done + 1):
-                self._perform(step)
-                self._commit(number)
-                done = number
-            return self._finish()
+            with warnings_to(self.note):
+                for number, step in enumerate(self.steps[done:], start=done + 1):
+                    self._perform(step)
+                    self._commit(number)
+                    done = number
+                return self._finish()
         except BaseException as error:
             state = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
             with contextlib.suppress(RunError):  # the disk may be what failed
@@ -139,11 +141,10 @@ class Run:
         self.federation.move(task, r, e.participants(task, r))
         self.leakage.round = r
         self._tell("phase", phase="clients")
-        with self.timer.phase("client"):
+        with self.timer.phase("server"):
             payload = e.method.broadcast(self.state, r, self.federation, rng.at("broadcast"))
             uploads = self.federation.ask(self.federation.participants, "client_round", payload)
-        self._tell("phase", phase="server")
-        with self.timer.phase("server"):
+            self._tell("phase", phase="server")
             self.state = e.method.server_round(self.state, uploads, r, self.federation, rng.at("round"))
         self.ledger.states(self.state, self.federation.client_states, state_bytes(self.state.model))
         every = e.recipe.federation.evaluate_every

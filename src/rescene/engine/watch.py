@@ -123,12 +123,16 @@ class LeakageWatch:
 
 @contextmanager
 def warnings_to(note: Callable[..., None]) -> Iterator[None]:
-    """Our own warnings become events; everybody else's stay warnings."""
-    with warnings.catch_warnings(record=True) as caught:
+    """Our own warnings become events as they happen; everybody else's stay warnings."""
+    with warnings.catch_warnings():
         warnings.simplefilter("always", ResceneWarning)
+        show = warnings.showwarning
+
+        def forward(message: Any, category: Any, filename: str, lineno: int, *rest: Any, **more: Any) -> None:
+            if isinstance(message, ResceneWarning):
+                note("warning", message.code, message.what)
+            else:
+                show(message, category, filename, lineno, *rest, **more)
+
+        warnings.showwarning = forward
         yield
-    for item in caught:
-        if isinstance(item.message, ResceneWarning):
-            note("warning", item.message.code, item.message.what)
-        else:
-            warnings.warn_explicit(item.message, item.category, item.filename, item.lineno)
