@@ -256,7 +256,10 @@ def runs(
     """All runs under a folder, with state, progress and accuracy."""
     from rescene.cli.listing import print_rows, run_rows
 
-    print_rows(run_rows(folder or Path(os.environ.get("RESCENE_RUNS", "runs"))), as_json)
+    rows = run_rows(folder or Path(os.environ.get("RESCENE_RUNS", "runs")))
+    if not as_json:
+        rows = [{k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()} for row in rows]
+    print_rows(rows, as_json)
 
 
 @app.command()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 import shutil
@@ -11,13 +10,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-EXTRAS = {"flwr": "deploy", "opacus": "dp", "dp_accounting": "dp", "tensorboard": "tensorboard", "onnx": "onnx"}
 ENOUGH_DISK_GB = 2.0
 Row = dict[str, Any]
 
 
 def machine_checks() -> list[Row]:
-    return [_python(), _torch(), _device(), _disk(), _writable(), *_data(), *_extras()]
+    return [_python(), _torch(), _device(), _disk(), _writable(), *_data()]
 
 
 def _row(check: str, found: str, problem: str = "", fix: str = "") -> Row:
@@ -79,14 +77,4 @@ def _data() -> list[Row]:
 
     return [
         _row(f"data {row['name']}", str(row.get("found") or "not on this machine (optional)")) for row in available()
-    ]
-
-
-def _extras() -> list[Row]:
-    return [
-        _row(
-            f"extra {extra}",
-            f"{module} {'installed' if importlib.util.find_spec(module) else 'not installed (optional)'}",
-        )
-        for module, extra in EXTRAS.items()
     ]

@@ -104,7 +104,8 @@ class Panel:
         row = self.rows.setdefault(event["method"], {"accuracy": "-", "upload": "-", "left": "-"})
         task, round = event["place"]
         row["task"] = f"{task + 1}/{event['num_tasks']}"
-        row["round"] = f"{max(round, 0) + 1}/{event['num_rounds']}"
+        if round >= 0:  # the beginning and the end of a task are no rounds
+            row["round"] = f"{round + 1}/{event['num_rounds']}"
         row["time"] = clock(event["elapsed_s"])
         kind = event["event"]
         if kind == "start":
