@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rescene.report.look import Look, is_ours, look_of, plain, slug
+from rescene.report.look import REFERENCES, Look, is_ours, key_of, look_of, plain, slug
 from rescene.report.runs import Row, Run, number
 
 _NOT_THE_EXPERIMENT = {"seed", "device", "threads", "out", "tag"}
@@ -48,6 +48,11 @@ class Group:
     @property
     def ours(self) -> bool:
         return is_ours(self.method)
+
+    @property
+    def competes(self) -> bool:
+        """False for reference lines such as joint training: they frame a comparison and do not take part in it."""
+        return key_of(self.method) not in REFERENCES
 
     @property
     def finished(self) -> tuple[Run, ...]:
@@ -158,7 +163,7 @@ def _rank(group: Group) -> tuple[bool, float, str]:
 
 def headline_group(groups: Sequence[Group]) -> Group | None:
     """The group the page opens with: ReSCENE where it finished, else the best finished method."""
-    finished = [group for group in groups if group.finished]
+    finished = sorted((group for group in groups if group.finished), key=lambda group: not group.competes)
     return next((group for group in finished if group.ours), finished[0] if finished else None)
 
 

@@ -52,7 +52,11 @@ _KNOWN = {
     "refed": Look("Re-Fed", ORANGE, "*", _WEIGHTS),
     "feddm": Look("FedDM", INK, "<", _IMAGES),
     "fedaf": Look("FedAF", YELLOW, ">", "surrogate images, class-mean logits and soft labels"),
+    "joint": Look("joint (upper bound)", GREY, "P", "all its images"),
+    "local": Look("local (lower bound)", GREY, "v", "nothing"),
+    "rawupload": Look("raw upload (control)", GREY, "D", "real images with labels"),
 }
+REFERENCES = frozenset({"joint", "local", "rawupload"})  # lines to read the others by, not competitors
 
 
 def key_of(method: str) -> str:

@@ -93,7 +93,9 @@ def verdict(groups: Sequence[Group]) -> Verdict:
         return Verdict("No run has finished yet.", ("The figures below show what has been measured so far.",))
     # Only a method in the same setting is a rival; the other cells of a sweep are not.
     others = [
-        group for group in groups if group is not head and group.finished and not differing_settings([head, group])
+        group
+        for group in groups
+        if group is not head and group.competes and group.finished and not differing_settings([head, group])
     ]
     rival = max(others, key=_aa) if others else None
     lines = [_after(head), _seeds(head, rival), _copies(head)]
