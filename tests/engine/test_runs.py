@@ -260,6 +260,7 @@ class Fragile(Method):
     title: ClassVar[str] = "Fragile"
     paper: ClassVar[str] = "-"
     leaves_site: ClassVar[str] = "a number"
+    scenarios: ClassVar[tuple[str, ...]] = ("class",)
     broken: bool = False
 
     def client_round(self, payload, shard, client_state, rng):
@@ -293,6 +294,12 @@ def test_the_debug_form_names_stage_client_and_arguments(tmp_path):
     error = caught.value
     assert "client_round" in error.what and "test_runs.py" in error.where
     assert "model" in error.why and "images per class" in error.why
+
+
+def test_a_scenario_the_method_cannot_learn_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="contradicts") as caught:
+        rescene.run("smoke", out=tmp_path / "r", **{**FRAGILE, "tasks.scenario": "domain"})
+    assert "Fragile cannot learn domain-incremental tasks" in caught.value.why
 
 
 def test_bad_recipes_are_refused_before_anything_happens(tmp_path):

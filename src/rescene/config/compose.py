@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from rescene.config.schema import Recipe
 from rescene.errors import ConfigError, did_you_mean
 from rescene.methods import method_class
+from rescene.steps import Training
 
 SHORTHANDS = {"method": "method.name", "model": "model.name", "data": "data.name"}
 Flat = dict[str, Any]
@@ -70,7 +71,7 @@ def resolve(recipe: str | Path, overrides: Iterable[str] | Mapping[str, Any] = (
     try:
         made = Recipe.model_validate(_nest(values))
     except ValidationError as error:
-        raise _explain(error, origins) from None
+        raise _explain(error, origins, _symbols(str(name))) from None
     return Resolved(Path(str(recipe)).stem if _is_file(str(recipe)) else str(recipe), made, origins)
 
 
@@ -188,14 +189,23 @@ def _nest(flat: Flat) -> dict[str, Any]:
     return tree
 
 
-def _explain(error: ValidationError, origins: Mapping[str, str], prefix: str = "") -> ConfigError:
-    """The first validation error, in our words: key, value, what is allowed."""
+def _symbols(method: str) -> dict[str, str]:
+    """The paper's symbol of each hyperparameter that has one."""
+    tables = (("method.", method_class(method).table()), ("train.", Training.table()))
+    return {prefix + row["name"]: row["symbol"] for prefix, table in tables for row in table if row["symbol"] != "-"}
+
+
+def _explain(
+    error: ValidationError, origins: Mapping[str, str], symbols: Mapping[str, str], prefix: str = ""
+) -> ConfigError:
+    """The first validation error, in our words: key, symbol, value, what is allowed."""
     first = error.errors()[0]
     inner = first.get("ctx", {}).get("error")
     if isinstance(inner, ValidationError):  # the method's own record refused a hyperparameter
-        return _explain(inner, origins, "method.")
+        return _explain(inner, origins, symbols, "method.")
     key = prefix + ".".join(str(part) for part in first["loc"])
     message = first["msg"].removeprefix("Value error, ")
     if not first["loc"]:
         return ConfigError("E104", "the recipe contradicts itself", why=message)
-    return ConfigError("E104", f"{key} = {first['input']!r} is not possible", where=origins.get(key), why=message)
+    name = f"{key} ({symbols[key]})" if key in symbols else key
+    return ConfigError("E104", f"{name} = {first['input']!r} is not possible", where=origins.get(key), why=message)

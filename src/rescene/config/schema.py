@@ -82,6 +82,16 @@ class Recipe(Section):
         return {"name": method.name, **method(**given).model_dump(exclude={"train"})}
 
     @model_validator(mode="after")
+    def _method_can_do_it(self) -> Recipe:
+        method = method_class(self.method["name"])
+        if self.tasks.scenario not in method.scenarios:
+            raise ValueError(
+                f"tasks.scenario: {method.title} cannot learn {self.tasks.scenario}-incremental tasks, "
+                f"only {' and '.join(method.scenarios)}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _participants_exist(self) -> Recipe:
         if self.federation.per_round > self.federation.num_clients:
             raise ValueError(

@@ -79,6 +79,7 @@ class Method(Hyperparameters):
     paper: ClassVar[str]
     leaves_site: ClassVar[str]
     remembers: ClassVar[str] = "nothing"
+    scenarios: ClassVar[tuple[str, ...]] = ("class", "domain")  # what kinds of task sequence it can learn
 
     train: Training = Training()
 
