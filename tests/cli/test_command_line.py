@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -55,6 +56,44 @@ def test_recipe_files_in_three_formats(tmp_path):
     for name in ("a.yaml", "b.toml", "c.json"):
         values = json.loads(invoke(app, ["show", str(tmp_path / name), "--json"]).output)
         assert values["seed"]["value"] == 7 and values["federation.num_clients"]["value"] == 4
+
+
+def test_another_plan_of_tasks_replaces_the_recipes(tmp_path, image_folder):
+    def tasks(*overrides):
+        found = invoke(app, ["run", "demo", f"data.path={image_folder}", *overrides, "--dry-run", "--json"])
+        assert found.exit_code == 0, found.output
+        return [row["classes"] for row in json.loads(found.output)["tasks"]]
+
+    assert tasks("tasks.sizes=[3,2]") == ["ant, bee, cat", "dog, eel"]
+    assert tasks("tasks.plan=[[eel,ant],[dog]]") == ["eel, ant", "dog"]
+    assert tasks("tasks.count=5") == ["ant", "bee", "cat", "dog", "eel"]
+    fails("run", "demo", "tasks.sizes=[5,5]", "tasks.count=2", "--dry-run", code=2, says="exactly one of")
+
+
+def test_domains_are_tasks_of_the_same_classes(tmp_path, image_folder):
+    for domain in ("night", "day"):
+        (tmp_path / "sites" / domain).mkdir(parents=True)
+        for name in ("ant", "bee"):
+            (image_folder / "train" / name).rename(
+                tmp_path / "sites" / domain / name
+            ) if domain == "day" else shutil.copytree(image_folder / "train" / name, tmp_path / "sites" / domain / name)
+    out = tmp_path / "r"
+    args = [
+        "run",
+        "demo",
+        f"data.path={tmp_path / 'sites'}",
+        "tasks.scenario=domain",
+        *TINY[:3],
+        *TINY[4:],
+        "--out",
+        str(out),
+        "-q",
+    ]
+    result = invoke(app, args)
+    assert result.exit_code == 0, result.output
+    values = json.loads((out / "results.json").read_text())
+    assert [task["domain"] for task in values["tasks"]] == ["day", "night"]
+    assert values["aa"] == pytest.approx(sum(values["accuracy_matrix"][-1]) / 2)
 
 
 def test_mistakes_get_an_answer(tmp_path):

@@ -54,7 +54,7 @@ def test_explain_gives_symbol_and_place():
 def test_a_grid_is_every_combination(tmp_path):
     cells = grid(
         "smoke",
-        ["method=rescene,fedavg", "federation.beta=0.1,0.5", "tasks.sizes=[2,3,5]", "tasks.per_task=null"],
+        ["method=rescene,fedavg", "federation.beta=0.1,0.5", "tasks.sizes=[2,3,5]"],
         "0,1",
         tmp_path,
     )

@@ -24,6 +24,7 @@ from rescene.methods import method_class
 from rescene.steps import Training
 
 SHORTHANDS = {"method": "method.name", "model": "model.name", "data": "data.name"}
+TASK_PLANS = {"tasks.per_task", "tasks.count", "tasks.sizes", "tasks.plan"}
 Flat = dict[str, Any]
 
 
@@ -64,7 +65,12 @@ def resolve(recipe: str | Path, overrides: Iterable[str] | Mapping[str, Any] = (
     values: Flat = {}
     origins = dict.fromkeys(known, "default")
     for origin, layer in layers:
-        for key, value in _for_method(layer, str(name)).items():
+        chosen = _for_method(layer, str(name))
+        if chosen.keys() & TASK_PLANS or chosen.get("tasks.scenario") == "domain":
+            for key in TASK_PLANS - chosen.keys():  # another way to plan the tasks replaces the earlier one
+                values.pop(key, None)
+                origins[key] = "default"
+        for key, value in chosen.items():
             _check_key(key, known, origin)
             values[key] = value
             origins[key] = origin
