@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
-import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated
 
 import typer
 
-from rescene.errors import ConfigError, ResceneError, did_you_mean
+from rescene.cli.data_verbs import data_app
+from rescene.cli.frame import AsJson, Out, Overrides, Plugin, Quiet, interruptible, load_plugins, verb
+from rescene.errors import ConfigError, did_you_mean
 
 app = typer.Typer(
     help="Federated continual learning with server-side replay. Start with: rescene demo",
@@ -23,22 +22,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=True,
 )
-data_app = typer.Typer(help="Look at, prepare and check image data.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(data_app, name="data")
 new_app = typer.Typer(help="Start something of your own.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(new_app, name="new")
-
-Overrides = Annotated[list[str] | None, typer.Argument(help="key=value overrides, e.g. federation.beta=0.1 seed=1")]
-Out = Annotated[Path | None, typer.Option("--out", help="run folder (default: runs/<recipe>/<method>-s<seed>-<hash>)")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="print results only")]
-Plugin = Annotated[
-    list[Path] | None, typer.Option("--plugin", help="Python file that registers a method; may be repeated")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output")]
-
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM, treated like Ctrl-C: the last committed round is safe."""
 
 
 def main() -> None:
@@ -47,26 +33,6 @@ def main() -> None:
         sys.argv.remove("--debug")
         os.environ["RESCENE_DEBUG"] = "1"
     app()
-
-
-def _stop(error: ResceneError) -> NoReturn:
-    if os.environ.get("RESCENE_DEBUG"):
-        raise error
-    print(error, file=sys.stderr)
-    raise typer.Exit(error.exit_code)
-
-
-def verb(function: Callable[..., None]) -> Callable[..., None]:
-    """Errors meant for people become a message and an exit code."""
-
-    @functools.wraps(function)
-    def guarded(*args: Any, **kwargs: Any) -> None:
-        try:
-            function(*args, **kwargs)
-        except ResceneError as error:
-            _stop(error)
-
-    return guarded
 
 
 @app.command()
@@ -79,7 +45,7 @@ def demo(
     """FedAvg forgets, ReSCENE does not: both on embedded real images, minutes on a laptop, with a report."""
     from rescene.cli.running import run_demo
 
-    _interruptible(lambda: run_demo(list(overrides or []), out, quiet), "rescene demo")
+    interruptible(lambda: run_demo(list(overrides or []), out, quiet), "rescene demo")
 
 
 @app.command()
@@ -94,7 +60,7 @@ def run(
     plugin: Plugin = None,
 ) -> None:
     """Run one experiment; an interrupted one continues by itself."""
-    _load_plugins(plugin)
+    load_plugins(plugin)
     from rescene.cli.running import plan_run, run_one
     from rescene.config import resolve
 
@@ -102,7 +68,7 @@ def run(
     if dry_run:
         plan_run(resolved, out, as_json)
         return
-    _interruptible(lambda: run_one(resolved, out, quiet, as_json), "the same command")
+    interruptible(lambda: run_one(resolved, out, quiet, as_json), "the same command")
 
 
 @app.command()
@@ -118,14 +84,14 @@ def sweep(
     plugin: Plugin = None,
 ) -> None:
     """A grid of experiments times seeds; finished cells are skipped, failing ones listed (exit code 4)."""
-    _load_plugins(plugin)
+    load_plugins(plugin)
     from rescene.cli.sweeping import run_sweep
 
     def work() -> None:
         if run_sweep(recipe, list(overrides or []), seeds, out, plan, quiet, as_json):
             raise typer.Exit(4)
 
-    _interruptible(work, "the same command")
+    interruptible(work, "the same command")
 
 
 @app.command()
@@ -134,7 +100,7 @@ def explain(
     method: Annotated[str, typer.Argument(help="name of a method")], as_json: AsJson = False, plugin: Plugin = None
 ) -> None:
     """A method: what it does, its hyperparameters with their place in the paper, what leaves the site."""
-    _load_plugins(plugin)
+    load_plugins(plugin)
     from rescene.cli.extending import explain as explain_method
     from rescene.cli.listing import print_rows
 
@@ -171,7 +137,7 @@ def resume(
     plugin: Plugin = None,
 ) -> None:
     """Continue an interrupted run."""
-    _load_plugins(plugin)
+    load_plugins(plugin)
     from rescene.cli.running import run_one
     from rescene.config import resolve
 
@@ -180,7 +146,7 @@ def resume(
         raise ConfigError(
             "E108", "not a run folder", where=str(folder), why="it has no config.yaml", fix="rescene runs"
         )
-    _interruptible(lambda: run_one(resolve(config), folder, quiet, as_json), f"rescene resume {folder}")
+    interruptible(lambda: run_one(resolve(config), folder, quiet, as_json), f"rescene resume {folder}")
 
 
 @app.command("list")
@@ -191,7 +157,7 @@ def list_things(
     plugin: Plugin = None,
 ) -> None:
     """What there is to choose from."""
-    _load_plugins(plugin)
+    load_plugins(plugin)
     from rescene.cli.listing import LISTS, print_rows
 
     if what not in LISTS:
@@ -273,81 +239,3 @@ def doctor(as_json: AsJson = False) -> None:
     print_rows(rows, as_json)
     if any(row["problem"] for row in rows):
         raise typer.Exit(5)
-
-
-@data_app.command("list")
-@verb
-def data_list(as_json: AsJson = False) -> None:
-    """Known data sets and where they were found."""
-    from rescene.cli.listing import LISTS, print_rows
-
-    print_rows(LISTS["datasets"](), as_json)
-
-
-@data_app.command("inspect")
-@verb
-def data_inspect(
-    path: Annotated[str, typer.Argument(help="folder, file, or name of a known data set")], as_json: AsJson = False
-) -> None:
-    """Classes, counts, proposed tasks and warnings."""
-    from rescene.cli.listing import print_inspection
-    from rescene.data import inspect, load
-
-    here = Path(path).exists()
-    print_inspection(inspect(load("auto" if here else path, path if here else None)), as_json)
-
-
-@data_app.command("prepare")
-@verb
-def data_prepare(
-    name: Annotated[str, typer.Argument(help="cifar10, cifar100, tinyimagenet, office31, folder, ...")],
-    source: Annotated[Path, typer.Option("--from", help="archive or folder to read")],
-    out: Annotated[
-        Path | None, typer.Option("--out", help="folder for the prepared file (default: the user cache)")
-    ] = None,
-) -> None:
-    """Decode once, so that later runs start at once."""
-    from rescene.data import prepare
-
-    print(prepare(name, source, out))
-
-
-@data_app.command("verify")
-@verb
-def data_verify(
-    name: Annotated[str, typer.Argument(help="name of a data set")],
-    path: Annotated[Path | None, typer.Option("--path", help="where it is, if not in the usual places")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Check counts, unreadable files and duplicates; exit code 5 if something is wrong."""
-    from rescene.cli.listing import print_rows
-    from rescene.data import verify
-
-    rows = verify(name, path)
-    print_rows(rows, as_json)
-    if any(row.get("problem") for row in rows):
-        raise typer.Exit(5)
-
-
-def _load_plugins(paths: list[Path] | None) -> None:
-    if paths:
-        from rescene.cli.extending import load_plugin
-
-        for path in paths:
-            load_plugin(path)
-
-
-def _interruptible(work: Callable[[], None], again: str) -> None:
-    """Ctrl-C and SIGTERM end the process politely; every finished round is already on disk."""
-
-    def terminate(number: int, frame: object) -> None:
-        raise Terminated
-
-    before = signal.signal(signal.SIGTERM, terminate)
-    try:
-        work()
-    except KeyboardInterrupt as stop:
-        print(f"\ninterrupted; every finished round is saved. Go on with: {again}", file=sys.stderr)
-        raise typer.Exit(143 if isinstance(stop, Terminated) else 130) from None
-    finally:
-        signal.signal(signal.SIGTERM, before)

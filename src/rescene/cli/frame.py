@@ -1,0 +1,71 @@
+"""What every verb shares: options, errors as messages, interruption, plug-ins."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from rescene.errors import ResceneError
+
+Overrides = Annotated[list[str] | None, typer.Argument(help="key=value overrides, e.g. federation.beta=0.1 seed=1")]
+Out = Annotated[Path | None, typer.Option("--out", help="run folder (default: runs/<recipe>/<method>-s<seed>-<hash>)")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="print results only")]
+Plugin = Annotated[
+    list[Path] | None, typer.Option("--plugin", help="Python file that registers a method; may be repeated")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output")]
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, treated like Ctrl-C: the last committed round is safe."""
+
+
+def _stop(error: ResceneError) -> NoReturn:
+    if os.environ.get("RESCENE_DEBUG"):
+        raise error
+    print(error, file=sys.stderr)
+    raise typer.Exit(error.exit_code)
+
+
+def verb(function: Callable[..., None]) -> Callable[..., None]:
+    """Errors meant for people become a message and an exit code."""
+
+    @functools.wraps(function)
+    def guarded(*args: Any, **kwargs: Any) -> None:
+        try:
+            function(*args, **kwargs)
+        except ResceneError as error:
+            _stop(error)
+
+    return guarded
+
+
+def load_plugins(paths: list[Path] | None) -> None:
+    if paths:
+        from rescene.cli.extending import load_plugin
+
+        for path in paths:
+            load_plugin(path)
+
+
+def interruptible(work: Callable[[], None], again: str) -> None:
+    """Ctrl-C and SIGTERM end the process politely; every finished round is already on disk."""
+
+    def terminate(number: int, frame: object) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        work()
+    except KeyboardInterrupt as stop:
+        print(f"\ninterrupted; every finished round is saved. Go on with: {again}", file=sys.stderr)
+        raise typer.Exit(143 if isinstance(stop, Terminated) else 130) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
