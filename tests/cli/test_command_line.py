@@ -113,6 +113,8 @@ def test_mistakes_get_an_answer(tmp_path):
     fails("run", "cifar10", "data.path=", f"data.name=cifar{10}x", code=3, says="cifar10")
     fails("resume", str(tmp_path), code=2, says="not a run folder")
     fails("report", str(tmp_path), code=2, says="no run folder")
+    (tmp_path / "loop.yaml").write_text(f"extends: {tmp_path / 'loop.yaml'}")
+    fails("run", str(tmp_path / "loop.yaml"), code=2, says="circle")
     (tmp_path / "bad.yaml").write_text("a: [")
     fails("run", str(tmp_path / "bad.yaml"), code=2, says="cannot be read")
 

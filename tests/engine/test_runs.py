@@ -241,6 +241,8 @@ def test_a_damaged_checkpoint_is_replaced_by_the_one_before(tmp_path, monkeypatc
     monkeypatch.undo()
     (tmp_path / "r/checkpoints/step-000005.json").write_text("half a fi")
     run(tmp_path / "r")
+    timing = json.loads((tmp_path / "r/timing.json").read_text())
+    assert timing["parts"] == 2 and timing["total_s"] == pytest.approx(sum(timing["phases"].values()), abs=0.05)
     assert (tmp_path / "r/results.json").read_bytes() == (whole.folder / "results.json").read_bytes()
     assert "W401" in (tmp_path / "r/events.jsonl").read_text()
 

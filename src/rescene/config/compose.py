@@ -102,11 +102,13 @@ def _is_file(name: str) -> bool:
     return Path(name).suffix in (".yaml", ".yml", ".toml", ".json")
 
 
-def _layers(name: str) -> list[tuple[str, Flat]]:
+def _layers(name: str, below: tuple[str, ...] = ()) -> list[tuple[str, Flat]]:
     """The recipe and everything it extends, the base first."""
+    if name in below:
+        raise ConfigError("E105", "recipes extend each other in a circle", why=" -> ".join([*below, name]))
     tree, origin = _read(name)
     base = tree.pop("extends", None)
-    return (_layers(str(base)) if base else []) + [(origin, flatten(tree))]
+    return (_layers(str(base), (*below, name)) if base else []) + [(origin, flatten(tree))]
 
 
 def _read(name: str) -> tuple[dict[str, Any], str]:

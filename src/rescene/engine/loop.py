@@ -213,7 +213,12 @@ class Run:
                 "clients": {str(k): state for k, state in sorted(self.federation.client_states.items())},
                 "leakage": self.leakage.tree(),
             }
-            facts = {"facts": _plain(vars(self.facts)), "ledger": self.ledger.facts(), "lengths": self.folder.lengths()}
+            facts = {
+                "facts": _plain(vars(self.facts)),
+                "ledger": self.ledger.facts(),
+                "lengths": self.folder.lengths(),
+                "timing": self.timer.report(),
+            }
             self.folder.checkpoints.save(number, tree, facts)
             self._status("running", number)
 
@@ -238,6 +243,7 @@ class Run:
             self.federation.client_states = {int(k): to_device(v, e.device) for k, v in saved.tree["clients"].items()}
             self.facts = Facts(**_unplain(saved.facts["facts"]))
             self.ledger.restore(saved.facts["ledger"])
+            self.timer.resume(saved.facts["timing"])
             step = self.steps[saved.step - 1]
             self.leakage.restore(step.task, saved.tree["leakage"])
             self.place = (step.task.index, -1 if step.round is None else step.round)

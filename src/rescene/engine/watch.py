@@ -27,6 +27,15 @@ class Timer:
         self.seconds: dict[str, float] = {}
         self._open: list[tuple[str, float]] = []
         self._begin = time.perf_counter()
+        self._parts = 1
+
+    def resume(self, earlier: dict[str, Any]) -> None:
+        """Go on from the report of an earlier part of the same run."""
+        self._begin -= earlier["total_s"]
+        self._parts += earlier["parts"]
+        for name, value in earlier["phases"].items():
+            if name != "other":
+                self.seconds[name] = self.seconds.get(name, 0.0) + value
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -55,6 +64,7 @@ class Timer:
         return {
             "schema": 1,
             "total_s": round(total, 3),
+            "parts": self._parts,
             "phases": rounded | {"other": round(total - sum(self.seconds.values()), 3)},
         }
 
