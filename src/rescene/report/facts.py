@@ -27,7 +27,7 @@ def setting(run: Run, runs: Sequence[Run]) -> Pairs:
     seeds = sorted({other.seed for other in runs if other.seed is not None})
     seconds = spread(number(other.timing.get("total_s")) for other in runs)
     facts: list[tuple[str, Any]] = [
-        ("Data", _first(flat, "data.name", "data.path", "data", "data.source", "data.kind")),
+        ("Data", run.env.get("data") or _first(flat, "data.name", "data.path", "data", "data.source", "data.kind")),
         ("Tasks", len(tasks) or run.status.get("num_tasks")),
         ("Classes", len(set(map(str, names))) or None),
         ("Sites", number(run.partition.get("num_clients"))),
