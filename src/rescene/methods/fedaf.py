@@ -28,7 +28,7 @@ from rescene.functional.sliced import knowledge_matching, mixed, owners_average,
 from rescene.hyperparameters import hyper
 from rescene.methods.base import Federation, Model, ModelState, Payload, Uploads, weights_of
 from rescene.methods.registry import register
-from rescene.methods.surrogates import SurrogateMethod
+from rescene.methods.surrogates import SurrogateMethod, gathered
 from rescene.record import Tree
 from rescene.rng import Rng, seeded_generator
 from rescene.steps import Batch, Surrogates, class_scores, condense, cross_entropy, fit_pool
@@ -92,10 +92,10 @@ class FedAF(SurrogateMethod):
     def server_round(
         self, state: ModelState, uploads: Uploads, round: int, federation: Federation, rng: Rng
     ) -> ModelState:
-        senders = [upload for upload in uploads.values() if len(upload["labels"])]
-        if not senders:
+        pictures = gathered(uploads)
+        if pictures is None:
             return state
-        images, labels = (torch.cat([upload[key] for upload in senders]) for key in ("images", "labels"))
+        images, labels = pictures
         net, loss = federation.net(state.model), self._server_loss(list(uploads.values()))
         generator, num_classes = rng.at("sgd").generator(federation.device), federation.task.num_seen
         final = fit_pool(

@@ -10,11 +10,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
-import torch
-
 from rescene.methods.base import Federation, ModelState, Uploads, weights_of
 from rescene.methods.registry import register
-from rescene.methods.surrogates import SurrogateMethod
+from rescene.methods.surrogates import SurrogateMethod, gathered
 from rescene.rng import Rng
 from rescene.steps import fit_pool
 
@@ -28,10 +26,10 @@ class FedDM(SurrogateMethod):
     def server_round(
         self, state: ModelState, uploads: Uploads, round: int, federation: Federation, rng: Rng
     ) -> ModelState:
-        senders = [upload for upload in uploads.values() if len(upload["labels"])]
-        if not senders:
+        pictures = gathered(uploads)
+        if pictures is None:
             return state
-        images, labels = (torch.cat([upload[key] for upload in senders]) for key in ("images", "labels"))
+        images, labels = pictures
         net = federation.net(state.model)
         generator = rng.at("sgd").generator(federation.device)
         loss = fit_pool(

@@ -23,7 +23,7 @@ from rescene.functional import herd, recent_window
 from rescene.hyperparameters import hyper
 from rescene.methods.base import Federation, Model, Uploads, weights_of
 from rescene.methods.registry import register
-from rescene.methods.surrogates import SurrogateMethod
+from rescene.methods.surrogates import SurrogateMethod, gathered
 from rescene.record import record
 from rescene.rng import Rng
 from rescene.steps import embed, fit_pool
@@ -123,11 +123,10 @@ class ReSCENE(SurrogateMethod):
 
 def _collect(uploads: Uploads, round_number: int) -> tuple[Collected, ...]:
     """One round's uploads as one pool entry; none if nobody sent anything."""
-    senders = [upload for upload in uploads.values() if len(upload["labels"])]
-    if not senders:
+    pictures = gathered(uploads)
+    if pictures is None:
         return ()
-    labels = torch.cat([upload["labels"] for upload in senders])
-    images = torch.cat([upload["images"] for upload in senders])
+    images, labels = pictures
     return (Collected(images, labels, torch.full_like(labels, round_number)),)
 
 

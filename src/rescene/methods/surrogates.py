@@ -5,11 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import torch
+from torch import Tensor
+
 from rescene.data import Shard
-from rescene.methods.base import Federation, Method, Payload
+from rescene.methods.base import Federation, Method, Payload, Uploads
 from rescene.record import Tree
 from rescene.rng import Rng
 from rescene.steps import Condensation, condense
+
+
+def gathered(uploads: Uploads) -> tuple[Tensor, Tensor] | None:
+    """All pictures of a round and their labels, in client order; None if nobody sent any."""
+    senders = [upload for upload in uploads.values() if len(upload["labels"])]
+    if not senders:
+        return None
+    return torch.cat([u["images"] for u in senders]), torch.cat([u["labels"] for u in senders])
 
 
 class SurrogateMethod(Condensation, Method):
