@@ -43,12 +43,12 @@ class FlopMeter:
                 passes += 2 if next(module.parameters()).requires_grad else 1
             self.flops[self.side] += _num_images(inputs[0]) * cost * passes
 
-        def count_training(num_images: int) -> None:
-            """For steps that replay recorded work, which calls no hooks."""
-            self.flops[self.side] += 3 * num_images * cost
+        def count_passes(num_passes: int) -> None:
+            """For steps that replay recorded work, which calls no hooks: images times passes through the network."""
+            self.flops[self.side] += num_passes * cost
 
         net.body.register_forward_hook(count)  # type: ignore[union-attr]
-        net.count_training = count_training  # type: ignore[assignment]
+        net.count_passes = count_passes  # type: ignore[assignment]
         return net
 
 

@@ -9,9 +9,6 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-import torch.nn.functional as F
-from torch import Tensor, nn
-
 from rescene.data import Shard
 from rescene.hyperparameters import hyper
 from rescene.methods.averaging import AveragingMethod
@@ -19,7 +16,7 @@ from rescene.methods.base import Payload, weights_of
 from rescene.methods.registry import register
 from rescene.record import Tree
 from rescene.rng import Rng
-from rescene.steps import Batch, fit_shard
+from rescene.steps import fit_shard
 
 
 @register
@@ -37,10 +34,6 @@ class FedAvg(AveragingMethod):
             return {"num_images": 0}, client_state
         net = shard.net(payload["model"])
         first = min(shard.task.classes) if self.local_ce == "new" else 0
-
-        def loss(net: nn.Module, batch: Batch) -> Tensor:
-            return F.cross_entropy(net(batch.x)[:, first:], batch.y - first)
-
-        final = fit_shard(net, shard, self.train, rng.at("sgd").generator(shard.device), loss)
+        final = fit_shard(net, shard, self.train, rng.at("sgd").generator(shard.device), first_class=first)
         upload = {"model": weights_of(net), "num_images": len(shard), "notes": {"local_loss": final}}
         return upload, client_state

@@ -1,157 +1,176 @@
-"""The server's SGD on a GPU: one batch (gather, crop and flip, forward, loss, backward, update) recorded as a CUDA graph.
+"""SGD on a GPU: one step (gather, crop and mirror, forward, loss, backward, update) recorded as a CUDA graph and replayed.
 
 A step of a small network on small images is bound by launching kernels, not by arithmetic; a graph launches them all at
-once. The recording reads its inputs from fixed places: the pool, the indices and crops of the batch, the prior, the rate.
-The mathematics is that of ``fit_pool``; the draws are the same, so in float32 the two agree to rounding.
+once. The recording reads everything from fixed places: pictures, the epoch's order and crops, where in it we are, the
+rate. The last, smaller batch of an epoch is the same recording with fewer valid images, and a head that grows fits into
+the recorded one, whose spare rows are left out of the softmax; so one recording serves rounds, tasks and clients.
+The mathematics is that of ``rescene.steps.sgd``, and so are the draws: in float32 the two agree to rounding.
 """
 
 from __future__ import annotations
 
-import copy
-import warnings
+import threading
 from collections import OrderedDict
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rescene.data import Transform
-from rescene.errors import ResceneWarning
-from rescene.functional.balance import EXCLUDED, log_prior
-from rescene.steps.sgd import PoolEpochs, Training, cosine_rate
+from rescene.functional.balance import EXCLUDED
+from rescene.steps.fused import FlatWeights, SideStream, fuse, look
+from rescene.steps.recording import recorded
 
-KEEP = 3  # recordings of recent shapes (heads grow, pools grow); older ones are dropped with their memory
-SMALLEST_POOL = 4096
-_TRAINERS: OrderedDict[tuple[Any, ...], Trainer] = OrderedDict()
+KEEP = 4  # recordings of recent shapes; older ones are dropped with their memory
+SMALLEST_POOL = 1024
+HEAD_STEP = 32  # heads are recorded with a multiple of this many rows
 
 
-def fit_captured(net: nn.Module, epochs: PoolEpochs, settings: Training, tau: float) -> float:
-    """Train ``net`` in place on the pool for E_srv epochs; returns the mean loss of the last epoch."""
+class Epochs(Protocol):
+    """What is trained on, and the draws of one epoch after the other."""
+
+    images: Tensor  # normalised float32, or uint8
+    labels: Tensor
+    transform: Transform
+
+    def draw(self) -> tuple[Tensor, Tensor | None]:
+        """(order [n] into the images, crops [3, n] or None) of the next epoch, on their device."""
+
+
+def fit_captured(net: nn.Module, epochs: Epochs, settings: Any, rates: list[float], adjustment: Tensor) -> float:
+    """Train ``net`` in place for one epoch at each of ``rates``; returns the mean loss of the last one.
+
+    ``settings`` is a ``Training``; ``adjustment`` [classes] is added to the logits (EXCLUDED leaves a class out).
+    """
     trainer = _trainer_for(net, epochs, settings)
-    trainer.load(net, epochs, tau)
-    mean = trainer.train(epochs, settings)
-    trainer.store(net)
-    count = getattr(net, "count_training", None)  # no hook of the network saw the replays
+    trainer.load(net, epochs, adjustment)
+    mean = trainer.train(epochs, rates)
+    trainer.store(net, len(rates) * trainer.num_steps)
+    count = getattr(net, "count_passes", None)  # no hook of the network saw the replays
     if count is not None:
-        count(settings.server_epochs * len(epochs.labels))
+        count(3 * len(rates) * len(epochs.labels))
     return mean
 
 
-def _trainer_for(net: nn.Module, epochs: PoolEpochs, settings: Training) -> Trainer:
-    capacity = SMALLEST_POOL
-    while capacity < len(epochs.labels):
-        capacity *= 2
-    shapes = tuple((name, tuple(value.shape)) for name, value in net.state_dict().items())
-    key = (shapes, str(epochs.images.device), tuple(epochs.images.shape[1:]), capacity, epochs.transform, settings)
-    if key not in _TRAINERS:
-        _TRAINERS[key] = Trainer(net, epochs, settings, capacity)
-        while len(_TRAINERS) > KEEP:
-            _TRAINERS.popitem(last=False)
-    _TRAINERS.move_to_end(key)
-    return _TRAINERS[key]
+class _Kept(threading.local):
+    """Recordings of this thread: runs and clients that go on side by side must not share one."""
+
+    def __init__(self) -> None:
+        self.trainers: OrderedDict[tuple[Any, ...], Trainer] = OrderedDict()
+
+
+KEPT = _Kept()
+
+
+def rows_of(num_classes: int) -> int:
+    return -(-num_classes // HEAD_STEP) * HEAD_STEP
+
+
+def power_of_two(number: int, smallest: int) -> int:
+    return max(smallest, 1 << (number - 1).bit_length())
+
+
+def _trainer_for(net: nn.Module, epochs: Epochs, settings: Any) -> Trainer:
+    capacity = power_of_two(len(epochs.labels), SMALLEST_POOL)
+    rows = rows_of(len(net.head.bias))  # type: ignore[union-attr,arg-type]
+    body = tuple((name, tuple(value.shape)) for name, value in net.body.state_dict().items())  # type: ignore[union-attr]
+    fixed = (settings.batch_size, settings.momentum, settings.weight_decay, settings.precision, settings.augment)
+    images = (str(epochs.images.device), epochs.images.dtype, tuple(epochs.images.shape[1:]), epochs.transform)
+    key = (body, rows, capacity, images, fixed)
+    kept = KEPT.trainers
+    if key not in kept:
+        kept[key] = Trainer(net, epochs, settings, capacity, rows)
+        while len(kept) > KEEP:
+            kept.popitem(last=False)
+    kept.move_to_end(key)
+    return kept[key]
 
 
 class Trainer:
-    """A network of its own, fixed input places, and the recorded step."""
+    """A network of its own, fixed places for everything a step reads, and the recorded step."""
 
-    def __init__(self, net: nn.Module, epochs: PoolEpochs, settings: Training, capacity: int) -> None:
+    def __init__(self, net: nn.Module, epochs: Epochs, settings: Any, capacity: int, rows: int) -> None:
         device, size = epochs.images.device, settings.batch_size
-        self.transform: Transform = epochs.transform
-        self.settings, self.augment = settings, epochs.augment
-        self.net = _copy_of(net).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.net.train()
-        self.parameters = [p for p in self.net.parameters() if p.requires_grad]
-        self.velocity = [torch.zeros_like(p) for p in self.parameters]
-        self.pool = torch.zeros(capacity, *epochs.images.shape[1:], device=device)
-        self.labels = torch.zeros(capacity, dtype=torch.long, device=device)
-        self.adjustment = torch.zeros(epochs.num_classes, device=device)
-        self.masked = torch.zeros(epochs.num_classes, dtype=torch.bool, device=device)
-        self.index = torch.zeros(size, dtype=torch.long, device=device)
-        self.crops = torch.zeros(3, size, dtype=torch.long, device=device)
-        self.lr = torch.zeros((), device=device)
-        self.total = torch.zeros((), device=device)
+        self.settings, self.transform, self.size = settings, epochs.transform, size
         self.half = settings.precision == "bfloat16" or (settings.precision == "auto" and device.type == "cuda")
-        self.graph = self._record() if device.type == "cuda" else None
+        integer = {"dtype": torch.long, "device": device}
+        self.valid = torch.full((), size, dtype=torch.int32, device=device)
+        self.side = SideStream(device) if device.type == "cuda" else None
+        self.net = fuse(net, self.valid, self.side)
+        self.net.head = nn.Linear(net.head.in_features, rows, device=device)  # type: ignore[union-attr,arg-type]
+        self.net.train()
+        self.weights = FlatWeights(self.net, self.half)
+        self.pictures = torch.zeros(capacity, *epochs.images.shape[1:], dtype=epochs.images.dtype, device=device)
+        self.labels = torch.zeros(capacity, **integer)  # type: ignore[call-overload]
+        self.order = torch.zeros(capacity + size, **integer)  # type: ignore[call-overload]
+        self.crops = torch.zeros(3, capacity + size, **integer) if settings.augment else None  # type: ignore[call-overload]
+        self.start, self.end = (torch.zeros((), **integer) for _ in range(2))  # type: ignore[call-overload]
+        self.adjustment = torch.zeros(rows, device=device)
+        self.lr, self.total = (torch.zeros((), device=device) for _ in range(2))
+        self.lane = torch.arange(size, device=device)
+        kind = torch.bfloat16 if self.half else torch.float32
+        x = torch.zeros(size, *epochs.images.shape[1:], dtype=kind, device=device)
+        self.x, self.y = x.contiguous(memory_format=torch.channels_last), torch.zeros(size, **integer)  # type: ignore[call-overload]
+        self.num_steps = 0
+        self.replay = recorded(self._step) if device.type == "cuda" else self._step
 
-    def load(self, net: nn.Module, epochs: PoolEpochs, tau: float) -> None:
-        """Bring this round's weights, pool and prior to their places; momentum starts at zero in every round."""
-        self.net.load_state_dict(net.state_dict())
-        torch._foreach_zero_(self.velocity)
+    @torch.no_grad()
+    def load(self, net: nn.Module, epochs: Epochs, adjustment: Tensor) -> None:
+        """Bring weights, pictures and adjustment to their places; momentum starts at zero on every call."""
+        for own, given in zip(self.net.parameters(), net.parameters(), strict=True):
+            master = self.weights.master(own)
+            if len(master) > len(given):  # the head's spare rows
+                master[len(given) :].zero_()
+            master[: len(given)].copy_(given)
+        self.weights.refresh()
+        self.weights.velocity.zero_()
+        for name, value in self.net.named_buffers():
+            if name.endswith(("running_mean", "running_var")):
+                value.copy_(net.get_buffer(name))
         n = len(epochs.labels)
-        self.pool[:n], self.labels[:n] = epochs.images, epochs.labels
-        self.adjustment.copy_(tau * log_prior(epochs.counts) if tau > 0 else torch.zeros_like(self.adjustment))
-        self.masked.copy_(epochs.counts == 0 if tau > 0 else torch.zeros_like(self.masked))
+        self.pictures[:n], self.labels[:n] = epochs.images, epochs.labels
+        self.end.fill_(n)
+        self.adjustment.fill_(EXCLUDED)
+        self.adjustment[: len(adjustment)] = adjustment
+        self.num_steps = n // self.size + (n % self.size > 1)  # a last batch of one image is left out
 
-    def train(self, epochs: PoolEpochs, settings: Training) -> float:
-        size, n = settings.batch_size, len(epochs.labels)
-        whole = n - n % size
-        for epoch in range(settings.server_epochs):
+    def train(self, epochs: Epochs, rates: list[float]) -> float:
+        for rate in rates:
             order, crops = epochs.draw()
-            self.lr.fill_(cosine_rate(settings.lr, epoch, settings.server_epochs))
+            self.order[: len(order)] = order
+            if crops is not None and self.crops is not None:
+                self.crops[:, : len(order)] = crops
+            self.lr.fill_(rate)
+            self.start.zero_()
             self.total.zero_()
-            for first in range(0, whole, size):
-                self.index.copy_(order[first : first + size])
-                if crops is not None:
-                    self.crops.copy_(crops[:, first : first + size])
-                if self.graph is not None:
-                    self.graph.replay()
-                else:
-                    self._step(self.index, self.crops)
-            if n - whole > 1:  # the last, smaller batch is not worth a recording
-                self._step(order[whole:], self.crops[:, :0] if crops is None else crops[:, whole:])
-        return float(self.total) / (whole // size + (n - whole > 1))
+            for _ in range(self.num_steps):
+                self.replay()
+        return float(self.total) / self.num_steps
 
-    def store(self, net: nn.Module) -> None:
+    @torch.no_grad()
+    def store(self, net: nn.Module, num_steps: int) -> None:
         """Hand the weights back."""
-        net.load_state_dict(self.net.state_dict())
+        for own, given in zip(self.net.parameters(), net.parameters(), strict=True):
+            given.copy_(self.weights.master(own)[: len(given)])
+        for name, value in net.named_buffers():
+            if name.endswith("num_batches_tracked"):
+                value += num_steps
+            else:
+                value.copy_(self.net.get_buffer(name))
         net.eval()
 
-    def _step(self, index: Tensor, crops: Tensor) -> None:
-        x = self.pool[index]
-        if self.augment:
-            x = self.transform.apply(x, crops)
-        x = x.contiguous(memory_format=torch.channels_last)
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.half, cache_enabled=False):
-            logits = self.net(x)
-        logits = (logits.float() + self.adjustment).masked_fill(self.masked, EXCLUDED)
-        loss = F.cross_entropy(logits, self.labels[index])
-        gradients = list(torch.autograd.grad(loss, self.parameters))
-        with torch.no_grad():
-            # v <- momentum v + (g + decay theta); theta <- theta - lr v
-            torch._foreach_add_(gradients, self.parameters, alpha=self.settings.weight_decay)
-            torch._foreach_mul_(self.velocity, self.settings.momentum)
-            torch._foreach_add_(self.velocity, gradients)
-            torch._foreach_add_(self.parameters, torch._foreach_mul(self.velocity, -self.lr))
-            self.total += loss.detach()
-
-    def _record(self) -> torch.cuda.CUDAGraph | None:
-        """Warm up on a side stream, then capture; a refusal leaves the plain step in place."""
-        benchmark, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, True
-        try:
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(3):
-                    self._step(self.index, self.crops)
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                self._step(self.index, self.crops)
-            return graph
-        except RuntimeError as error:
-            first = str(error).splitlines()[0]
-            warnings.warn(
-                ResceneWarning("W302", f"CUDA graph capture was refused ({first}); running step by step"), stacklevel=2
-            )
-            return None
-        finally:
-            torch.backends.cudnn.benchmark = benchmark
-
-
-def _copy_of(net: nn.Module) -> nn.Module:
-    """The same network without hooks: work is counted once per call, not once per replay."""
-    bare = copy.deepcopy(net)
-    for module in bare.modules():
-        module._forward_hooks.clear()
-    return bare
+    def _step(self) -> None:
+        look(self.pictures, self.labels, self.order, self.start, self.crops, self.x, self.y, self.transform)
+        self.valid.copy_((self.end - self.start).clamp(max=self.size))
+        with torch.autocast(self.x.device.type, torch.bfloat16, enabled=self.half, cache_enabled=False):
+            features = self.net.features(self.x)  # type: ignore[operator]
+        logits = F.linear(features.float(), self.net.head.weight, self.net.head.bias) + self.adjustment  # type: ignore[union-attr,arg-type]
+        losses = F.cross_entropy(logits, self.y, reduction="none")
+        loss = torch.where(self.lane < self.valid, losses, 0.0).sum() / self.valid
+        gradients = list(torch.autograd.grad(loss, self.weights.parameters))
+        if self.side is not None:
+            self.side.join()
+        self.weights.step(gradients, self.lr, self.settings.momentum, self.settings.weight_decay)
+        self.total += loss.detach()
+        self.start += self.size

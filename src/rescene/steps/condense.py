@@ -46,7 +46,9 @@ class Condensation(Hyperparameters):
     surrogates_per_class: Literal["half", "min", "fixed"] = hyper(
         "half", "-", "[ours]", "of n images: min(IPC, n//2), min(IPC, n), or always IPC (drawn with replacement)"
     )
-    precision: Literal["float32", "bfloat16"] = hyper("float32", "-", "[ours]", "arithmetic of the network on a GPU")
+    precision: Literal["auto", "float32", "bfloat16"] = hyper(
+        "auto", "-", "[ours]", "arithmetic of the network on a GPU; auto is bfloat16"
+    )
     literal: bool = hyper(False, "-", "Eq. 1", "the paper's printed form: no clip, min(IPC, n) surrogates")
 
     @model_validator(mode="before")
@@ -119,12 +121,16 @@ def condense(
     groups = [g for k, (s, r) in enumerate(zip(shards, rngs, strict=True)) for g in _groups(k, s, r, settings)]
     outcomes: list[list[_Outcome]] = [[] for _ in shards]
     if groups:
+        sizes = [len(group.start) for group in groups]
+        owner = torch.repeat_interleave(torch.arange(len(groups)), torch.tensor(sizes)).to(shards[0].device)
+        start = torch.cat([group.start for group in groups])
         # all shards in one process share their image tensor and transform, so any of them can fetch for all
-        pixels, losses = _descend(net, shards[0], groups, settings, noise_seed, move, term)
-        for group, block, loss in zip(groups, pixels, losses.tolist(), strict=True):
-            finite = torch.isfinite(block).flatten(1).all(dim=1)
-            safe = torch.where(finite.reshape(-1, 1, 1, 1), block, group.start)
-            outcomes[group.client].append(_Outcome(group, safe, loss, int((~finite).sum())))
+        pixels, losses = _descend(net, shards[0], groups, start, owner, settings, noise_seed, move, term)
+        finite = torch.isfinite(pixels).flatten(1).all(dim=1)
+        pixels = torch.where(finite.reshape(-1, 1, 1, 1), pixels, start)
+        lost = torch.bincount(owner, weights=(~finite).float(), minlength=len(groups))
+        for group, block, loss, count in zip(groups, pixels.split(sizes), losses.tolist(), lost.tolist(), strict=True):
+            outcomes[group.client].append(_Outcome(group, block, loss, int(count)))
     return [_collect(shard, own) for shard, own in zip(shards, outcomes, strict=True)]
 
 
@@ -155,16 +161,17 @@ def _descend(
     net: nn.Module,
     shard: Shard,
     groups: list[_Group],
+    pixels: Tensor,
+    owner: Tensor,
     settings: Condensation,
     noise_seed: int,
     move: Move | None,
     term: Term | None,
-) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Gradient descent on the pixels of all groups; returns each group's pixels and its loss at the last step."""
-    sizes = [len(group.start) for group in groups]
-    pixels = torch.cat([group.start for group in groups])
+) -> tuple[Tensor, Tensor]:
+    """Gradient descent on the pixels of all groups; returns them and each group's loss at the last step."""
+    if pixels.is_cuda and move is None and term is None and settings.num_steps:
+        return _replayed(net, shard, groups, pixels, owner, settings, noise_seed)
     device = pixels.device
-    owner = torch.repeat_interleave(torch.arange(len(groups)), torch.tensor(sizes)).to(device)
     labels = torch.tensor([group.label for group in groups], device=device)
     velocity = torch.zeros_like(pixels)
     losses = torch.zeros(len(groups), device=device)
@@ -184,7 +191,31 @@ def _descend(
         pixels = pixels - settings.image_lr * velocity
     _assign(parameters, theta)  # restored from the copy, not by subtracting the noise
     net.requires_grad_(True)
-    return pixels.split(sizes), losses
+    return pixels, losses
+
+
+def _replayed(
+    net: nn.Module,
+    shard: Shard,
+    groups: list[_Group],
+    pixels: Tensor,
+    owner: Tensor,
+    settings: Condensation,
+    noise_seed: int,
+) -> tuple[Tensor, Tensor]:
+    """The same on a GPU, as recorded CUDA graphs."""
+    from rescene.steps.captured_condense import descend_captured
+
+    steps = settings.num_steps
+    parts = [g.members.expand(steps, -1) if g.batches is None else g.members[g.batches] for g in groups]
+    real = torch.cat(parts, dim=1)
+    sizes = torch.tensor([part.shape[1] for part in parts])
+    real_owner = torch.repeat_interleave(torch.arange(len(groups)), sizes).to(owner.device)
+    found = descend_captured(net, shard, pixels, owner, real, real_owner, settings, noise_seed)
+    count = getattr(net, "count_passes", None)  # no hook of the network saw the replays
+    if count is not None:
+        count(steps * (real.shape[1] + 2 * len(owner)))
+    return found
 
 
 @torch.no_grad()
@@ -194,8 +225,8 @@ def _assign(parameters: list[nn.Parameter], values: Sequence[Tensor]) -> None:
 
 
 def _embedding(net: nn.Module, x: Tensor, settings: Condensation) -> tuple[Tensor, Tensor]:
-    """(features, logits) in float32; half precision inside the network only on a GPU and only on request."""
-    half = x.is_cuda and settings.precision == "bfloat16"
+    """(features, logits) in float32; half precision inside the network only on a GPU."""
+    half = x.is_cuda and settings.precision != "float32"
     with torch.autocast(x.device.type, torch.bfloat16, enabled=half, cache_enabled=False):
         features = net.features(x)  # type: ignore[operator]
         logits = net.head(features)  # type: ignore[operator]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from rescene.data import Shard, Transform
 from rescene.functional import logit_adjusted_cross_entropy, sampling_probabilities
+from rescene.functional.balance import EXCLUDED, log_prior
 from rescene.hyperparameters import Hyperparameters, hyper
 
 
@@ -44,7 +45,7 @@ class Training(Hyperparameters):
     momentum: float = hyper(0.9, "-", "App. A", "SGD momentum", ge=0, lt=1)
     weight_decay: float = hyper(5e-4, "-", "App. A", "SGD weight decay", ge=0)
     precision: Literal["auto", "float32", "bfloat16"] = hyper(
-        "auto", "-", "[ours]", "server arithmetic; auto is bfloat16 on a GPU and float32 on a CPU"
+        "auto", "-", "[ours]", "arithmetic of recorded steps; auto is bfloat16 on a GPU and float32 on a CPU"
     )
     augment: bool = hyper(True, "-", "App. A", "random crop and horizontal flip, on clients and (ours) on the server")
 
@@ -91,14 +92,53 @@ def fit(
     return total / max(count, 1)
 
 
+@dataclass
+class ShardEpochs:
+    """A client's images, and the draws of one epoch after the other: a new order, and crops batch by batch."""
+
+    shard: Shard
+    settings: Training
+    generator: torch.Generator
+
+    def __post_init__(self) -> None:
+        self.images, self.labels = self.shard.images.pixels[self.shard.index], self.shard.labels
+        self.transform = self.shard.transform
+
+    def draw(self) -> tuple[Tensor, Tensor | None]:
+        n, device = len(self.labels), self.shard.device
+        order = torch.randperm(n, generator=self.generator, device=self.generator.device).to(device)
+        if not self.settings.augment:
+            return order, None
+        sizes = [len(part) for part in order.split(self.settings.batch_size)]
+        if sizes[-1] == 1 and len(sizes) > 1:
+            sizes.pop()  # such a batch is left out, and nothing drawn for it
+        crops = torch.cat([self.transform.draw(size, self.generator) for size in sizes], dim=1).to(device)
+        return order[: sum(sizes)], crops
+
+
 def fit_shard(
-    net: nn.Module, shard: Shard, settings: Training, generator: torch.Generator, loss: Loss = cross_entropy
+    net: nn.Module,
+    shard: Shard,
+    settings: Training,
+    generator: torch.Generator,
+    loss: Loss | None = None,
+    *,
+    first_class: int = 0,
 ) -> float:
     """Local training of one client on its own images for E epochs, reshuffled each epoch; returns the last mean loss.
 
-    The images stay where they are: a batch is gathered from the device tensor by index, normalised and augmented there.
+    Without a ``loss`` of one's own it is cross-entropy over the outputs from ``first_class`` on, and on a GPU the step is
+    replayed as a CUDA graph. The images stay where they are: a batch is gathered from the device tensor by index,
+    normalised and augmented there.
     """
     index = shard.index
+    if loss is None and is_recorded(shard.images.pixels, index):
+        from rescene.steps.captured import fit_captured
+
+        adjustment = torch.zeros(_num_classes(net), device=shard.device)
+        adjustment[:first_class] = EXCLUDED
+        rates = [settings.lr] * settings.local_epochs
+        return fit_captured(net, ShardEpochs(shard, settings, generator), settings, rates, adjustment)
 
     def plan() -> Tensor:
         return index[torch.randperm(len(index), generator=generator, device=generator.device).to(index.device)]
@@ -109,7 +149,19 @@ def fit_shard(
             shard.transform.augment(x, generator) if settings.augment else x, shard.images.labels[index], index
         )
 
-    return fit(net, plan, fetch, loss, settings, epochs=settings.local_epochs)
+    def from_first_class(net: nn.Module, batch: Batch) -> Tensor:
+        return F.cross_entropy(net(batch.x)[:, first_class:], batch.y - first_class)
+
+    return fit(net, plan, fetch, loss or from_first_class, settings, epochs=settings.local_epochs)
+
+
+def is_recorded(images: Tensor, labels: Tensor) -> bool:
+    """Steps are replayed as a CUDA graph on a GPU; a single image is trained with running statistics, step by step."""
+    return images.is_cuda and len(labels) > 1
+
+
+def _num_classes(net: nn.Module) -> int:
+    return len(net.head.bias)  # type: ignore[union-attr,arg-type]
 
 
 @dataclass
@@ -133,6 +185,12 @@ class PoolEpochs:
         share = sampling_probabilities(self.counts, self.alpha) / self.counts.clamp(min=1)
         self.weights = share[self.labels].to(self.generator.device)
 
+    def adjustment(self, tau: float) -> Tensor:
+        """tau log pi [C], EXCLUDED for a class the pool does not hold; all 0 without adjustment."""
+        if tau == 0:
+            return torch.zeros(self.num_classes, device=self.labels.device)
+        return torch.where(self.counts == 0, EXCLUDED, tau * log_prior(self.counts))
+
     def draw(self) -> tuple[Tensor, Tensor | None]:
         """(order [n] into the pool, crops [3, n] or None) of the next epoch, on the pool's device."""
         n, device = len(self.labels), self.generator.device
@@ -142,11 +200,6 @@ class PoolEpochs:
             order = torch.multinomial(self.weights, n, replacement=True, generator=self.generator)
         crops = self.transform.draw(n, self.generator).to(self.images.device) if self.augment else None
         return order.to(self.images.device), crops
-
-
-def fit_pool_is_captured(images: Tensor, labels: Tensor, settings: Training) -> bool:
-    """A CUDA graph pays on a GPU, for at least one whole batch."""
-    return images.is_cuda and len(labels) >= settings.batch_size
 
 
 def fit_pool(
@@ -169,10 +222,11 @@ def fit_pool(
     runs as written here.
     """
     epochs = PoolEpochs(images, labels, num_classes, alpha, transform, settings.augment, generator)
-    if loss is None and fit_pool_is_captured(images, labels, settings):
+    if loss is None and is_recorded(images, labels):
         from rescene.steps.captured import fit_captured
 
-        return fit_captured(net, epochs, settings, tau)
+        rates = [cosine_rate(settings.lr, epoch, settings.server_epochs) for epoch in range(settings.server_epochs)]
+        return fit_captured(net, epochs, settings, rates, epochs.adjustment(tau))
     order, crops = torch.zeros(0), None
 
     def plan() -> Tensor:

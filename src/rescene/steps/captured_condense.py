@@ -1,0 +1,212 @@
+"""Condensation on a GPU: each step is a handful of recorded CUDA graphs over all classes of all participants.
+
+    move        theta' = anchor + eps min(1, rho / ||eps||) on one flat buffer
+    real        features and logits of a chunk of real images, added to the sums of their groups; as often as there are chunks
+    descend     Eq. 1 and its gradient for every surrogate, clip, update
+
+The mathematics is that of ``rescene.steps.condense``; the noise is drawn on the device, in one piece.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rescene.data import Shard
+from rescene.functional import clip_groups, group_means, matching_loss
+from rescene.rng import seeded_generator
+from rescene.steps.fused import FlatWeights, fuse, look
+from rescene.steps.recording import recorded
+
+KEEP = 3
+CHUNKS = (
+    1024,
+    256,
+)  # real images of 32 x 32 that pass through the network at once; what is left over fills the smallest
+
+
+class _Kept(threading.local):
+    """Recordings of this thread: runs that go on side by side must not share one."""
+
+    def __init__(self) -> None:
+        self.condensers: OrderedDict[tuple[Any, ...], Condenser] = OrderedDict()
+
+
+KEPT = _Kept()
+
+
+def descend_captured(
+    net: nn.Module,
+    shard: Shard,
+    pixels: Tensor,
+    owner: Tensor,
+    real: Tensor,
+    real_owner: Tensor,
+    settings: Any,
+    noise_seed: int,
+) -> tuple[Tensor, Tensor]:
+    """Gradient descent on ``pixels`` [rows]; returns them and the loss of each group at the last step.
+
+    owner [rows] and real_owner [b] number the groups; real [steps, b] are positions into the shard's images.
+    """
+    groups = int(owner[-1]) + 1
+    condenser = _condenser_for(net, shard, len(owner), groups, settings)
+    return condenser.run(net, pixels, owner, real, real_owner, groups, noise_seed)
+
+
+def _condenser_for(net: nn.Module, shard: Shard, rows: int, groups: int, settings: Any) -> Condenser:
+    capacity = (_round_up(rows, 64), _round_up(groups, 8))
+    shapes = tuple((name, tuple(value.shape)) for name, value in net.state_dict().items())
+    fixed = (settings.image_lr, settings.image_momentum, settings.radius, settings.clip, settings.reduction)
+    images = shard.images.pixels
+    key = (shapes, capacity, fixed, settings.match_logits, settings.precision, images.data_ptr(), shard.transform)
+    kept = KEPT.condensers
+    if key not in kept:
+        kept[key] = Condenser(net, shard, *capacity, settings)
+        while len(kept) > KEEP:
+            kept.popitem(last=False)
+    kept.move_to_end(key)
+    return kept[key]
+
+
+def _round_up(number: int, step: int) -> int:
+    return -(-number // step) * step
+
+
+class Condenser:
+    """A network of its own, fixed places for everything a step reads, and the recorded parts of a step.
+
+    Spare rows of the surrogates belong to a group of their own, one beyond the last, as do spare real images.
+    """
+
+    def __init__(self, net: nn.Module, shard: Shard, rows: int, groups: int, settings: Any) -> None:
+        images, device = shard.images.pixels, shard.device
+        self.settings, self.transform, self.images, self.labels = settings, shard.transform, images, shard.images.labels
+        self.half = device.type == "cuda" and settings.precision != "float32"
+        one = torch.ones((), dtype=torch.int32, device=device)
+        self.net = fuse(net, one).eval()
+        self.weights = FlatWeights(self.net, self.half)
+        self.net.requires_grad_(False)
+        self.anchor, self.eps = torch.zeros_like(self.weights.theta), torch.zeros_like(self.weights.theta)
+        self.pixels, self.velocity = (torch.zeros(rows, *images.shape[1:], device=device) for _ in range(2))
+        self.owner = torch.full((rows,), groups, device=device)
+        self.lanes = torch.arange(groups + 1, device=device).unsqueeze(1)
+        width = net.feature_size + len(net.head.bias)  # type: ignore[operator,union-attr,arg-type]
+        self.sums = torch.zeros(groups + 1, width, device=device)  # type: ignore[call-overload]
+        self.counts, self.losses = torch.ones(groups + 1, 1, device=device), torch.zeros(groups + 1, device=device)
+        self.start = torch.zeros((), dtype=torch.long, device=device)
+        self.order, self.order_owner = (torch.zeros(0, dtype=torch.long, device=device) for _ in range(2))
+        area = images.shape[2] * images.shape[3]
+        self.chunks = [max(1, chunk * 1024 // area) for chunk in CHUNKS]
+        self._replays: dict[Any, Any] = {}
+
+    def run(
+        self,
+        net: nn.Module,
+        pixels: Tensor,
+        owner: Tensor,
+        real: Tensor,
+        real_owner: Tensor,
+        groups: int,
+        noise_seed: int,
+    ) -> tuple[Tensor, Tensor]:
+        self._load(net, pixels, owner)
+        plan = self._plan(real, real_owner)
+        noise = seeded_generator(noise_seed, self.eps.device)
+        for _ in range(len(real)):
+            self.eps.normal_(generator=noise)
+            self._replay("move", self._move)
+            for chunk in plan:
+                self._replay(chunk, lambda chunk=chunk: self._real(chunk))
+            self._replay("descend", self._descend)
+        return self.pixels[: len(owner)].clone(), self.losses[:groups].clone()
+
+    def _load(self, net: nn.Module, pixels: Tensor, owner: Tensor) -> None:
+        with torch.no_grad():
+            for own, given in zip(self.net.parameters(), net.parameters(), strict=True):
+                self.weights.master(own).copy_(given)
+            self.anchor.copy_(self.weights.theta)
+            for name, value in self.net.named_buffers():
+                if name.endswith(("running_mean", "running_var")):
+                    value.copy_(net.get_buffer(name))
+        self.velocity.zero_()
+        self.pixels[: len(owner)], self.pixels[len(owner) :] = pixels, 0.0
+        self.owner.fill_(len(self.lanes) - 1)
+        self.owner[: len(owner)] = owner
+        self.start.zero_()
+
+    def _plan(self, real: Tensor, real_owner: Tensor) -> list[int]:
+        """Lay the real images of all steps in a row, each step filled up to whole chunks; returns the chunks of a step."""
+        large, small = self.chunks
+        count = real.shape[1]
+        plan = [large] * (count // large) + [small] * -(-(count % large) // small)
+        spare, total = sum(plan) - count, len(real) * sum(plan)
+        if total > len(self.order):  # the recordings read these places
+            self.order, self.order_owner = (torch.zeros(total, dtype=torch.long, device=real.device) for _ in range(2))
+            self._replays.clear()
+        row = torch.cat([real_owner, real_owner.new_full((spare,), len(self.lanes) - 1)])
+        self.order[:total] = torch.nn.functional.pad(real, (0, spare)).flatten()
+        self.order_owner[:total] = row.repeat(len(real))
+        self.counts.fill_(1.0)
+        counted = torch.bincount(real_owner).unsqueeze(1)
+        self.counts[: len(counted)] = counted.float()
+        return plan
+
+    def _replay(self, name: Any, work: Any) -> None:
+        if name not in self._replays:
+            if self.eps.is_cuda:
+                state = [self.start, self.sums, self.pixels, self.velocity]
+                before = [tensor.clone() for tensor in state]
+                self._replays[name] = recorded(work)
+                for tensor, value in zip(state, before, strict=True):  # recording ran the work a few times
+                    tensor.copy_(value)
+            else:
+                self._replays[name] = work
+        self._replays[name]()
+
+    @torch.no_grad()
+    def _move(self) -> None:
+        norm = torch.linalg.vector_norm(self.eps, dtype=torch.float64)
+        scale = (self.settings.radius / norm.clamp(min=1e-30)).clamp(max=1.0).float()
+        torch.addcmul(self.anchor, self.eps, scale, out=self.weights.theta)
+        self.weights.refresh()
+        self.sums.zero_()
+
+    def _embedding(self, x: Tensor) -> Tensor:
+        """[features, logits] in float32, side by side."""
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.half, cache_enabled=False):
+            features = self.net.features(x).float()  # type: ignore[operator]
+        with torch.autocast(x.device.type, enabled=False):
+            return torch.cat([features, self.net.head(features)], dim=1)  # type: ignore[operator]
+
+    @torch.no_grad()
+    def _real(self, chunk: int) -> None:
+        kind = torch.bfloat16 if self.half else torch.float32
+        shape = (chunk, *self.images.shape[1:])
+        x = torch.empty(shape, dtype=kind, device=self.eps.device, memory_format=torch.channels_last)
+        y = torch.empty(chunk, dtype=torch.long, device=self.eps.device)
+        look(self.images, self.labels, self.order, self.start, None, x, y, self.transform)
+        owner = self.order_owner[self.start + torch.arange(chunk, device=self.eps.device)]
+        self.sums.addmm_((owner == self.lanes).float(), self._embedding(x))
+        self.start += chunk
+
+    def _descend(self) -> None:
+        settings, groups = self.settings, len(self.lanes)
+        x = self.pixels.detach().requires_grad_(True)
+        with torch.enable_grad():
+            embedding = self._embedding(x.contiguous(memory_format=torch.channels_last))
+            means, real = group_means(embedding, self.owner, groups), self.sums / self.counts
+            d = self.net.feature_size
+            loss = matching_loss(means[:, :d], real[:, :d], settings.reduction)  # type: ignore[misc]
+            if settings.match_logits:
+                loss = loss + matching_loss(means[:, d:], real[:, d:], settings.reduction)  # type: ignore[misc]
+            (gradient,) = torch.autograd.grad(loss[:-1].sum(), x)
+        if settings.clip is not None:
+            gradient = clip_groups(gradient, self.owner, groups, settings.clip)
+        self.velocity.mul_(settings.image_momentum).add_(gradient)
+        self.pixels.sub_(settings.image_lr * self.velocity)
+        self.losses.copy_(loss.detach())

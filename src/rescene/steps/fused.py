@@ -1,0 +1,260 @@
+"""Training and looking at images with few, large operations: the parts of a step that a GPU runs as one kernel each.
+
+Each function has a Triton form (``rescene.steps.kernels``) for CUDA tensors and a plain form for everything else; both
+compute the same thing. ``fuse`` prepares a copy of a network for it; networks without batch normalisation pass unchanged.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rescene.data import Transform
+from rescene.nets.resnet import Residual
+
+
+@cache
+def _kernels() -> ModuleType | None:
+    """The Triton kernels, or None where Triton is not installed."""
+    try:
+        from rescene.steps import kernels
+    except ImportError:
+        return None
+    return kernels
+
+
+def kernels_for(tensor: Tensor) -> ModuleType | None:
+    return _kernels() if tensor.is_cuda else None
+
+
+class SideStream:
+    """Gradients of weights on a second stream, beside the gradients of inputs, which are what the next layer waits for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self._held: list[Any] = []  # used there; not to be given to others before ``join``
+
+    def convolution_weight_gradient(self, dy: Tensor, x: Tensor, weight: Tensor, settings: tuple[Any, ...]) -> Tensor:
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            gradient = _convolution_backward(dy, x, weight, settings, (False, True, False))[1]
+        self._held.append((dy, x, gradient))
+        return gradient
+
+    def join(self) -> None:
+        torch.cuda.current_stream().wait_stream(self.stream)
+        self._held.clear()
+
+
+def _convolution_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, settings: tuple[Any, ...], wanted: tuple[bool, bool, bool]
+) -> tuple[Tensor, ...]:
+    stride, padding, dilation, groups = settings
+    result: tuple[Tensor, ...] = torch.ops.aten.convolution_backward(
+        dy, x, weight, None, stride, padding, dilation, False, (0, 0), groups, wanted
+    )
+    return result
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, settings: tuple[Any, ...], side: SideStream) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.settings, ctx.side = settings, side
+        stride, padding, dilation, groups = settings
+        return F.conv2d(x, weight, None, stride, padding, dilation, groups)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        gradient = ctx.side.convolution_weight_gradient(dy, x, weight, ctx.settings)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = _convolution_backward(dy, x, weight, ctx.settings, (True, False, False))[0]
+        return dx, gradient, None, None
+
+
+class FusedConv(nn.Conv2d):
+    """A convolution without bias whose weight gradient runs beside the rest of the backward pass."""
+
+    side: SideStream | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.weight.dtype)
+        if self.side is None or not (torch.is_grad_enabled() and self.weight.requires_grad):
+            return F.conv2d(x, self.weight, None, self.stride, self.padding, self.dilation, self.groups)
+        settings = (self.stride, self.padding, self.dilation, self.groups)
+        out: Tensor = _Convolution.apply(x, self.weight, settings, self.side)  # type: ignore[no-untyped-call]
+        return out
+
+
+class FusedNorm(nn.BatchNorm2d):
+    """Batch normalisation with what may follow it; training looks at the first ``valid`` images of a batch only."""
+
+    valid: Tensor  # int32, on the network's device
+    counter: Tensor  # zeros between calls: the kernel counts its programs here
+
+    def forward(self, x: Tensor, shortcut: Tensor | None = None, relu: bool = False) -> Tensor:
+        """relu(norm(x) + shortcut), the last two optional."""
+        kernels = kernels_for(x)
+        learns = torch.is_grad_enabled() and self.weight.requires_grad
+        if kernels is not None and (self.training or not learns):
+            out: Tensor = kernels.NormAct.apply(x, self.weight, self.bias, shortcut, relu, self.training, _places(self))
+            return out
+        valid = int(self.valid) if self.training else len(x)
+        normed = super().forward(x[:valid])
+        x = normed if valid == len(x) else torch.cat([normed, x[valid:].detach()])
+        x = x if shortcut is None else x + shortcut
+        return F.relu(x) if relu else x
+
+
+class FusedStage(nn.Sequential):
+    """conv, norm, ReLU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        conv, norm, _ = self
+        return norm(conv(x), relu=True)  # type: ignore[no-any-return]
+
+
+class FusedResidual(Residual):
+    """relu(main(x) + shortcut(x)) with every norm, addition and ReLU in one operation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        shortcut = x
+        if not isinstance(self.shortcut, nn.Identity):
+            conv, norm = self.shortcut  # type: ignore[misc]
+            shortcut = norm(conv(x))
+        *inner, last = [layer for layer in self.main if not isinstance(layer, nn.ReLU)]
+        for conv, norm in inner:  # type: ignore[misc]
+            x = norm(conv(x), relu=True)
+        conv, norm = last  # type: ignore[misc]
+        return norm(conv(x), shortcut, relu=True)  # type: ignore[no-any-return]
+
+
+def fuse(net: nn.Module, valid: Tensor, side: SideStream | None = None) -> nn.Module:
+    """A copy of ``net`` without hooks, channels-last, whose convolutions and norms are the fused ones.
+
+    ``valid`` says how many images of a batch count in training. BatchNorm's step counters, which influence nothing, stop.
+    """
+    bare: nn.Module = copy.deepcopy(net).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    for module in bare.modules():
+        module._forward_hooks.clear()
+        if isinstance(module, nn.BatchNorm2d):
+            module.num_batches_tracked = None
+            counter = torch.zeros(module.num_features, dtype=torch.int32, device=valid.device)
+            module.__class__, module.valid, module.counter = FusedNorm, valid, counter
+        elif isinstance(module, nn.Conv2d) and module.bias is None:
+            module.__class__, module.side = FusedConv, side
+        elif isinstance(module, nn.Sequential) and [type(m) for m in module][1:] == [nn.BatchNorm2d, nn.ReLU]:
+            module.__class__ = FusedStage
+        elif isinstance(module, Residual) and all(not isinstance(m, nn.GroupNorm) for m in module.modules()):
+            module.__class__ = FusedResidual
+    return bare
+
+
+def _places(norm: FusedNorm) -> dict[str, Any]:
+    names = ("running_mean", "running_var", "valid", "counter", "momentum", "eps")
+    return {name: getattr(norm, name) for name in names}
+
+
+class FlatWeights:
+    """The weights of a network that learn, as views of two flat buffers, so that one operation updates them all.
+
+    ``theta`` holds every weight in float32. With ``half`` the network's convolutions and linear layers read a bfloat16
+    copy, which the update writes as well; the small rest (norms, biases, head) reads ``theta`` itself.
+    """
+
+    def __init__(self, net: nn.Module, half: bool) -> None:
+        layers = [m for m in net.body.modules() if isinstance(m, (nn.Conv2d, nn.Linear))]  # type: ignore[union-attr]
+        large = {id(m.weight) for m in layers} if half else set()
+        self.parameters = [p for p in net.parameters() if p.requires_grad]
+        self._large = [p for p in self.parameters if id(p) in large]
+        self._small = [p for p in self.parameters if id(p) not in large]
+        device, count = self.parameters[0].device, sum(p.numel() for p in self._large)
+        self.theta = torch.empty(sum(p.numel() for p in self.parameters), device=device)
+        self.velocity = torch.zeros_like(self.theta)
+        self.low = torch.empty(count, dtype=torch.bfloat16, device=device) if count else None
+        self._count = count
+        offset = 0
+        self._masters = {}
+        for parameter in self._large + self._small:
+            part = self.theta[offset : offset + parameter.numel()]
+            master = _like(part, parameter)
+            master.copy_(parameter.detach())
+            if id(parameter) in large:
+                assert self.low is not None
+                parameter.data = _like(self.low[offset : offset + parameter.numel()], parameter)
+            else:
+                parameter.data = master
+            self._masters[id(parameter)] = master
+            offset += parameter.numel()
+        self.refresh()
+
+    def master(self, parameter: Tensor) -> Tensor:
+        """The float32 value of a parameter of the network."""
+        return self._masters[id(parameter)]
+
+    def refresh(self) -> None:
+        """After ``theta`` was written from outside: bring the half-precision copy up to date."""
+        if self.low is not None:
+            self.low.copy_(self.theta[: self._count])
+
+    @torch.no_grad()
+    def step(self, gradients: list[Tensor], lr: Tensor, momentum: float, decay: float) -> None:
+        """One step of SGD; gradients in the order of ``parameters``."""
+        by_id = {id(p): g for p, g in zip(self.parameters, gradients, strict=True)}
+        parts = [(self._large, slice(0, self._count), self.low), (self._small, slice(self._count, None), None)]
+        for parameters, place, low in parts:
+            if parameters:
+                gradient = torch.cat([_flat(by_id[id(p)]) for p in parameters])
+                sgd_(self.theta[place], self.velocity[place], gradient, low, lr, momentum, decay)
+
+
+def sgd_(
+    theta: Tensor, velocity: Tensor, gradient: Tensor, low: Tensor | None, lr: Tensor, momentum: float, decay: float
+) -> None:
+    """v <- momentum v + (g + decay theta); theta <- theta - lr v; ``low`` receives theta in half precision."""
+    kernels = kernels_for(theta)
+    if kernels is not None:
+        kernels.sgd_(theta, velocity, gradient, low, lr, momentum, decay)
+        return
+    velocity.mul_(momentum).add_(gradient.float() + decay * theta)
+    theta.sub_(lr * velocity)
+    if low is not None:
+        low.copy_(theta)
+
+
+def look(
+    pictures: Tensor, labels: Tensor, order: Tensor, start: Tensor, crops: Tensor | None, x: Tensor, y: Tensor,
+    transform: Transform,
+) -> None:  # fmt: skip
+    """Fill ``x`` and ``y`` with the batch that begins at place ``start`` of ``order``, normalised, cropped and mirrored."""
+    kernels = kernels_for(x)
+    if kernels is not None:
+        kernels.look(pictures, labels, order, start, crops, x, y, transform)
+        return
+    place = start + torch.arange(len(x), device=x.device)
+    index = order[place]
+    images = pictures[index]
+    images = transform.normalise(images) if images.dtype == torch.uint8 else images
+    x.copy_(images if crops is None else transform.apply(images, crops[:, place]))
+    y.copy_(labels[index])
+
+
+def _flat(value: Tensor) -> Tensor:
+    """As one row, in the order it lies in memory when channels-last."""
+    return (value.permute(0, 2, 3, 1) if value.ndim == 4 else value).reshape(-1)
+
+
+def _like(part: Tensor, parameter: Tensor) -> Tensor:
+    """A piece of a flat buffer in the shape of a parameter, channels-last as ``_flat`` has it."""
+    if parameter.ndim != 4:
+        return part.view(parameter.shape)
+    k, c, h, w = parameter.shape
+    return part.view(k, h, w, c).permute(0, 3, 1, 2)
