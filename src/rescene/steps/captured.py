@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rescene.data import Transform
 from rescene.functional.balance import EXCLUDED
-from rescene.steps.fused import FlatWeights, SideStream, fuse, look
+from rescene.steps.fused import FlatWeights, SideStream, fuse, look, loss_and_gradient
 from rescene.steps.recording import recorded
 
 KEEP = 4  # recordings of recent shapes; older ones are dropped with their memory
@@ -98,7 +98,7 @@ class Trainer:
         self.valid = torch.full((), size, dtype=torch.int32, device=device)
         self.side = SideStream(device) if device.type == "cuda" else None
         self.net = fuse(net, self.valid, self.side)
-        self.net.head = nn.Linear(net.head.in_features, rows, device=device)  # type: ignore[union-attr,arg-type]
+        self.net.head = nn.utils.skip_init(nn.Linear, net.head.in_features, rows, device=device)  # type: ignore[union-attr,arg-type]
         self.net.train()
         self.weights = FlatWeights(self.net, self.half)
         self.pictures = torch.zeros(capacity, *epochs.images.shape[1:], dtype=epochs.images.dtype, device=device)
@@ -108,7 +108,6 @@ class Trainer:
         self.start, self.end = (torch.zeros((), **integer) for _ in range(2))  # type: ignore[call-overload]
         self.adjustment = torch.zeros(rows, device=device)
         self.lr, self.total = (torch.zeros((), device=device) for _ in range(2))
-        self.lane = torch.arange(size, device=device)
         kind = torch.bfloat16 if self.half else torch.float32
         x = torch.zeros(size, *epochs.images.shape[1:], dtype=kind, device=device)
         self.x, self.y = x.contiguous(memory_format=torch.channels_last), torch.zeros(size, **integer)  # type: ignore[call-overload]
@@ -161,16 +160,15 @@ class Trainer:
         net.eval()
 
     def _step(self) -> None:
-        look(self.pictures, self.labels, self.order, self.start, self.crops, self.x, self.y, self.transform)
-        self.valid.copy_((self.end - self.start).clamp(max=self.size))
+        span = (self.start, self.end)
+        look(self.pictures, self.labels, self.order, span, self.crops, self.x, self.y, self.valid, self.transform)
         with torch.autocast(self.x.device.type, torch.bfloat16, enabled=self.half, cache_enabled=False):
             features = self.net.features(self.x)  # type: ignore[operator]
-        logits = F.linear(features.float(), self.net.head.weight, self.net.head.bias) + self.adjustment  # type: ignore[union-attr,arg-type]
-        losses = F.cross_entropy(logits, self.y, reduction="none")
-        loss = torch.where(self.lane < self.valid, losses, 0.0).sum() / self.valid
-        gradients = list(torch.autograd.grad(loss, self.weights.parameters))
+        logits = F.linear(features.float(), self.net.head.weight, self.net.head.bias)  # type: ignore[union-attr,arg-type]
+        losses, outer = loss_and_gradient(logits.detach(), self.adjustment, self.y, self.valid)
+        gradients = list(torch.autograd.grad(logits, self.weights.parameters, outer))
         if self.side is not None:
             self.side.join()
         self.weights.step(gradients, self.lr, self.settings.momentum, self.settings.weight_decay)
-        self.total += loss.detach()
+        self.total += losses.sum()
         self.start += self.size

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from rescene.data import Shard
 from rescene.functional import clip_groups, group_means, matching_loss
 from rescene.rng import seeded_generator
-from rescene.steps.fused import FlatWeights, fuse, look
+from rescene.steps.fused import FlatWeights, Folded, fuse, look
 from rescene.steps.recording import recorded
 
 KEEP = 3
@@ -59,7 +59,7 @@ def descend_captured(
 
 
 def _condenser_for(net: nn.Module, shard: Shard, rows: int, groups: int, settings: Any) -> Condenser:
-    capacity = (_round_up(rows, 64), _round_up(groups, 8))
+    capacity = (_round_up(rows, 32), _round_up(groups, 8))
     shapes = tuple((name, tuple(value.shape)) for name, value in net.state_dict().items())
     fixed = (settings.image_lr, settings.image_momentum, settings.radius, settings.clip, settings.reduction)
     images = shard.images.pixels
@@ -87,9 +87,11 @@ class Condenser:
         images, device = shard.images.pixels, shard.device
         self.settings, self.transform, self.images, self.labels = settings, shard.transform, images, shard.images.labels
         self.half = device.type == "cuda" and settings.precision != "float32"
-        one = torch.ones((), dtype=torch.int32, device=device)
-        self.net = fuse(net, one).eval()
+        self.valid = torch.ones((), dtype=torch.int32, device=device)
+        self.net = fuse(net, self.valid).eval()
         self.weights = FlatWeights(self.net, self.half)
+        body: nn.Module = self.net.body  # type: ignore[assignment]
+        self.folded = Folded(body, self.weights) if Folded.is_possible(body) else None
         self.net.requires_grad_(False)
         self.anchor, self.eps = torch.zeros_like(self.weights.theta), torch.zeros_like(self.weights.theta)
         self.pixels, self.velocity = (torch.zeros(rows, *images.shape[1:], device=device) for _ in range(2))
@@ -174,12 +176,14 @@ class Condenser:
         scale = (self.settings.radius / norm.clamp(min=1e-30)).clamp(max=1.0).float()
         torch.addcmul(self.anchor, self.eps, scale, out=self.weights.theta)
         self.weights.refresh()
+        if self.folded is not None:
+            self.folded.refresh()
         self.sums.zero_()
 
-    def _embedding(self, x: Tensor) -> Tensor:
+    def _embedding(self, x: Tensor, body: Any) -> Tensor:
         """[features, logits] in float32, side by side."""
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.half, cache_enabled=False):
-            features = self.net.features(x).float()  # type: ignore[operator]
+            features = body(x).float()
         with torch.autocast(x.device.type, enabled=False):
             return torch.cat([features, self.net.head(features)], dim=1)  # type: ignore[operator]
 
@@ -189,16 +193,16 @@ class Condenser:
         shape = (chunk, *self.images.shape[1:])
         x = torch.empty(shape, dtype=kind, device=self.eps.device, memory_format=torch.channels_last)
         y = torch.empty(chunk, dtype=torch.long, device=self.eps.device)
-        look(self.images, self.labels, self.order, self.start, None, x, y, self.transform)
+        look(self.images, self.labels, self.order, (self.start, self.start), None, x, y, self.valid, self.transform)
         owner = self.order_owner[self.start + torch.arange(chunk, device=self.eps.device)]
-        self.sums.addmm_((owner == self.lanes).float(), self._embedding(x))
+        self.sums.addmm_((owner == self.lanes).float(), self._embedding(x, self.folded or self.net.body))
         self.start += chunk
 
     def _descend(self) -> None:
         settings, groups = self.settings, len(self.lanes)
         x = self.pixels.detach().requires_grad_(True)
         with torch.enable_grad():
-            embedding = self._embedding(x.contiguous(memory_format=torch.channels_last))
+            embedding = self._embedding(x.contiguous(memory_format=torch.channels_last), self.net.body)
             means, real = group_means(embedding, self.owner, groups), self.sums / self.counts
             d = self.net.feature_size
             loss = matching_loss(means[:, :d], real[:, :d], settings.reduction)  # type: ignore[misc]

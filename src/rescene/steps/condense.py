@@ -153,7 +153,8 @@ def _groups(client: int, shard: Shard, rng: Rng, settings: Condensation) -> Iter
         b = settings.real_batch_size(n, m)
         batches = None
         if b < n and settings.num_steps:
-            batches = torch.rand(settings.num_steps, n, generator=generator).argsort(dim=1)[:, :b].to(members.device)
+            keys = torch.rand(settings.num_steps, n, generator=generator).to(members.device)
+            batches = keys.argsort(dim=1)[:, :b]
         yield _Group(client, label, start, members, batches)
 
 

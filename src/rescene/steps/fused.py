@@ -7,6 +7,7 @@ compute the same thing. ``fuse`` prepares a copy of a network for it; networks w
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 
 from rescene.data import Transform
 from rescene.nets.resnet import Residual
+
+LANES = 8  # channels at least
 
 
 @cache
@@ -86,12 +89,19 @@ class FusedConv(nn.Conv2d):
     side: SideStream | None
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.to(self.weight.dtype)
+        x, weight = x.to(self.weight.dtype), self.weight
+        if x.is_cuda and x.shape[1] < LANES:  # three channels would keep the tensor cores from working
+            x, weight = _widened(x), _widened(weight)  # type: ignore[assignment]
         if self.side is None or not (torch.is_grad_enabled() and self.weight.requires_grad):
-            return F.conv2d(x, self.weight, None, self.stride, self.padding, self.dilation, self.groups)
+            return F.conv2d(x, weight, None, self.stride, self.padding, self.dilation, self.groups)
         settings = (self.stride, self.padding, self.dilation, self.groups)
-        out: Tensor = _Convolution.apply(x, self.weight, settings, self.side)  # type: ignore[no-untyped-call]
+        out: Tensor = _Convolution.apply(x, weight, settings, self.side)  # type: ignore[no-untyped-call]
         return out
+
+
+def _widened(x: Tensor) -> Tensor:
+    """More channels, all zero."""
+    return F.pad(x, (0, 0, 0, 0, 0, LANES - x.shape[1]))
 
 
 class FusedNorm(nn.BatchNorm2d):
@@ -231,20 +241,118 @@ def sgd_(
 
 
 def look(
-    pictures: Tensor, labels: Tensor, order: Tensor, start: Tensor, crops: Tensor | None, x: Tensor, y: Tensor,
-    transform: Transform,
+    pictures: Tensor, labels: Tensor, order: Tensor, span: tuple[Tensor, Tensor], crops: Tensor | None,
+    x: Tensor, y: Tensor, valid: Tensor, transform: Transform,
 ) -> None:  # fmt: skip
-    """Fill ``x`` and ``y`` with the batch that begins at place ``start`` of ``order``, normalised, cropped and mirrored."""
+    """Fill ``x`` and ``y`` with the next batch of an epoch, normalised, cropped and mirrored; ``valid`` says how many count.
+
+    ``span`` holds two places of ``order``: where the batch begins, where the epoch ends.
+    """
     kernels = kernels_for(x)
     if kernels is not None:
-        kernels.look(pictures, labels, order, start, crops, x, y, transform)
+        kernels.look(pictures, labels, order, span, crops, x, y, valid, transform)
         return
+    start, end = span
     place = start + torch.arange(len(x), device=x.device)
     index = order[place]
     images = pictures[index]
     images = transform.normalise(images) if images.dtype == torch.uint8 else images
     x.copy_(images if crops is None else transform.apply(images, crops[:, place]))
     y.copy_(labels[index])
+    valid.copy_((end - start).clamp(max=len(x)))
+
+
+def loss_and_gradient(logits: Tensor, adjustment: Tensor, y: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """CE(logits + adjustment, y) / valid of each image [n], and the gradient of their sum [n, C]; 0 for those that do not count."""
+    kernels = kernels_for(logits)
+    if kernels is not None:
+        found: tuple[Tensor, Tensor] = kernels.loss_and_gradient(logits, adjustment, y, valid)
+        return found
+    share = (torch.arange(len(y), device=y.device) < valid) / valid
+    log_p = F.log_softmax(logits + adjustment, dim=1)
+    losses = -log_p.gather(1, y.unsqueeze(1)).squeeze(1) * share
+    return losses, (log_p.exp() - F.one_hot(y, logits.shape[1])) * share.unsqueeze(1)
+
+
+@dataclass(frozen=True)
+class FoldedConv:
+    """A convolution with the norm behind it folded in: conv(x, weight) + bias."""
+
+    weight: Tensor
+    bias: Tensor
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+
+    def __call__(self, x: Tensor, shortcut: Tensor | None = None, extra_bias: Tensor | float = 0.0) -> Tensor:
+        """relu(conv(x) + shortcut)."""
+        bias = self.bias + extra_bias
+        place = (self.stride, self.padding, (1, 1), 1)
+        if not x.is_cuda:
+            y = F.conv2d(x, self.weight, bias, self.stride, self.padding)
+            return F.relu(y if shortcut is None else y + shortcut)
+        if x.shape[1] < LANES:
+            x, weight = _widened(x), _widened(self.weight)
+        else:
+            weight = self.weight
+        if shortcut is None:
+            return torch.cudnn_convolution_relu(x, weight, bias, *place)
+        return torch.cudnn_convolution_add_relu(x, weight, shortcut, 1.0, bias, *place)
+
+
+class Folded:
+    """The body of a fused network in eval mode, with every norm folded into the convolution before it.
+
+    The folded weights follow ``weights`` on ``refresh``. The running statistics are those of the network at that time.
+    """
+
+    def __init__(self, body: nn.Module, weights: FlatWeights) -> None:
+        self.body = body
+        pairs = [(m[0], m[1]) for m in body.modules() if isinstance(m, nn.Sequential) and len(m) >= 2]
+        self._pairs = [(c, n) for c, n in pairs if isinstance(c, FusedConv) and isinstance(n, FusedNorm)]
+        self._weights = weights
+        self._convs = {
+            conv: FoldedConv(
+                torch.empty_like(conv.weight),
+                torch.empty(norm.num_features, dtype=conv.weight.dtype, device=norm.weight.device),
+                conv.stride,
+                conv.padding,  # type: ignore[arg-type]
+            )
+            for conv, norm in self._pairs
+        }
+
+    @staticmethod
+    def is_possible(body: nn.Module) -> bool:
+        """Every norm is a batch norm behind a convolution of its own."""
+        norms = [m for m in body.modules() if isinstance(m, (nn.GroupNorm, nn.LayerNorm, nn.BatchNorm2d))]
+        return bool(norms) and all(isinstance(norm, FusedNorm) for norm in norms)
+
+    def refresh(self) -> None:
+        for conv, norm in self._pairs:
+            scale = norm.weight * torch.rsqrt(norm.running_var + norm.eps)  # type: ignore[operator]
+            folded = self._convs[conv]
+            torch.mul(self._weights.master(conv.weight), scale.view(-1, 1, 1, 1), out=folded.weight)
+            folded.bias.copy_(norm.bias - norm.running_mean * scale)  # type: ignore[operator]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._through(self.body, x)
+
+    def _through(self, module: nn.Module, x: Tensor) -> Tensor:
+        if isinstance(module, FusedStage):
+            return self._convs[module[0]](x)  # type: ignore[index]
+        if isinstance(module, FusedResidual):
+            *inner, last = [layer[0] for layer in module.main if not isinstance(layer, nn.ReLU)]  # type: ignore[index]
+            shortcut, bias = x, torch.zeros((), dtype=x.dtype, device=x.device)
+            if not isinstance(module.shortcut, nn.Identity):
+                folded = self._convs[module.shortcut[0]]  # type: ignore[index]
+                shortcut, bias = F.conv2d(x, folded.weight, None, folded.stride, folded.padding), folded.bias
+            for conv in inner:
+                x = self._convs[conv](x)
+            return self._convs[last](x, shortcut, bias)
+        if isinstance(module, nn.Sequential):
+            for child in module:
+                x = self._through(child, x)
+            return x
+        return module(x)  # type: ignore[no-any-return]
 
 
 def _flat(value: Tensor) -> Tensor:

@@ -17,17 +17,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS = 64  # rows of a tile
-WIDTH = 64  # channels of a tile, where there are as many
-PROGRAMS = 264  # two for each multiprocessor of a large card
+ROWS = 128  # rows of a tile
+WIDTH = 32  # channels of a tile, where there are as many
+PARTS = 256  # pieces at most that the rows are cut into; their sums are added up in one go
 BLOCK = 4096  # elements of a program that treats every element alone
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["relu", "from_y"])
 def _sums_kernel(
-    x, dy, y, mean, rstd, partial, counter, out, running_mean, running_var, valid, area, channels, per_program,
-    momentum, eps,
-    BACKWARD: tl.constexpr, RELU: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+    x, dy, y, mean, rstd, gamma, beta, partial, counter, out, running_mean, running_var, valid, area, channels,
+    per_program, momentum, eps, relu, from_y,
+    BACKWARD: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Forward: mean and 1/std of each channel. Backward: sum g and sum g xhat. The last program of a column adds up."""
     part, column = tl.program_id(0), tl.program_id(1)
@@ -39,6 +39,8 @@ def _sums_kernel(
     if BACKWARD:
         m = tl.load(mean + lanes)[None, :]
         r = tl.load(rstd + lanes)[None, :]
+        scale = tl.load(gamma + lanes)[None, :] * r
+        shift = tl.load(beta + lanes)[None, :]
     begin = part * per_program
     for row in range(begin, begin + per_program, ROWS):
         index = row + tl.arange(0, ROWS)
@@ -47,8 +49,9 @@ def _sums_kernel(
         value = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
         if BACKWARD:
             g = tl.load(dy + place, mask=mask, other=0.0).to(tl.float32)
-            if RELU:
-                g = tl.where(tl.load(y + place, mask=mask, other=0.0).to(tl.float32) > 0, g, 0.0)
+            below = (value - m) * scale + shift  # what the relu saw, unless a shortcut was added
+            above = tl.load(y + place, mask=mask & (from_y != 0), other=0.0).to(tl.float32)
+            g = tl.where((tl.where(from_y != 0, above, below) > 0) | (relu == 0), g, 0.0)
             first += g
             second += g * (value - m) * r
         else:
@@ -59,14 +62,11 @@ def _sums_kernel(
     tl.debug_barrier()  # all partial sums of this program are written before it says so
     if tl.atomic_add(counter + column, 1, sem="acq_rel", scope="gpu") == num_parts - 1:
         tl.store(counter + column, 0)  # ready for the next call
-        a = tl.zeros([WIDTH], tl.float32)
-        b = tl.zeros([WIDTH], tl.float32)
-        for p in range(0, num_parts, PARTS):
-            index = p + tl.arange(0, PARTS)
-            mask = (index < num_parts)[:, None]
-            place = index[:, None] * channels + lanes[None, :]
-            a += tl.sum(tl.load(partial + place, mask=mask, other=0.0, volatile=True), axis=0)
-            b += tl.sum(tl.load(partial + num_parts * channels + place, mask=mask, other=0.0, volatile=True), axis=0)
+        index = tl.arange(0, PARTS)  # read past the first-level cache, which does not see what other programs wrote
+        mask = (index < num_parts)[:, None]
+        place = index[:, None] * channels + lanes[None, :]
+        a = tl.sum(tl.load(partial + place, mask=mask, other=0.0, cache_modifier=".cg"), axis=0)
+        b = tl.sum(tl.load(partial + num_parts * channels + place, mask=mask, other=0.0, cache_modifier=".cg"), axis=0)
         if BACKWARD:
             tl.store(out + lanes, a)
             tl.store(out + channels + lanes, b)
@@ -80,65 +80,63 @@ def _sums_kernel(
             tl.store(running_var + lanes, (1 - momentum) * tl.load(running_var + lanes) + momentum * unbiased)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["relu", "add"])
 def _forward_kernel(
-    x, mean, spread, gamma, beta, shortcut, y, total, channels, eps,
-    SPREAD_IS_VARIANCE: tl.constexpr, ADD: tl.constexpr, RELU: tl.constexpr, BLOCK: tl.constexpr,
+    x, mean, spread, gamma, beta, shortcut, y, total, channels, eps, relu, add,
+    TRAIN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = place < total
     lane = place % channels
     r = tl.load(spread + lane)
-    if SPREAD_IS_VARIANCE:
+    if not TRAIN:  # then it is the running variance
         r = 1.0 / tl.sqrt(r + eps)
-    scale = tl.load(gamma + lane) * r
     value = tl.load(x + place, mask=mask).to(tl.float32)
-    value = (value - tl.load(mean + lane)) * scale + tl.load(beta + lane)
-    if ADD:
-        value += tl.load(shortcut + place, mask=mask).to(tl.float32)
-    if RELU:
-        value = tl.maximum(value, 0.0)
+    value = (value - tl.load(mean + lane)) * (tl.load(gamma + lane) * r) + tl.load(beta + lane)
+    value += tl.load(shortcut + place, mask=mask & (add != 0), other=0.0).to(tl.float32)
+    value = tl.where((value > 0) | (relu == 0), value, 0.0)
     tl.store(y + place, value.to(y.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["relu", "add", "from_y"])
 def _backward_kernel(
-    dy, y, x, mean, spread, gamma, sums, dx, dshortcut, valid, area, total, channels, eps,
-    TRAIN: tl.constexpr, ADD: tl.constexpr, RELU: tl.constexpr, BLOCK: tl.constexpr,
+    dy, y, x, mean, spread, gamma, beta, sums, dx, dshortcut, valid, area, total, channels, eps, relu, add, from_y,
+    TRAIN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = place < total
     lane = place % channels
-    g = tl.load(dy + place, mask=mask).to(tl.float32)
-    if RELU:
-        g = tl.where(tl.load(y + place, mask=mask).to(tl.float32) > 0, g, 0.0)
-    if ADD:
-        tl.store(dshortcut + place, g.to(dshortcut.dtype.element_ty), mask=mask)
     r = tl.load(spread + lane)
+    g = tl.load(dy + place, mask=mask).to(tl.float32)
+    above = tl.load(y + place, mask=mask & (from_y != 0), other=0.0).to(tl.float32)
+    if TRAIN:
+        centred = tl.load(x + place, mask=mask).to(tl.float32) - tl.load(mean + lane)
+        scale = tl.load(gamma + lane) * r
+        above = tl.where(from_y != 0, above, centred * scale + tl.load(beta + lane))
+    else:
+        scale = tl.load(gamma + lane) / tl.sqrt(r + eps)
+    g = tl.where((above > 0) | (relu == 0), g, 0.0)
+    tl.store(dshortcut + place, g.to(dshortcut.dtype.element_ty), mask=mask & (add != 0))
     if TRAIN:
         rows = tl.load(valid) * area
-        hat = (tl.load(x + place, mask=mask).to(tl.float32) - tl.load(mean + lane)) * r
-        g -= (tl.load(sums + lane) + hat * tl.load(sums + channels + lane)) / rows
+        g -= (tl.load(sums + lane) + centred * r * tl.load(sums + channels + lane)) / rows
         g = tl.where(place < rows * channels, g, 0.0)  # images that do not count teach nothing
-    else:
-        r = 1.0 / tl.sqrt(r + eps)
-    tl.store(dx + place, (g * tl.load(gamma + lane) * r).to(dx.dtype.element_ty), mask=mask)
+    tl.store(dx + place, (g * scale).to(dx.dtype.element_ty), mask=mask)
 
 
-def _sums(x: Tensor, backward: tuple[Tensor, ...] | None, relu: bool, place: dict[str, Any]) -> Tensor:
+def _sums(x: Tensor, backward: tuple[Tensor, ...] | None, relu: bool, from_y: bool, place: dict[str, Any]) -> Tensor:
     rows, channels = x.numel() // x.shape[1], x.shape[1]
     width = min(WIDTH, channels)
-    columns = channels // width
-    parts = max(1, min(PROGRAMS // columns, triton.cdiv(rows, ROWS)))
+    parts = min(PARTS, triton.cdiv(rows, ROWS))
     per_program = triton.cdiv(triton.cdiv(rows, parts), ROWS) * ROWS
     parts = triton.cdiv(rows, per_program)
     partial = torch.empty(2, parts, channels, device=x.device)
     out = torch.empty(2, channels, device=x.device)
-    dy, y, mean, rstd = backward or (x, x, x, x)
-    _sums_kernel[(parts, columns)](
-        x, dy, y, mean, rstd, partial, place["counter"], out, place["running_mean"], place["running_var"],
-        place["valid"], rows // len(x), channels, per_program, place["momentum"], place["eps"],
-        BACKWARD=backward is not None, RELU=relu, ROWS=ROWS, WIDTH=width, PARTS=32, num_warps=8,
+    dy, y, mean, rstd, gamma, beta = backward or (x, x, x, x, x, x)
+    _sums_kernel[(parts, channels // width)](
+        x, dy, y, mean, rstd, gamma, beta, partial, place["counter"], out, place["running_mean"], place["running_var"],
+        place["valid"], rows // len(x), channels, per_program, place["momentum"], place["eps"], int(relu), int(from_y),
+        BACKWARD=backward is not None, ROWS=ROWS, WIDTH=width, PARTS=PARTS,
     )  # fmt: skip
     return out
 
@@ -154,30 +152,32 @@ class NormAct(torch.autograd.Function):
         x = x.contiguous(memory_format=torch.channels_last)
         if shortcut is not None:
             shortcut = shortcut.contiguous(memory_format=torch.channels_last)
-        found = _sums(x, None, False, place) if train else None
+        found = _sums(x, None, False, False, place) if train else None
         mean, spread = found if found is not None else (place["running_mean"], place["running_var"])
         y = torch.empty_like(x)
+        add = shortcut is not None
         _forward_kernel[(triton.cdiv(x.numel(), BLOCK),)](
             x, mean, spread, gamma, beta, x if shortcut is None else shortcut, y, x.numel(), x.shape[1], place["eps"],
-            SPREAD_IS_VARIANCE=not train, ADD=shortcut is not None, RELU=relu, BLOCK=BLOCK, num_warps=8,
+            int(relu), int(add), TRAIN=train, BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
-        ctx.save_for_backward(x if train else None, gamma, mean, spread, y if relu else None)
-        ctx.settings = (relu, train, shortcut is not None, place)
+        from_y = relu and (add or not train)  # else what the relu saw can be computed again from x
+        ctx.save_for_backward(x if train else None, gamma, beta, mean, spread, y if from_y else None)
+        ctx.settings = (relu, train, add, from_y, place)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, gamma, mean, spread, y = ctx.saved_tensors
-        relu, train, add, place = ctx.settings
+        x, gamma, beta, mean, spread, y = ctx.saved_tensors
+        relu, train, add, from_y, place = ctx.settings
         dy = dy.contiguous(memory_format=torch.channels_last)
-        y = dy if y is None else y
-        sums = _sums(x, (dy, y, mean, spread), relu, place) if train else mean
+        x, y = dy if x is None else x, dy if y is None else y
+        sums = _sums(x, (dy, y, mean, spread, gamma, beta), relu, from_y, place) if train else mean
         dx = torch.empty_like(dy)
-        dshortcut = torch.empty_like(dy) if add and relu else dy
+        masked = add and relu  # else the shortcut's gradient is dy itself
+        dshortcut = torch.empty_like(dy) if masked else dy
         _backward_kernel[(triton.cdiv(dy.numel(), BLOCK),)](
-            dy, y, dy if x is None else x, mean, spread, gamma, sums, dx, dshortcut, place["valid"],
-            dy[0, 0].numel(), dy.numel(), dy.shape[1], place["eps"],
-            TRAIN=train, ADD=add and relu, RELU=relu, BLOCK=BLOCK, num_warps=8,
+            dy, y, x, mean, spread, gamma, beta, sums, dx, dshortcut, place["valid"], dy[0, 0].numel(), dy.numel(),
+            dy.shape[1], place["eps"], int(relu), int(masked), int(from_y), TRAIN=train, BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
         dgamma, dbeta = (sums[1], sums[0]) if train else (None, None)
         return dx, dgamma, dbeta, dshortcut if add else None, None, None, None
@@ -185,7 +185,7 @@ class NormAct(torch.autograd.Function):
 
 @triton.jit
 def _look_kernel(
-    pictures, labels, order, start, crops, x, y, total, height, width, pad, num_orders,
+    pictures, labels, order, start, end, crops, x, y, valid, total, height, width, pad, num_orders, size,
     m0, m1, m2, s0, s1, s2, f0, f1, f2,
     BYTES: tl.constexpr, CROP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -194,7 +194,10 @@ def _look_kernel(
     channel, rest = place % 3, place // 3
     column, rest = rest % width, rest // width
     row, image = rest % height, rest // height
-    turn = tl.load(start) + image
+    begin = tl.load(start)
+    if tl.program_id(0) == 0:
+        tl.store(valid, tl.minimum(tl.load(end) - begin, size).to(tl.int32))
+    turn = begin + image
     index = tl.load(order + turn, mask=mask, other=0)
     tl.store(y + image, tl.load(labels + index, mask=mask, other=0), mask=mask & (place % (3 * height * width) == 0))
     inside = mask
@@ -218,13 +221,14 @@ def _look_kernel(
 
 
 def look(
-    pictures: Tensor, labels: Tensor, order: Tensor, start: Tensor, crops: Tensor | None, x: Tensor, y: Tensor,
-    transform: Any,
+    pictures: Tensor, labels: Tensor, order: Tensor, span: tuple[Tensor, Tensor], crops: Tensor | None,
+    x: Tensor, y: Tensor, valid: Tensor, transform: Any,
 ) -> None:  # fmt: skip
-    """Fill ``x`` (channels-last) and ``y`` with the batch that begins at place ``start`` of ``order``, cropped and mirrored."""
+    """See ``rescene.steps.fused.look``; ``x`` is channels-last."""
+    start, end = span
     _look_kernel[(triton.cdiv(x.numel(), 1024),)](
-        pictures, labels, order, start, order if crops is None else crops, x, y, x.numel(), x.shape[2], x.shape[3],
-        transform.pad, len(order), *transform.mean, *transform.std, *transform.fill,
+        pictures, labels, order, start, end, order if crops is None else crops, x, y, valid, x.numel(),
+        x.shape[2], x.shape[3], transform.pad, len(order), len(x), *transform.mean, *transform.std, *transform.fill,
         BYTES=pictures.dtype == torch.uint8, CROP=crops is not None, BLOCK=1024,
     )  # fmt: skip
 
@@ -251,3 +255,32 @@ def sgd_(
         theta, velocity, gradient, theta if low is None else low, lr, momentum, decay, theta.numel(),
         LOW=low is not None, BLOCK=2048, num_warps=8,
     )  # fmt: skip
+
+
+@triton.jit
+def _loss_kernel(logits, adjustment, y, valid, losses, gradient, classes, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    mask = lane < classes
+    count = tl.load(valid)
+    f = tl.load(logits + row * classes + lane, mask=mask, other=float("-inf"))
+    f += tl.load(adjustment + lane, mask=mask, other=0.0)
+    top = tl.max(f, axis=0)
+    e = tl.exp(f - top)
+    total = tl.sum(e, axis=0)
+    label = tl.load(y + row)
+    share = tl.where(row < count, 1.0 / count, 0.0)  # an image that does not count has no loss and no gradient
+    own = tl.sum(tl.where(lane == label, f, 0.0), axis=0)
+    tl.store(losses + row, (top + tl.log(total) - own) * share)
+    g = (e / total - tl.where(lane == label, 1.0, 0.0)) * share
+    tl.store(gradient + row * classes + lane, g, mask=mask)
+
+
+def loss_and_gradient(logits: Tensor, adjustment: Tensor, y: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """See ``rescene.steps.fused.loss_and_gradient``."""
+    losses, gradient = torch.empty(len(logits), device=logits.device), torch.empty_like(logits)
+    classes = logits.shape[1]
+    _loss_kernel[(len(logits),)](
+        logits, adjustment, y, valid, losses, gradient, classes, BLOCK=triton.next_power_of_2(classes), num_warps=1
+    )  # fmt: skip
+    return losses, gradient
