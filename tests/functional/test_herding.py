@@ -110,3 +110,16 @@ def test_window_without_members_falls_back_to_the_latest_round():
 
 def test_window_of_nothing_is_nothing():
     assert recent_window(torch.zeros(0, dtype=torch.long), 20, 0.5).tolist() == []
+
+
+def test_all_classes_together_pick_what_each_picks_alone():
+    from rescene.functional.herding import _herd_together
+
+    generator = torch.Generator().manual_seed(3)
+    z = [torch.randn(n, 6, generator=generator) for n in (30, 4, 17)]
+    z[2][5] = z[2][9]  # a tie goes to the lower index
+    targets = [own.mean(dim=0) for own in z]
+    for budget in (1, 10, 17, 40):
+        together = _herd_together(z, targets, budget)
+        alone = [herd(own, target, budget) for own, target in zip(z, targets, strict=True)]
+        assert [t.tolist() for t in together] == [a.tolist() for a in alone], budget

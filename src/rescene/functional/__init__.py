@@ -3,7 +3,7 @@
 from rescene.functional.averaging import weighted_average
 from rescene.functional.balance import logit_adjusted_cross_entropy, sampling_probabilities
 from rescene.functional.clipping import clip_groups
-from rescene.functional.herding import herd, recent_window
+from rescene.functional.herding import herd, herd_classes, recent_window
 from rescene.functional.matching import group_means, matching_loss
 from rescene.functional.metrics import (
     average_accuracy,
@@ -24,6 +24,7 @@ __all__ = [
     "forgetting",
     "group_means",
     "herd",
+    "herd_classes",
     "logit_adjusted_cross_entropy",
     "matching_loss",
     "old_and_recent",

@@ -8,11 +8,14 @@ R     rounds of a task                                     lambda   fraction of 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
+DEVICE_GRAM_LIMIT_BYTES = 2**33  # on a GPU, for all classes of a task together
 GRAM_LIMIT_BYTES = 2**30  # above it the Gram matrix is not stored; one product per pick replaces it
 
 
@@ -43,6 +46,40 @@ def herd(z: Tensor, target: Tensor, budget: int) -> Tensor:
         cost += 2.0 * column  # r loses d_pick
         cost[pick] = np.inf
     return torch.tensor(picks, device=z.device)
+
+
+def herd_classes(z: Sequence[Tensor], targets: Sequence[Tensor], budget: int) -> list[Tensor]:
+    """``herd`` for several classes; on a GPU one pick of every class at a time, so that the device is asked B times in all.
+
+    z [n_c, d] and targets [d] of each class -> picks of each class.
+    """
+    longest = max((len(own) for own in z), default=0)
+    small_enough = len(z) * longest**2 * 8 <= DEVICE_GRAM_LIMIT_BYTES
+    if not (z and z[0].is_cuda and small_enough):
+        return [herd(own, target, budget) for own, target in zip(z, targets, strict=True)]
+    return _herd_together(z, targets, budget)
+
+
+def _herd_together(z: Sequence[Tensor], targets: Sequence[Tensor], budget: int) -> list[Tensor]:
+    """All classes side by side, shorter ones filled up with candidates that are never picked."""
+    sizes = [len(own) for own in z]
+    d = pad_sequence([own.double() - m.double() for own, m in zip(z, targets, strict=True)], batch_first=True)
+    gram = d @ d.mT
+    cost = d.square().sum(dim=2)  # ||d_i||^2 - 2 <r, d_i> with r = 0
+    tolerance = 1e-12 * (1.0 + cost.amax(dim=1, keepdim=True))
+    place = torch.arange(d.shape[1], device=d.device)
+    cost[place >= torch.tensor(sizes, device=d.device).unsqueeze(1)] = torch.inf
+    classes = torch.arange(len(z), device=d.device)
+    picks = []
+    for _ in range(min(budget, max(sizes))):
+        pick = (cost <= cost.amin(dim=1, keepdim=True) + tolerance).to(torch.uint8).argmax(dim=1)
+        picks.append(pick)
+        cost += 2.0 * gram[classes, pick]  # r loses d_pick
+        cost[classes, pick] = torch.inf
+    order = torch.stack(picks, dim=1)
+    return [
+        torch.arange(n, device=d.device) if budget >= n else own[:budget] for n, own in zip(sizes, order, strict=True)
+    ]
 
 
 def recent_window(rounds: Tensor, num_rounds: int, recent_fraction: float) -> Tensor:

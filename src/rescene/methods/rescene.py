@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rescene.data import Task
-from rescene.functional import herd, recent_window
+from rescene.functional import herd_classes, recent_window
 from rescene.hyperparameters import hyper
 from rescene.methods.base import Federation, Model, Uploads, weights_of
 from rescene.methods.registry import register
@@ -96,26 +96,29 @@ class ReSCENE(SurrogateMethod):
             return replace(state, pool=())
         # z(s) = phi(s) / ||phi(s)|| under the task-end model, before the head grows (Sec. 3.3)
         z = F.normalize(embed(federation.net(state.model), pool.images), dim=1, eps=1e-12)
-        kept = [
-            members[self._keep(z[members], pool.rounds[members], federation.num_rounds, rng.at("buffer", label))]
-            for label in task.classes
-            if len(members := (pool.labels == label).nonzero().squeeze(1))
-        ]
+        labels = [label for label in task.classes if bool((pool.labels == label).any())]
+        members = [(pool.labels == label).nonzero().squeeze(1) for label in labels]
+        rngs = [rng.at("buffer", label) for label in labels]
+        kept = self._keep([z[m] for m in members], [pool.rounds[m] for m in members], federation.num_rounds, rngs)
         # stored in pool order, so that training does not depend on the order of the picks
-        index = torch.cat(kept).sort().values
+        index = torch.cat([own[k] for own, k in zip(members, kept, strict=True)]).sort().values
         chosen = Collected(pool.images[index], pool.labels[index], pool.rounds[index])
         return replace(state, pool=(), buffers=state.buffers + (chosen,))
 
-    def _keep(self, z: Tensor, rounds: Tensor, num_rounds: int, rng: Rng) -> Tensor:
-        """Positions of the candidates of one class that go into the buffer."""
-        n = len(z)
+    def _keep(self, z: list[Tensor], rounds: list[Tensor], num_rounds: int, rngs: list[Rng]) -> list[Tensor]:
+        """Positions of the candidates of each class that go into the buffer."""
         if self.buffer in ("temporal", "full-pool"):
             fraction = self.recent_fraction if self.buffer == "temporal" else 1.0
-            target = z[recent_window(rounds, num_rounds, fraction)].mean(dim=0)  # m_{t,c}
-            return herd(z, target, self.budget)
+            windows = [recent_window(own, num_rounds, fraction) for own in rounds]
+            targets = [own[window].mean(dim=0) for own, window in zip(z, windows, strict=True)]  # m_{t,c}
+            return herd_classes(z, targets, self.budget)
+        return [self._keep_simply(len(own), rng).to(own.device) for own, rng in zip(z, rngs, strict=True)]
+
+    def _keep_simply(self, n: int, rng: Rng) -> Tensor:
+        """The pool is in order of rounds, and of clients within a round."""
         if self.buffer == "random":
-            return torch.randperm(n, generator=rng.generator())[: self.budget].to(z.device)
-        order = torch.arange(n, device=z.device)  # the pool is in order of rounds, and of clients within a round
+            return torch.randperm(n, generator=rng.generator())[: self.budget]
+        order = torch.arange(n)
         if self.buffer == "earliest":
             return order[: self.budget]
         return order[-self.budget :] if self.buffer == "latest" else order

@@ -50,7 +50,7 @@ def _sums_kernel(
         if BACKWARD:
             g = tl.load(dy + place, mask=mask, other=0.0).to(tl.float32)
             below = (value - m) * scale + shift  # what the relu saw, unless a shortcut was added
-            above = tl.load(y + place, mask=mask & (from_y != 0), other=0.0).to(tl.float32)
+            above = tl.load(y + place, mask=mask & (index < rows * from_y)[:, None], other=0.0).to(tl.float32)
             g = tl.where((tl.where(from_y != 0, above, below) > 0) | (relu == 0), g, 0.0)
             first += g
             second += g * (value - m) * r
@@ -93,7 +93,7 @@ def _forward_kernel(
         r = 1.0 / tl.sqrt(r + eps)
     value = tl.load(x + place, mask=mask).to(tl.float32)
     value = (value - tl.load(mean + lane)) * (tl.load(gamma + lane) * r) + tl.load(beta + lane)
-    value += tl.load(shortcut + place, mask=mask & (add != 0), other=0.0).to(tl.float32)
+    value += tl.load(shortcut + place, mask=place < total * add, other=0.0).to(tl.float32)
     value = tl.where((value > 0) | (relu == 0), value, 0.0)
     tl.store(y + place, value.to(y.dtype.element_ty), mask=mask)
 
@@ -108,7 +108,7 @@ def _backward_kernel(
     lane = place % channels
     r = tl.load(spread + lane)
     g = tl.load(dy + place, mask=mask).to(tl.float32)
-    above = tl.load(y + place, mask=mask & (from_y != 0), other=0.0).to(tl.float32)
+    above = tl.load(y + place, mask=place < total * from_y, other=0.0).to(tl.float32)
     if TRAIN:
         centred = tl.load(x + place, mask=mask).to(tl.float32) - tl.load(mean + lane)
         scale = tl.load(gamma + lane) * r
@@ -116,7 +116,7 @@ def _backward_kernel(
     else:
         scale = tl.load(gamma + lane) / tl.sqrt(r + eps)
     g = tl.where((above > 0) | (relu == 0), g, 0.0)
-    tl.store(dshortcut + place, g.to(dshortcut.dtype.element_ty), mask=mask & (add != 0))
+    tl.store(dshortcut + place, g.to(dshortcut.dtype.element_ty), mask=place < total * add)
     if TRAIN:
         rows = tl.load(valid) * area
         g -= (tl.load(sums + lane) + centred * r * tl.load(sums + channels + lane)) / rows
