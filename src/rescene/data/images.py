@@ -171,4 +171,7 @@ def _channels(values: Channels, like: Tensor) -> Tensor:
 def _constant(values: Channels, device: torch.device) -> Tensor:
     """Kept on the device: copying three numbers there for every batch would cost more than using them."""
     with torch.inference_mode(False):  # it must serve training too, whoever asks first
-        return torch.tensor(values, device=device).view(3, 1, 1)
+        constant = torch.tensor(values, device=device).view(3, 1, 1)
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()  # and other streams
+    return constant

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,12 +12,14 @@ from torch import Tensor, nn
 
 from rescene.data import Shard, Task, Transform
 from rescene.engine.ledger import Ledger
+from rescene.engine.streams import Streams, attempt
 from rescene.errors import ResceneError, RunError
 from rescene.methods import Method, Payload, Uploads
 from rescene.nets import Arch
 from rescene.record import Tree, check_tree, tensors
 from rescene.rng import Rng
 
+SIDE_BY_SIDE = 2  # clients at a time on a GPU; more gained nothing (docs/performance.md)
 Answer = tuple[Payload, Tree]
 Note = Callable[..., None]  # events.note(level, code, message, client=...)
 
@@ -51,6 +53,7 @@ class InProcess:
         self.phase: Callable[[], AbstractContextManager[None]] = nullcontext  # entered while clients work
         self.traffic = [0, 0]  # bytes up and down since the last move
         self._shard_of, self._rng, self._form, self._quorum = shard_of, rng, form, quorum
+        self._streams: Streams | None = None
 
     def move(self, task: Task, round: int | None, participants: Sequence[int] | None = None) -> None:
         """Go to a place in time; ``round`` None is the beginning or end of the task, where everybody may be asked."""
@@ -102,16 +105,31 @@ class InProcess:
                     "info", "I301", f"{verb} failed for all sites together ({_first_line(error)}); one by one now"
                 )
         one = getattr(self.method, verb)
+
+        def work(client: int) -> Answer:
+            answer: Answer = one(
+                payload, self._shard_of(self.task, client), self.client_states.get(client), rng.at(client)
+            )
+            return answer
+
         answers = {}
-        for client in clients:
-            try:
-                shard = self._shard_of(self.task, client)
-                answers[client] = one(payload, shard, self.client_states.get(client), rng.at(client))
-            except Exception as error:
-                if self._form == "debug":
-                    raise self._explain(error, verb, client, payload) from error
-                self.note("error", "E321", f"site {client} failed in {verb}: {_first_line(error)}", client=client)
+        for client, outcome in zip(clients, self._outcomes(work, clients), strict=True):
+            if isinstance(outcome, tuple):
+                answers[client] = outcome
+            elif self._form == "debug":
+                raise self._explain(outcome, verb, client, payload) from outcome
+            else:
+                self.note("error", "E321", f"site {client} failed in {verb}: {_first_line(outcome)}", client=client)
         return answers
+
+    def _outcomes(self, work: Callable[[int], Answer], clients: Sequence[int]) -> Iterator[Answer | Exception]:
+        """What each client answered, or what stopped it; on a GPU some at a time, so that one's gaps are another's turn."""
+        if self._form == "batched" and self.device.type == "cuda" and len(clients) > 1:
+            self._streams = self._streams or Streams(self.device, SIDE_BY_SIDE)
+            yield from self._streams.outcomes(work, clients)
+            return
+        for client in clients:
+            yield attempt(work, client)
 
     def _require_quorum(self, answered: int, asked: int, verb: str) -> None:
         if answered < self._quorum * asked or (asked and not answered):

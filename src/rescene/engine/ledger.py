@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +25,7 @@ class FlopMeter:
         self.arch = arch
         self.side = "server"
         self.flops = {"client": 0, "server": 0, "evaluation": 0}
+        self._lock = threading.Lock()
 
     @contextmanager
     def on(self, side: str) -> Iterator[None]:
@@ -34,6 +36,10 @@ class FlopMeter:
         finally:
             self.side = before
 
+    def _add(self, flops: int) -> None:
+        with self._lock:  # clients may work side by side
+            self.flops[self.side] += flops
+
     def attach(self, net: nn.Module, num_classes: int) -> nn.Module:
         cost = forward_flops(self.arch, num_classes)
 
@@ -41,11 +47,11 @@ class FlopMeter:
             passes = 1
             if torch.is_grad_enabled() and output.requires_grad:
                 passes += 2 if next(module.parameters()).requires_grad else 1
-            self.flops[self.side] += _num_images(inputs[0]) * cost * passes
+            self._add(_num_images(inputs[0]) * cost * passes)
 
         def count_passes(num_passes: int) -> None:
             """For steps that replay recorded work, which calls no hooks: images times passes through the network."""
-            self.flops[self.side] += num_passes * cost
+            self._add(num_passes * cost)
 
         net.body.register_forward_hook(count)  # type: ignore[union-attr]
         net.count_passes = count_passes  # type: ignore[assignment]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-BATCH = {"cpu": 512, "cuda": 4096}  # on a CPU larger batches only cost memory
+BATCH = {"cpu": 512, "cuda": 2048}  # on a CPU larger batches only cost memory
 
 
 @torch.no_grad()
