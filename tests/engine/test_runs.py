@@ -1,5 +1,6 @@
 """Whole runs: the paper's invariants, resumption, failing sites, and what ends up in the folder."""
 
+import gc
 import json
 import math
 import os
@@ -477,3 +478,24 @@ def test_warnings_of_a_run_become_events(tmp_path):
                          "federation.per_round": 2, "federation.beta": 0.05, "train.local_epochs": 1})  # fmt: skip
     events = [json.loads(line) for line in (result.folder / "events.jsonl").read_text().splitlines()]
     assert any(event["code"] == "W121" for event in events)
+
+
+def test_memory_grows_by_the_pool_only(tmp_path, monkeypatch):
+    """Live tensors after round 3 and after round 8 differ by what the server gathered in between, and nothing else."""
+    from rescene.engine.loop import Run
+    from rescene.record import num_bytes
+
+    commit, live, pool = Run._commit, {}, {}
+
+    def commit_and_measure(self, number):
+        commit(self, number)
+        self.writer.wait()
+        gc.collect()
+        tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        live[number], pool[number] = sum(storages.values()), num_bytes(self.state) + num_bytes(self.leakage.tree())
+
+    monkeypatch.setattr(Run, "_commit", commit_and_measure)
+    run(tmp_path / "r", federation__num_rounds=9, tasks__limit=1)
+    (early, late), grown = (live[4], live[9]), pool[9] - pool[4]  # step 1 begins the task
+    assert grown > 0 and abs(late - early - grown) < 4096  # a third of a picture: distances are held twice
