@@ -2,12 +2,12 @@
 
 herding        herd() against Eq. 2 vectorised over candidates, B=1000 of 2,000 x 512
 condensation   all sites in one pass against one site at a time with a copy of the model at every step
+demo_steps     condensation, server training and local training of one round of the demo against tests/reference.py
 demo           wall time, peak memory, and the share of time outside steps and evaluation
 """
 
 from __future__ import annotations
 
-import copy
 import json
 import platform
 import resource
@@ -24,11 +24,14 @@ import torch.nn.functional as F
 
 from rescene.config import resolve
 from rescene.engine import prepare, use_all_cores
-from rescene.functional import herd, matching_loss, perturbed
+from rescene.functional import herd
 from rescene.rng import Rng, seeded_generator
-from rescene.steps import condense
+from rescene.steps import condense, fit_pool, fit_shard
 
-OUT = Path(__file__).parents[1] / "results" / "bench" / "cpu.json"
+ROOT = Path(__file__).parents[1]
+OUT = ROOT / "results" / "bench" / "cpu.json"
+sys.path.insert(0, str(ROOT / "tests"))
+import reference  # noqa: E402 the plain path that the tests keep
 
 
 def best_of(count: int, work: Callable[[], Any]) -> float:
@@ -60,36 +63,11 @@ def bench_herding() -> dict[str, Any]:
     return {"ours_s": ours, "literal_s": literal, "ratio": literal / ours, "goal": 10.0, "same_picks": same}
 
 
-def one_at_a_time(net: torch.nn.Module, shards: list[Any], settings: Any, seed: int) -> None:
-    """The plain way: for every site and step a deep copy of the model, perturbed, and a loop over classes."""
-    for number, shard in enumerate(shards):
-        noise = seeded_generator(seed)
-        classes, rng = shard.by_class(), Rng(0).at(number).generator()
-        pixels = {}
-        for label, members in classes.items():
-            count = settings.num_surrogates(len(members))
-            if count:
-                pixels[label] = shard.pictures(members[torch.randperm(len(members), generator=rng)[:count]])
-        for _ in range(settings.num_steps):
-            moved = copy.deepcopy(net).eval()
-            values = perturbed(list(net.parameters()), settings.radius, noise)
-            for parameter, value in zip(moved.parameters(), values, strict=True):
-                parameter.data.copy_(value)
-            for label, own in pixels.items():
-                members = classes[label]
-                size = settings.real_batch_size(len(members), len(own))
-                batch = shard.pictures(members[torch.randperm(len(members), generator=rng)[:size]])
-                with torch.no_grad():
-                    phi = moved.features(batch)
-                    real = (phi.mean(0, keepdim=True), moved.head(phi).mean(0, keepdim=True))
-                x = own.detach().requires_grad_(True)
-                phi = moved.features(x)
-                loss = matching_loss(phi.mean(0, keepdim=True), real[0]) + matching_loss(
-                    moved.head(phi).mean(0, keepdim=True), real[1]
-                )
-                (gradient,) = torch.autograd.grad(loss.sum(), x)
-                norm = float(gradient.norm())
-                pixels[label] = own - settings.image_lr * gradient / max(1.0, norm / settings.clip)
+def condense_plainly(net: torch.nn.Module, shards: list[Any], made: list[Any], settings: Any) -> None:
+    """The same sites, classes and start images, one at a time."""
+    for number, (shard, own) in enumerate(zip(shards, made, strict=True)):
+        starts = {label: own.start[own.labels == label] for label in own.labels.unique().tolist()}
+        reference.condensation(net, shard, starts, settings, 1, seeded_generator(number))
 
 
 def bench_condensation(real_batch: str) -> dict[str, Any]:
@@ -98,14 +76,51 @@ def bench_condensation(real_batch: str) -> dict[str, Any]:
     net = experiment.initial_net()
     shards = [experiment.shard(experiment.tasks[0], k, experiment.arch.restore) for k in range(10)]
     rngs = [Rng(0).at(k) for k in range(10)]
+    made = condense(net, shards, rngs, experiment.method, 1)
     ours = best_of(3, lambda: condense(net, shards, rngs, experiment.method, 1))
-    plain = best_of(2, lambda: one_at_a_time(net, shards, experiment.method, 1))
+    plain = best_of(2, lambda: condense_plainly(net, shards, made, experiment.method))
     return {
         "ours_s": ours,
         "one_at_a_time_s": plain,
         "ratio": plain / ours,
         "goal": 1.5 if real_batch == "ipc" else 1.0,
     }
+
+
+def bench_demo_steps() -> dict[str, Any]:
+    """A round in the third task of the demo: five sites, the pool of its last round; both paths do the same steps."""
+    experiment = prepare(resolve("demo", []).recipe)
+    task, settings, look = experiment.tasks[2], experiment.method.train, experiment.dataset.transform
+    sites = experiment.participants(task, 0)
+    shards = [experiment.shard(task, k, experiment.arch.restore) for k in sites]
+    rngs = [Rng(0).at(k) for k in sites]
+    model = experiment.arch.build(task.num_seen).state_dict()
+    made = condense(experiment.arch.restore(model), shards, rngs, experiment.method, 1)
+    old = torch.cat([t.train[torch.arange(2 * experiment.method.budget) * len(t.train) // (2 * experiment.method.budget)]
+                     for t in experiment.tasks[:2]])  # fmt: skip
+    images = torch.cat([shards[0].pictures(old), *(own.images for own in made for _ in range(3))])
+    labels = torch.cat([experiment.dataset.train.labels[old], *(own.labels for own in made for _ in range(3))])
+    balance = {"num_classes": task.num_seen, "alpha": experiment.method.alpha, "tau": experiment.method.tau}
+    net, seed = lambda: experiment.arch.restore(model), lambda: torch.Generator().manual_seed(0)
+    work: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+        "condensation": (
+            lambda: condense(net(), shards, rngs, experiment.method, 1),
+            lambda: condense_plainly(net(), shards, made, experiment.method),
+        ),
+        "server": (
+            lambda: fit_pool(net(), images, labels, look, settings, seed(), **balance),
+            lambda: reference.server_training(net(), images, labels, look, settings, seed(), **balance),
+        ),
+        "local": (
+            lambda: [fit_shard(net(), shard, settings, seed()) for shard in shards],
+            lambda: [reference.local_training(net(), shard, settings, seed()) for shard in shards],
+        ),
+    }
+    times = {name: [[best_of(1, path) for path in paths] for _ in range(2)] for name, paths in work.items()}
+    best = {name: [min(column) for column in zip(*rows, strict=True)] for name, rows in times.items()}
+    ours, plain = (sum(column) for column in zip(*best.values(), strict=True))
+    parts = {name: {"ours_s": a, "reference_s": b, "ratio": b / a} for name, (a, b) in best.items()}
+    return {"ours_s": ours, "reference_s": plain, "ratio": plain / ours, "goal": 2.0, "parts": parts}
 
 
 def bench_demo() -> dict[str, Any]:
@@ -139,12 +154,16 @@ def main() -> None:
         "herding": bench_herding,
         "condensation_real_batch_ipc": lambda: bench_condensation("ipc"),
         "condensation_real_batch_256": lambda: bench_condensation("256"),
+        "demo_steps": bench_demo_steps,
         "demo": bench_demo,
     }
     machine = {"platform": platform.platform(), "threads": torch.get_num_threads(), "torch": torch.__version__}
     found: dict[str, Any] = {"command": "make bench", "machine": machine}
-    for name, work in parts.items():
-        found[name] = work()
+    chosen = sys.argv[1:] or list(parts)
+    if OUT.is_file() and sys.argv[1:]:  # some of them: the others stay as they are
+        found = json.loads(OUT.read_text(encoding="utf-8")) | found
+    for name in chosen:
+        found[name] = parts[name]()
         print(name, json.dumps(found[name]))
     OUT.parent.mkdir(parents=True, exist_ok=True)
     OUT.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -3,11 +3,16 @@
 import errno
 import json
 import os
+import threading
+import warnings
 
 import pytest
 import torch
+from safetensors.torch import load
 
-from rescene.engine.checkpoint import Checkpoints, write_atomically
+from rescene.engine.checkpoint import DTYPES, Checkpoints, encoded, write_atomically
+from rescene.engine.watch import warnings_to
+from rescene.engine.writer import Writer
 from rescene.errors import ResceneWarning, RunError
 
 
@@ -41,6 +46,23 @@ def test_an_old_part_of_the_pool_is_written_once_and_two_checkpoints_are_kept(tm
     assert all(after[name] == first[name] for name in after.keys() & first.keys())
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-000003.json", "step-000004.json"]
     assert not list(tmp_path.glob(".*"))
+
+
+def test_chunks_are_safetensors_whatever_their_types_and_memory():
+    whole = torch.arange(24).reshape(2, 3, 4)
+    chunk = {str(dtype): whole.to(dtype) for dtype in DTYPES}
+    chunk |= {
+        "empty": torch.zeros(0, 3),
+        "scalar": torch.tensor(2.5),
+        "row": whole[:, 1],
+        "turned": whole.transpose(0, 2),
+    }
+    chunk["channels last"] = torch.rand(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    data = b"".join(encoded(chunk))
+    found = load(data)
+    assert found.keys() == chunk.keys()
+    assert all(torch.equal(found[name], value) and found[name].dtype == value.dtype for name, value in chunk.items())
+    assert b"".join(encoded(dict(reversed(chunk.items())))) == data  # equal chunks have equal bytes
 
 
 @pytest.mark.parametrize("offset", range(0, 100, 9))
@@ -107,3 +129,63 @@ class _Full:
 
     def __exit__(self, *args):
         self.file.close()
+
+
+# --- written beside the run ---------------------------------------------------------------------------------------------
+
+
+def test_one_piece_of_work_at_a_time_and_errors_come_out_once():
+    writer, gate, order = Writer(torch.device("cpu")), threading.Event(), []
+
+    def first():
+        gate.wait()
+        order.append("first")
+        raise RunError("E410", "full")
+
+    writer.start(first)
+    assert order == []  # the run goes on meanwhile
+    threading.Timer(0.05, gate.set).start()
+    with pytest.raises(RunError, match="full"):
+        writer.start(lambda: order.append("second"))
+    writer.wait()
+    assert order == ["first"]  # what was handed over after a failed write is not begun
+    writer.start(lambda: order.append("third"))
+    writer.wait()
+    assert order == ["first", "third"]
+
+
+def test_warnings_reach_the_run_whose_thread_or_writer_they_arise_in():
+    """Two runs in threads, each with a writer; one ends while the other goes on."""
+    turns, heard = threading.Barrier(2), {"short": [], "long": []}
+
+    def warn(code):
+        warnings.warn(ResceneWarning(code, "?"), stacklevel=2)
+
+    def run(name):
+        writer = Writer(torch.device("cpu"))
+        with warnings_to(lambda level, code, what: heard[name].append(code)):
+            turns.wait()
+            warn("loop")
+            writer.start(lambda: warn("writer"))
+            writer.wait()
+            if name == "long":
+                turns.wait()
+                warn("late")
+        if name == "short":
+            turns.wait()
+            warn("after")
+
+    with pytest.warns(ResceneWarning) as outside:
+        threads = [threading.Thread(target=run, args=(name,)) for name in heard]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert heard == {"short": ["loop", "writer"], "long": ["loop", "writer", "late"]}
+    assert [caught.message.code for caught in outside] == ["after"]  # nobody listens any more
+
+
+def test_other_peoples_warnings_stay_warnings():
+    with pytest.warns(UserWarning, match="theirs") as caught, warnings_to(lambda *row: pytest.fail("not ours")):
+        warnings.warn("theirs", stacklevel=1)
+    assert len(caught) == 1

@@ -1,5 +1,6 @@
 """Whole runs: the paper's invariants, resumption, failing sites, and what ends up in the folder."""
 
+import gc
 import json
 import math
 import os
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar
 
@@ -224,6 +226,107 @@ def _steps_done(folder: Path) -> int:
     return max((int(path.stem.split("-")[1]) for path in (folder / "checkpoints").glob("step-*.json")), default=0)
 
 
+CRASH = """
+import os, signal, sys, threading
+import rescene
+from rescene.engine.loop import Run
+
+reached, replace, perform = threading.Event(), os.replace, Run._perform
+
+def stuck(source, target):  # the writer gets this far with step 5 and no further
+    if place in os.path.basename(target) and run.done == done:
+        reached.set()
+        threading.Event().wait()
+    replace(source, target)
+
+def die(self, step):
+    global run
+    run = self
+    if self.steps.index(step) == 5:  # step 6 has begun
+        assert reached.wait(60)
+        os.kill(os.getpid(), signal.SIGKILL)
+    perform(self, step)
+
+os.replace, Run._perform = stuck, die
+place, done = sys.argv[1], int(sys.argv[2])
+rescene.run("smoke", out=sys.argv[3], **eval(sys.argv[4]))
+"""
+
+
+@pytest.mark.parametrize(("place", "done"), [("chunk-", 4), ("step-", 4), ("status", 5)])
+def test_killed_while_a_checkpoint_is_being_written(tmp_path, place, done):
+    """The process dies in step 6 while the chunks, the manifest or the status of step 5 are not yet in their place."""
+    whole, folder = run(tmp_path / "whole"), tmp_path / "r"
+    killed = subprocess.run([sys.executable, "-c", CRASH, place, str(done), str(folder), repr(SMALL)])
+    assert killed.returncode == -signal.SIGKILL and _steps_done(folder) == done
+    assert json.loads((folder / "status.json").read_text())["done"] == 4  # never more than is on disk
+    resumed = run(folder)
+    assert (folder / "results.json").read_bytes() == (whole.folder / "results.json").read_bytes()
+    assert (folder / "metrics.jsonl").read_text() == (whole.folder / "metrics.jsonl").read_text()
+    assert same(model(resumed), model(whole))
+
+
+def test_a_step_under_way_when_the_run_is_stopped_counts_if_its_checkpoint_was_written(tmp_path, monkeypatch):
+    from rescene.engine.loop import Run
+
+    perform = Run._perform
+
+    def stop(self, step):
+        if self.steps.index(step) == 5:
+            raise KeyboardInterrupt
+        perform(self, step)
+
+    monkeypatch.setattr(Run, "_perform", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "r")
+    status = json.loads((tmp_path / "r/status.json").read_text())
+    assert status["state"] == "interrupted" and status["done"] == 5 == _steps_done(tmp_path / "r")
+
+
+@pytest.mark.parametrize("step", [4, 10])
+def test_a_checkpoint_that_cannot_be_written_stops_the_run_at_the_next_commit_or_the_end(tmp_path, monkeypatch, step):
+    from rescene.engine.checkpoint import Checkpoints
+    from rescene.engine.loop import Run
+
+    performed, perform, save = [], Run._perform, Checkpoints.save
+
+    def full(self, number, tree, facts):
+        if number == step:
+            raise RunError("E410", "could not save: No space left on device")
+        save(self, number, tree, facts)
+
+    monkeypatch.setattr(Checkpoints, "save", full)
+    monkeypatch.setattr(Run, "_perform", lambda self, s: (performed.append(s), perform(self, s)))
+    with pytest.raises(RunError, match="E410"):
+        run(tmp_path / "r")
+    status = json.loads((tmp_path / "r/status.json").read_text())
+    assert status["state"] == "failed" and status["done"] == step - 1 and len(performed) == min(step + 1, 10)
+    assert not (tmp_path / "r/results.json").exists()
+
+
+def test_a_second_error_is_told_beside_the_first(tmp_path, monkeypatch):
+    """The disk fails while the run fails for another reason: the reason is raised, the disk is in the events."""
+    from rescene.engine.checkpoint import Checkpoints
+
+    def full(self, number, tree, facts):
+        raise RunError("E410", "could not save: No space left on device")
+
+    monkeypatch.setattr(Checkpoints, "save", full)
+    with pytest.raises(RunError, match="0 of 4 sites answered"):
+        rescene.run("smoke", out=tmp_path / "r", **FRAGILE, **{"method.broken": True})
+    assert "E410" in (tmp_path / "r/events.jsonl").read_text()
+    assert json.loads((tmp_path / "r/status.json").read_text())["done"] == 0
+
+
+def test_two_runs_in_threads_of_one_process_are_the_two_runs(tmp_path):
+    alone = [run(tmp_path / f"alone{seed}", seed=seed) for seed in (0, 1)]
+    with ThreadPoolExecutor(2) as threads:
+        together = list(threads.map(lambda seed: run(tmp_path / f"beside{seed}", seed=seed), (0, 1)))
+    for a, b in zip(alone, together, strict=True):
+        assert (a.folder / "results.json").read_bytes() == (b.folder / "results.json").read_bytes()
+        assert same(model(a), model(b))
+
+
 def test_a_damaged_checkpoint_is_replaced_by_the_one_before(tmp_path, monkeypatch):
     whole = run(tmp_path / "whole")
     from rescene.engine.loop import Run
@@ -242,6 +345,7 @@ def test_a_damaged_checkpoint_is_replaced_by_the_one_before(tmp_path, monkeypatc
     (tmp_path / "r/checkpoints/step-000005.json").write_text("half a fi")
     run(tmp_path / "r")
     timing = json.loads((tmp_path / "r/timing.json").read_text())
+    assert timing["aside"]["checkpoint"] > 0  # the writer's own seconds, which the loop did not wait for
     assert timing["parts"] == 2 and timing["total_s"] == pytest.approx(sum(timing["phases"].values()), abs=0.05)
     assert (tmp_path / "r/results.json").read_bytes() == (whole.folder / "results.json").read_bytes()
     assert "W401" in (tmp_path / "r/events.jsonl").read_text()
@@ -374,3 +478,24 @@ def test_warnings_of_a_run_become_events(tmp_path):
                          "federation.per_round": 2, "federation.beta": 0.05, "train.local_epochs": 1})  # fmt: skip
     events = [json.loads(line) for line in (result.folder / "events.jsonl").read_text().splitlines()]
     assert any(event["code"] == "W121" for event in events)
+
+
+def test_memory_grows_by_the_pool_only(tmp_path, monkeypatch):
+    """Live tensors after round 3 and after round 8 differ by what the server gathered in between, and nothing else."""
+    from rescene.engine.loop import Run
+    from rescene.record import num_bytes
+
+    commit, live, pool = Run._commit, {}, {}
+
+    def commit_and_measure(self, number):
+        commit(self, number)
+        self.writer.wait()
+        gc.collect()
+        tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        live[number], pool[number] = sum(storages.values()), num_bytes(self.state) + num_bytes(self.leakage.tree())
+
+    monkeypatch.setattr(Run, "_commit", commit_and_measure)
+    run(tmp_path / "r", federation__num_rounds=9, tasks__limit=1)
+    (early, late), grown = (live[4], live[9]), pool[9] - pool[4]  # step 1 begins the task
+    assert grown > 0 and abs(late - early - grown) < 4096  # a third of a picture: distances are held twice

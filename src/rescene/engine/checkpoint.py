@@ -3,6 +3,7 @@
 A checkpoint is a manifest (JSON) that refers to chunks of tensors (safetensors) by the SHA-256 of their bytes. A chunk that
 is already on disk is not written again, so a round costs the model and that round's uploads, not the whole pool. Every file
 goes through a temporary name, fsync and rename; the previous checkpoint is kept, and a damaged one is never loaded.
+Saving happens in a thread beside the run: tensors are hashed and written from where they lie, which holds nobody up.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import os
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from safetensors.torch import load, save
+import torch
+from safetensors.torch import load
 from torch import Tensor
 
 from rescene.errors import ResceneWarning, RunError
@@ -24,22 +26,30 @@ from rescene.record import Chunk, Tree, pack, tensors, unpack
 
 SCHEMA = 1
 KEEP = 2
+DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+Sync = Literal["folder", "file", "none"]  # survives a power cut; does once the folder is synced; survives a kill
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """All of ``data`` under ``path``, or the old content: temporary file, fsync, rename, fsync of the folder."""
+def write_atomically(path: Path, *parts: bytes | memoryview, sync: Sync = "folder") -> None:
+    """All ``parts`` under ``path``, or the old content: temporary file, fsync, rename, fsync of the folder."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with open(temporary, "wb") as file:
-            file.write(data)
+            for part in parts:
+                file.write(part)
             file.flush()
-            os.fsync(file.fileno())
+            if sync != "none":
+                os.fsync(file.fileno())
         os.replace(temporary, path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        if sync == "folder":
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -57,9 +67,27 @@ def could_not_save(path: Path, error: OSError) -> RunError:
     )
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any, sync: Sync = "folder") -> None:
     """Sorted, readable JSON with a final newline, written atomically. NaN must have become null before."""
-    write_atomically(path, (json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n").encode())
+    write_atomically(path, (json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n").encode(), sync=sync)
+
+
+def encoded(chunk: Chunk) -> list[bytes | memoryview]:
+    """The chunk in the safetensors format: a header, then the memory of each tensor as it lies, without a copy.
+
+    Wide types come first, which keeps them aligned, then the names in order, so equal chunks have equal bytes.
+    """
+    header: dict[str, Any] = {}
+    parts: list[bytes | memoryview] = []
+    end = 0
+    for name, tensor in sorted(chunk.items(), key=lambda item: (-item[1].element_size(), item[0])):
+        value = tensor.detach().cpu().contiguous()
+        parts.append(value.reshape(-1).view(torch.uint8).numpy().data)
+        begin, end = end, end + len(parts[-1])
+        header[name] = {"dtype": DTYPES[value.dtype], "shape": list(value.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight
+    return [len(text).to_bytes(8, "little"), text, *parts]
 
 
 @dataclass(frozen=True)
@@ -112,11 +140,13 @@ class Checkpoints:
         known = self._written.get(key)
         digest = known[0] if known else None
         if digest is None:
-            data = save({name: value.detach().cpu().contiguous().clone() for name, value in chunk.items()})
-            digest = hashlib.sha256(data).hexdigest()
+            parts, sha256 = encoded(chunk), hashlib.sha256()
+            for part in parts:
+                sha256.update(part)
+            digest = sha256.hexdigest()
             path = self._chunk_path(digest)
             if not path.exists():
-                write_atomically(path, data)
+                write_atomically(path, *parts, sync="file")  # the manifest syncs the folder, before anything is removed
         held[key] = (digest, values)
         return digest
 

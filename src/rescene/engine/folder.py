@@ -111,7 +111,8 @@ class RunFolder:
 
     def status(self, **fields: Any) -> None:
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        write_json(self.path / "status.json", {"schema": 1, "updated": now, "pid": os.getpid(), **fields})
+        row = {"schema": 1, "updated": now, "pid": os.getpid(), **fields}
+        write_json(self.path / "status.json", row, sync="none")  # for people who look; a resumed run does not read it
 
 
 def environment(experiment: Experiment) -> dict[str, Any]:

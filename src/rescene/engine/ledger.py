@@ -92,9 +92,10 @@ class Ledger:
         self.client_state_bytes = max(self.client_state_bytes, model_bytes + largest)
 
     def facts(self) -> dict[str, Any]:
+        """A copy: the run counts on while a checkpoint is written."""
         return {
-            "sums": self.sums,
-            "flops": self.meter.flops,
+            "sums": dict(self.sums),
+            "flops": dict(self.meter.flops),
             "client_state_bytes": self.client_state_bytes,
             "server_state_bytes": self.server_state_bytes,
         }

@@ -1,7 +1,8 @@
 """The one loop that owns time.
 
 A run is a schedule of steps: for each task, begin, R rounds, end. After each step the state is committed, so a run that
-dies continues with the first step that was not. What happens inside a step belongs to the method.
+dies continues with the first step that was not; it is written while the next step is under way. What happens inside a step
+belongs to the method.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from rescene.engine.folder import RunFolder
 from rescene.engine.ledger import FlopMeter, Ledger
 from rescene.engine.results import results_of, write_tables
 from rescene.engine.watch import LeakageWatch, Progress, Timer, warnings_to
+from rescene.engine.writer import Writer
 from rescene.errors import RunError
 from rescene.nets import state_bytes
 from rescene.record import to_device
@@ -73,6 +75,7 @@ class Run:
             self.experiment: Experiment = prepare(resolved.recipe)
         folder.create(resolved)
         e = self.experiment
+        self.writer, self.done = Writer(e.device), 0  # steps whose checkpoint is on disk
         self.steps = schedule(e.tasks, resolved.recipe.federation.num_rounds)
         self.leakage = LeakageWatch(e.dataset)
         self.ledger = Ledger(FlopMeter(e.arch))
@@ -102,20 +105,29 @@ class Run:
 
     def complete(self) -> dict[str, Any]:
         """All steps that are not done yet; if something stops them, the status says so and the checkpoint stands."""
-        done = self._restore()
-        self._tell("start", done=done, steps=len(self.steps))
+        self.done = self._restore()
+        self._tell("start", done=self.done, steps=len(self.steps))
         try:
             with warnings_to(self.note):
-                for number, step in enumerate(self.steps[done:], start=done + 1):
+                for number, step in enumerate(self.steps[self.done :], start=self.done + 1):
                     self._perform(step)
                     self._commit(number)
-                    done = number
+                with self.timer.phase("checkpoint"):
+                    self.writer.wait()
                 return self._finish()
         except BaseException as error:
             state = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
             with contextlib.suppress(RunError):  # the disk may be what failed
-                self._status(state, done)
+                self._last_write()
+                self.folder.status(**self._status(state, self.done))
             raise
+
+    def _last_write(self) -> None:
+        """Something else stopped the run: let the write under way end; its error is told too, but does not replace that."""
+        try:
+            self.writer.wait()
+        except RunError as error:
+            self.note("error", error.code, error.what)
 
     def _perform(self, step: Step) -> None:
         task, method, rng = step.task, self.experiment.method, self.experiment.rng.at("server", step.task.index)
@@ -208,6 +220,7 @@ class Run:
 
     def _commit(self, number: int) -> None:
         with self.timer.phase("checkpoint"):
+            self.writer.wait()  # the commit before; its seconds belong into the facts of this one
             tree = {
                 "state": self.state,
                 "clients": {str(k): state for k, state in sorted(self.federation.client_states.items())},
@@ -219,15 +232,20 @@ class Run:
                 "lengths": self.folder.lengths(),
                 "timing": self.timer.report(),
             }
-            self.folder.checkpoints.save(number, tree, facts)
-            self._status("running", number)
+            status = self._status("running", number)
 
-    def _status(self, state: str, done: int) -> None:
+            def write() -> None:
+                with self.timer.beside("checkpoint"):
+                    self.folder.checkpoints.save(number, tree, facts)
+                    self.done = number
+                    self.folder.status(**status)
+
+            self.writer.start(write)
+
+    def _status(self, state: str, done: int) -> dict[str, Any]:
         aa = self.facts.incremental[-1] if self.facts.incremental else None
-        task, round = self.place
-        self.folder.status(
-            state=state, task=task, round=round, done=done, steps=len(self.steps), aa=aa, **self._setting
-        )
+        (task, round), steps = self.place, len(self.steps)
+        return {"state": state, "task": task, "round": round, "done": done, "steps": steps, "aa": aa, **self._setting}
 
     def _restore(self) -> int:
         """Load the newest good checkpoint; returns the number of steps done (0: from the beginning)."""
@@ -265,7 +283,7 @@ class Run:
         write_tables(path / "csv", results, path / "metrics.jsonl")
         write_json(path / "timing.json", self.timer.report())
         write_json(path / "results.json", results)
-        self._status("done", len(self.steps))
+        self.folder.status(**self._status("done", self.done))
         self._tell("done", results=results)
         return results
 

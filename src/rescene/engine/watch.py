@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ class Timer:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self.aside: dict[str, float] = {}  # work in other threads, which goes on during some phase
         self._open: list[tuple[str, float]] = []
         self._begin = time.perf_counter()
         self._parts = 1
@@ -36,6 +38,16 @@ class Timer:
         for name, value in earlier["phases"].items():
             if name != "other":
                 self.seconds[name] = self.seconds.get(name, 0.0) + value
+        self.aside = dict(earlier.get("aside", {}))
+
+    @contextmanager
+    def beside(self, name: str) -> Iterator[None]:
+        """Seconds of a thread beside the loop (one thread per name)."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.aside[name] = self.aside.get(name, 0.0) + time.perf_counter() - begin
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -66,6 +78,7 @@ class Timer:
             "total_s": round(total, 3),
             "parts": self._parts,
             "phases": rounded | {"other": round(total - sum(self.seconds.values()), 3)},
+            "aside": {name: round(value, 3) for name, value in self.aside.items()},
         }
 
 
@@ -131,18 +144,31 @@ class LeakageWatch:
             self.rms, self.psnr = [tree["rms"]], [tree["psnr"]]
 
 
+_listener: ContextVar[Callable[..., None] | None] = ContextVar("listener", default=None)  # of the run at work here
+_show = warnings.showwarning
+
+
+def _forward(message: Any, category: Any, filename: str, lineno: int, *rest: Any, **more: Any) -> None:
+    note = _listener.get()
+    if note is not None and isinstance(message, ResceneWarning):
+        note("warning", message.code, message.what)
+    else:
+        _show(message, category, filename, lineno, *rest, **more)
+
+
 @contextmanager
 def warnings_to(note: Callable[..., None]) -> Iterator[None]:
-    """Our own warnings become events as they happen; everybody else's stay warnings."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("always", ResceneWarning)
-        show = warnings.showwarning
+    """Our own warnings become events as they happen; everybody else's stay warnings.
 
-        def forward(message: Any, category: Any, filename: str, lineno: int, *rest: Any, **more: Any) -> None:
-            if isinstance(message, ResceneWarning):
-                note("warning", message.code, message.what)
-            else:
-                show(message, category, filename, lineno, *rest, **more)
-
-        warnings.showwarning = forward
+    Python has one place for all threads where warnings are shown. What stands there looks up whose context it is in, so
+    runs in several threads hear their own warnings only; a thread that a run starts must be given its context.
+    """
+    global _show
+    if warnings.showwarning is not _forward:  # it stays there: another run may need it when this one is done
+        _show, warnings.showwarning = warnings.showwarning, _forward
+    warnings.simplefilter("always", ResceneWarning)
+    token = _listener.set(note)
+    try:
         yield
+    finally:
+        _listener.reset(token)
