@@ -229,11 +229,27 @@ def test_float32_is_the_upload_itself():
     assert wire.sent(model, "uint8") is model and wire.received(model, "uint8", (3, 4, 4), "cpu") is model
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"labels": None},
+        {"labels": torch.tensor(2)},
+        {"images": "x"},
+        {"images": pictures((2, 3, 4, 4))},
+        {"labels": torch.zeros(3)},
+    ],
+)
+def test_an_upload_of_another_make_is_refused(change):
+    upload = {"images": pictures((2, 3, 4, 4)), "labels": torch.tensor([0, 1])}
+    with pytest.raises(RunError, match="cannot pass the wire"):
+        wire.received(wire.sent(upload, "uint8") | change, "uint8", (3, 4, 4), "cpu")
+
+
 @pytest.mark.parametrize("name", ["rescene", "feddm", "fedaf", "raw-upload", "joint"])
 @pytest.mark.parametrize("form", ["float16", "uint8"])
 def test_the_server_sees_what_was_decoded_and_the_ledger_what_was_sent(name, form, monkeypatch):
     messages, seen, world = [], [], make_world()
-    few = {} if name == "joint" else {"ipc": 2}
+    few = {"joint": {}, "raw-upload": {"ipc": 2}}.get(name, {"ipc": 2, "num_steps": 2})
     method = method_class(name)(**few, train=Training(server_epochs=1, batch_size=8))
     federation = federation_of(method, world, form="batched", wire=form)
     federation.observe = lambda uploads: seen.extend(u["images"] for u in uploads.values() if "images" in u)

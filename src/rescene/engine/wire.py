@@ -46,8 +46,12 @@ def received(message: Payload, form: str, picture: tuple[int, int, int], device:
     """Inverse of :func:`sent`: the server expects one ``picture`` [C, H, W] per label and refuses anything else."""
     if form == "float32" or "images" not in message:
         return message
-    shape = (len(message["labels"]), *picture)
-    return message | {"images": decode(message["images"].numpy().tobytes(), form, shape, device)}
+    data, labels = message["images"], message.get("labels")
+    if not isinstance(labels, Tensor) or labels.ndim != 1:
+        raise _refusal("they came without a row of labels")
+    if not isinstance(data, Tensor) or data.dtype != torch.uint8 or data.ndim != 1:
+        raise _refusal("they did not come as bytes")
+    return message | {"images": decode(data.numpy().tobytes(), form, (len(labels), *picture), device)}
 
 
 def encode(images: Tensor, form: str) -> bytes:
