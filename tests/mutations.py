@@ -66,6 +66,9 @@ MUTATIONS = (
     Mutation("the pool of a finished task is not dropped", "methods/rescene.py",
              "replace(state, pool=(), buffers=state.buffers + (chosen,))", "replace(state, buffers=state.buffers + (chosen,))",
              "tests/engine/test_runs.py -k at_most"),
+    Mutation("the ledger counts pictures as they were before the wire", "engine/federation.py",
+             "list(messages.values()), len(clients)", "[up for up, _ in answers.values()], len(clients)",
+             "tests/engine/test_wire.py -k ledger"),
 )  # fmt: skip
 
 

@@ -46,6 +46,7 @@ class FederationSection(Section):
     min_size: int = Field(1, ge=0, description="redraw the split until every site has this many images of a task")
     quorum: float = Field(0.5, ge=0, le=1, description="share of the asked sites that must answer")
     engine: Literal["batched", "one-by-one", "debug"] = Field("batched", description="how sites are simulated")
+    wire: Literal["float32", "float16", "uint8"] = Field("float32", description="how pictures travel to the server")
     evaluate_every: int = Field(1, ge=0, description="rounds between evaluations; 0: only after each task")
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rescene.data import Shard, Task, Transform
+from rescene.engine import wire as on_wire
 from rescene.engine.ledger import Ledger
 from rescene.engine.streams import Streams, attempt
 from rescene.errors import ResceneError, RunError
@@ -42,6 +43,7 @@ class InProcess:
         rng: Rng,
         form: str = "batched",
         quorum: float = 0.5,
+        wire: str = "float32",
     ) -> None:
         self.method, self.arch, self.ledger, self.note = method, arch, ledger, note
         self.clients: Sequence[int] = range(num_clients)
@@ -54,6 +56,7 @@ class InProcess:
         self.traffic = [0, 0]  # bytes up and down since the last move
         self._shard_of, self._rng, self._form, self._quorum = shard_of, rng, form, quorum
         self._streams: Streams | None = None
+        self._wire = wire
 
     def move(self, task: Task, round: int | None, participants: Sequence[int] | None = None) -> None:
         """Go to a place in time; ``round`` None is the beginning or end of the task, where everybody may be asked."""
@@ -84,10 +87,12 @@ class InProcess:
                 del answers[client]
             else:
                 self.client_states[client] = state
-        uploads = {client: upload for client, (upload, _) in answers.items()}
-        up, down = self.ledger.exchange(verb, payload, list(uploads.values()), len(clients))
+        messages = {client: on_wire.sent(upload, self._wire) for client, (upload, _) in answers.items()}
+        up, down = self.ledger.exchange(verb, payload, list(messages.values()), len(clients))
         self.traffic = [self.traffic[0] + up, self.traffic[1] + down]
-        self._require_quorum(len(uploads), len(clients), verb)
+        self._require_quorum(len(messages), len(clients), verb)
+        picture = (3, self.arch.image_size, self.arch.image_size)
+        uploads = {k: on_wire.received(message, self._wire, picture, self.device) for k, message in messages.items()}
         self.observe(uploads)
         return uploads
 

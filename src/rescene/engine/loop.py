@@ -93,6 +93,7 @@ class Run:
             rng=e.rng,
             form=federation.engine,
             quorum=federation.quorum,
+            wire=federation.wire,
         )
         self.federation.observe = self._observe
         self.federation.phase = lambda: self.timer.phase("client")
