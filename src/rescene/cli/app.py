@@ -78,6 +78,7 @@ def sweep(
     overrides: Annotated[list[str] | None, typer.Argument(help="key=a,b,c: every combination; method=all")] = None,
     seeds: Annotated[str, typer.Option("--seeds", help="comma-separated")] = "0",
     out: Annotated[Path | None, typer.Option("--out", help="folder for the cells (default: runs/<recipe>)")] = None,
+    jobs: Annotated[int, typer.Option("--jobs", min=1, help="cells at a time, side by side on one GPU")] = 1,
     plan: Annotated[bool, typer.Option("--plan", help="list the cells and run nothing")] = False,
     quiet: Quiet = False,
     as_json: AsJson = False,
@@ -88,7 +89,7 @@ def sweep(
     from rescene.cli.sweeping import run_sweep
 
     def work() -> None:
-        if run_sweep(recipe, list(overrides or []), seeds, out, plan, quiet, as_json):
+        if run_sweep(recipe, list(overrides or []), seeds, out, plan, quiet, as_json, jobs):
             raise typer.Exit(4)
 
     interruptible(work, "the same command")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from rescene.cli.listing import print_rows
 from rescene.cli.live import watch
 from rescene.cli.running import print_summary
 from rescene.config import Resolved, resolve
+from rescene.engine import Streams, attempt, pick_device
 from rescene.errors import ConfigError, ResceneError
 from rescene.methods import method_names
 from rescene.methods.registry import ORDER
@@ -35,7 +39,14 @@ class Cell:
 
 
 def run_sweep(
-    recipe: str, overrides: list[str], seeds: str, out: Path | None, plan: bool, quiet: bool, as_json: bool
+    recipe: str,
+    overrides: list[str],
+    seeds: str,
+    out: Path | None,
+    plan: bool,
+    quiet: bool,
+    as_json: bool,
+    jobs: int = 1,
 ) -> int:
     """Run every cell that is not done; a cell that fails is listed and the rest goes on. Returns the number that failed."""
     cells = grid(recipe, overrides, seeds, out)
@@ -47,17 +58,18 @@ def run_sweep(
         return 0
     results: list[Result] = []
     failures: list[dict[str, Any]] = []
-    for number, cell in enumerate(cells, start=1):
-        if not quiet:
-            state = "done before" if cell.done else ""
-            print(f"[{number}/{len(cells)}] {' '.join(cell.overrides)} {state}", file=sys.stderr)
-        try:
-            with watch(quiet or as_json) as progress:
-                results.append(execute(cell.resolved, cell.folder, progress))
-        except ResceneError as error:
+    for number, (cell, outcome) in enumerate(_outcomes(cells, jobs, quiet or as_json), start=1):
+        if jobs > 1 and not quiet:
+            print(f"[{number}/{len(cells)}] {' '.join(cell.overrides)} done", file=sys.stderr)
+        if isinstance(outcome, Result):
+            results.append(outcome)
+        elif isinstance(outcome, ResceneError):
+            error = outcome
             failures.append(
                 {"cell": " ".join(cell.overrides), "error": f"[{error.code}] {error.what}", "fix": error.fix or ""}
             )
+        else:
+            raise outcome
     if as_json:
         print_rows([{"folder": str(r.folder), **_headline(r)} for r in results], as_json=True)
     elif results:
@@ -66,6 +78,32 @@ def run_sweep(
     if failures:
         print_rows(failures)
     return len(failures)
+
+
+def _outcomes(cells: list[Cell], jobs: int, quiet: bool) -> Iterator[tuple[Cell, Result | Exception]]:
+    """Each cell with its result or what stopped it: one after the other, or several at a time on one GPU."""
+    if jobs == 1:
+        for number, cell in enumerate(cells, start=1):
+            if not quiet:
+                state = "done before" if cell.done else ""
+                print(f"[{number}/{len(cells)}] {' '.join(cell.overrides)} {state}", file=sys.stderr)
+            with watch(quiet) as progress:
+                yield cell, attempt(partial(execute, cell.resolved, cell.folder), progress)
+        return
+    device = pick_device(cells[0].resolved.recipe.device)
+    if device.type != "cuda":
+        raise ConfigError(
+            "E109",
+            f"--jobs {jobs} needs a GPU",
+            why="on a CPU one run at a time already uses all cores",
+            fix="leave --jobs out",
+        )
+    streams = Streams(device, jobs)
+    try:
+        yield from zip(cells, streams.outcomes(lambda cell: execute(cell.resolved, cell.folder), cells), strict=True)
+    except KeyboardInterrupt:
+        print("interrupted; the same command continues every cell where it stands", file=sys.stderr)
+        os._exit(130)  # threads cannot be interrupted, and a run can be stopped at any moment without loss
 
 
 def grid(recipe: str, overrides: list[str], seeds: str, out: Path | None) -> list[Cell]:
