@@ -5,8 +5,14 @@ import torch
 
 from rescene.rng import Rng
 from rescene.steps import Condensation, condense
-from rescene.steps.captured_condense import KEPT, descend_captured
+from rescene.steps.captured_condense import KEPT
+from rescene.steps.captured_condense import descend_captured as descend
 from rescene.steps.condense import _groups
+
+
+def descend_captured(net, shard, pixels, owner, real, real_owner, settings, seed):
+    return descend(net, shard, pixels, owner, real, real_owner, settings, seed, int(owner[-1]) + 1, 12)
+
 
 SETTINGS = Condensation(ipc=3, num_steps=4, real_batch=5, image_lr=0.5, precision="float32")
 
@@ -49,7 +55,8 @@ def test_with_perturbation_it_agrees_with_the_plain_descent_under_the_same_noise
         condenser._load(net_copy, pixels, owner)
         condenser.eps.normal_(generator=generator)
         condenser._move()
-        return [condenser.weights.master(p).clone() for p in condenser.net.parameters()]
+        own = condenser.net.parameters()
+        return [condenser.weights.master(p)[: len(t)].clone() for p, t in zip(own, theta, strict=True)]
 
     net_copy = tiny_world["arch"].restore(tiny_world["net"].state_dict())
     plain = torch.cat([made.images for made in condense(net, shards, rngs, settings, 7, move=move)])

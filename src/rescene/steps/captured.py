@@ -23,7 +23,7 @@ from rescene.steps.fused import FlatWeights, SideStream, fuse, look, loss_and_gr
 from rescene.steps.recording import recorded
 
 KEEP = 4  # recordings of recent shapes; older ones are dropped with their memory
-SMALLEST_POOL = 1024
+SMALLEST_POOL = 8192
 HEAD_STEP = 32  # heads are recorded with a multiple of this many rows
 
 
@@ -161,6 +161,7 @@ class Trainer:
 
     def _step(self) -> None:
         span = (self.start, self.end)
+        self.net.sums.zero_()  # type: ignore[operator]
         look(self.pictures, self.labels, self.order, span, self.crops, self.x, self.y, self.valid, self.transform)
         with torch.autocast(self.x.device.type, torch.bfloat16, enabled=self.half, cache_enabled=False):
             features = self.net.features(self.x)  # type: ignore[operator]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from rescene.data import Shard
 from rescene.functional import clip_groups, group_means, matching_loss
 from rescene.rng import seeded_generator
+from rescene.steps.captured import rows_of
 from rescene.steps.fused import FlatWeights, Folded, fuse, look
 from rescene.steps.recording import recorded
 
@@ -48,19 +49,21 @@ def descend_captured(
     real_owner: Tensor,
     settings: Any,
     noise_seed: int,
+    num_groups: int,
+    most_groups: int,
 ) -> tuple[Tensor, Tensor]:
     """Gradient descent on ``pixels`` [rows]; returns them and the loss of each group at the last step.
 
-    owner [rows] and real_owner [b] number the groups; real [steps, b] are positions into the shard's images.
+    owner [rows] and real_owner [b] number the groups; real [steps, b] are positions into the shard's images. Rounds with at
+    most ``most_groups`` groups share a recording.
     """
-    groups = int(owner[-1]) + 1
-    condenser = _condenser_for(net, shard, len(owner), groups, settings)
-    return condenser.run(net, pixels, owner, real, real_owner, groups, noise_seed)
+    condenser = _condenser_for(net, shard, most_groups, settings)
+    return condenser.run(net, pixels, owner, real, real_owner, num_groups, noise_seed)
 
 
-def _condenser_for(net: nn.Module, shard: Shard, rows: int, groups: int, settings: Any) -> Condenser:
-    capacity = (_round_up(rows, 32), _round_up(groups, 8))
-    shapes = tuple((name, tuple(value.shape)) for name, value in net.state_dict().items())
+def _condenser_for(net: nn.Module, shard: Shard, groups: int, settings: Any) -> Condenser:
+    capacity = (groups * settings.ipc, groups, rows_of(len(net.head.bias)))  # type: ignore[union-attr,arg-type]
+    shapes = tuple((name, tuple(value.shape)) for name, value in net.body.state_dict().items())  # type: ignore[union-attr]
     fixed = (settings.image_lr, settings.image_momentum, settings.radius, settings.clip, settings.reduction)
     images = shard.images.pixels
     key = (shapes, capacity, fixed, settings.match_logits, settings.precision, images.data_ptr(), shard.transform)
@@ -73,32 +76,31 @@ def _condenser_for(net: nn.Module, shard: Shard, rows: int, groups: int, setting
     return kept[key]
 
 
-def _round_up(number: int, step: int) -> int:
-    return -(-number // step) * step
-
-
 class Condenser:
     """A network of its own, fixed places for everything a step reads, and the recorded parts of a step.
 
-    Spare rows of the surrogates belong to a group of their own, one beyond the last, as do spare real images.
+    Spare rows of the surrogates belong to a group of their own, one beyond the last, as do spare real images. Spare rows of
+    the head are zero and stay so, and their logits match without doing anything.
     """
 
-    def __init__(self, net: nn.Module, shard: Shard, rows: int, groups: int, settings: Any) -> None:
+    def __init__(self, net: nn.Module, shard: Shard, rows: int, groups: int, classes: int, settings: Any) -> None:
         images, device = shard.images.pixels, shard.device
         self.settings, self.transform, self.images, self.labels = settings, shard.transform, images, shard.images.labels
         self.half = device.type == "cuda" and settings.precision != "float32"
         self.valid = torch.ones((), dtype=torch.int32, device=device)
-        self.net = fuse(net, self.valid).eval()
+        self.net = fuse(net, self.valid)
+        self.net.head = nn.utils.skip_init(nn.Linear, net.head.in_features, classes, device=device)  # type: ignore[union-attr,arg-type]
+        self.net.eval()
         self.weights = FlatWeights(self.net, self.half)
         body: nn.Module = self.net.body  # type: ignore[assignment]
         self.folded = Folded(body, self.weights) if Folded.is_possible(body) else None
         self.net.requires_grad_(False)
-        self.anchor, self.eps = torch.zeros_like(self.weights.theta), torch.zeros_like(self.weights.theta)
+        self.anchor, self.eps, self.live = (torch.zeros_like(self.weights.theta) for _ in range(3))
+        self.per_logit = torch.ones((), device=device)
         self.pixels, self.velocity = (torch.zeros(rows, *images.shape[1:], device=device) for _ in range(2))
         self.owner = torch.full((rows,), groups, device=device)
         self.lanes = torch.arange(groups + 1, device=device).unsqueeze(1)
-        width = net.feature_size + len(net.head.bias)  # type: ignore[operator,union-attr,arg-type]
-        self.sums = torch.zeros(groups + 1, width, device=device)  # type: ignore[call-overload]
+        self.sums = torch.zeros(groups + 1, net.feature_size + classes, device=device)  # type: ignore[operator,call-overload]
         self.counts, self.losses = torch.ones(groups + 1, 1, device=device), torch.zeros(groups + 1, device=device)
         self.start = torch.zeros((), dtype=torch.long, device=device)
         self.order, self.order_owner = (torch.zeros(0, dtype=torch.long, device=device) for _ in range(2))
@@ -129,8 +131,14 @@ class Condenser:
 
     def _load(self, net: nn.Module, pixels: Tensor, owner: Tensor) -> None:
         with torch.no_grad():
+            self.live.fill_(1.0)
             for own, given in zip(self.net.parameters(), net.parameters(), strict=True):
-                self.weights.master(own).copy_(given)
+                for flat, value in ((self.weights.theta, given), (self.live, 1.0)):
+                    place = self.weights.part(flat, own)
+                    place[: len(given)] = value
+                    place[len(given) :] = 0.0  # the head's spare rows
+            if self.settings.reduction == "mean":
+                self.per_logit.fill_(1.0 / len(net.head.bias))  # type: ignore[union-attr,arg-type]
             self.anchor.copy_(self.weights.theta)
             for name, value in self.net.named_buffers():
                 if name.endswith(("running_mean", "running_var")):
@@ -172,6 +180,7 @@ class Condenser:
 
     @torch.no_grad()
     def _move(self) -> None:
+        self.eps.mul_(self.live)
         norm = torch.linalg.vector_norm(self.eps, dtype=torch.float64)
         scale = (self.settings.radius / norm.clamp(min=1e-30)).clamp(max=1.0).float()
         torch.addcmul(self.anchor, self.eps, scale, out=self.weights.theta)
@@ -207,7 +216,7 @@ class Condenser:
             d = self.net.feature_size
             loss = matching_loss(means[:, :d], real[:, :d], settings.reduction)  # type: ignore[misc]
             if settings.match_logits:
-                loss = loss + matching_loss(means[:, d:], real[:, d:], settings.reduction)  # type: ignore[misc]
+                loss = loss + self.per_logit * matching_loss(means[:, d:], real[:, d:])  # type: ignore[misc]
             (gradient,) = torch.autograd.grad(loss[:-1].sum(), x)
         if settings.clip is not None:
             gradient = clip_groups(gradient, self.owner, groups, settings.clip)

@@ -125,7 +125,8 @@ def condense(
         owner = torch.repeat_interleave(torch.arange(len(groups)), torch.tensor(sizes)).to(shards[0].device)
         start = torch.cat([group.start for group in groups])
         # all shards in one process share their image tensor and transform, so any of them can fetch for all
-        pixels, losses = _descend(net, shards[0], groups, start, owner, settings, noise_seed, move, term)
+        most = len(shards) * len(shards[0].task.classes)
+        pixels, losses = _descend(net, shards[0], groups, start, owner, settings, noise_seed, most, move, term)
         finite = torch.isfinite(pixels).flatten(1).all(dim=1)
         pixels = torch.where(finite.reshape(-1, 1, 1, 1), pixels, start)
         lost = torch.bincount(owner, weights=(~finite).float(), minlength=len(groups))
@@ -166,12 +167,13 @@ def _descend(
     owner: Tensor,
     settings: Condensation,
     noise_seed: int,
+    most_groups: int,
     move: Move | None,
     term: Term | None,
 ) -> tuple[Tensor, Tensor]:
     """Gradient descent on the pixels of all groups; returns them and each group's loss at the last step."""
     if pixels.is_cuda and move is None and term is None and settings.num_steps:
-        return _replayed(net, shard, groups, pixels, owner, settings, noise_seed)
+        return _replayed(net, shard, groups, pixels, owner, settings, noise_seed, most_groups)
     device = pixels.device
     labels = torch.tensor([group.label for group in groups], device=device)
     velocity = torch.zeros_like(pixels)
@@ -203,6 +205,7 @@ def _replayed(
     owner: Tensor,
     settings: Condensation,
     noise_seed: int,
+    most_groups: int,
 ) -> tuple[Tensor, Tensor]:
     """The same on a GPU, as recorded CUDA graphs."""
     from rescene.steps.captured_condense import descend_captured
@@ -212,7 +215,9 @@ def _replayed(
     real = torch.cat(parts, dim=1)
     sizes = torch.tensor([part.shape[1] for part in parts])
     real_owner = torch.repeat_interleave(torch.arange(len(groups)), sizes).to(owner.device)
-    found = descend_captured(net, shard, pixels, owner, real, real_owner, settings, noise_seed)
+    found = descend_captured(
+        net, shard, pixels, owner, real, real_owner, settings, noise_seed, len(groups), most_groups
+    )
     count = getattr(net, "count_passes", None)  # no hook of the network saw the replays
     if count is not None:
         count(steps * (real.shape[1] + 2 * len(owner)))

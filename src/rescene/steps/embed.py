@@ -14,6 +14,9 @@ BATCH = {"cpu": 512, "cuda": 2048}  # on a CPU larger batches only cost memory
 def _in_batches(net: nn.Module, function: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
     was_training = net.training
     net.eval()
+    if images.is_cuda:
+        net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        images = images.contiguous(memory_format=torch.channels_last)
     parts = [function(batch) for batch in images.split(BATCH[images.device.type])] or [function(images)]
     net.train(was_training)
     return torch.cat(parts)

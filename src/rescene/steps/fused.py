@@ -108,7 +108,7 @@ class FusedNorm(nn.BatchNorm2d):
     """Batch normalisation with what may follow it; training looks at the first ``valid`` images of a batch only."""
 
     valid: Tensor  # int32, on the network's device
-    counter: Tensor  # zeros between calls: the kernel counts its programs here
+    sums: Tensor  # int64 [2, 2, channels], where the kernels collect; zero when a step begins
 
     def forward(self, x: Tensor, shortcut: Tensor | None = None, relu: bool = False) -> Tensor:
         """relu(norm(x) + shortcut), the last two optional."""
@@ -150,26 +150,30 @@ class FusedResidual(Residual):
 def fuse(net: nn.Module, valid: Tensor, side: SideStream | None = None) -> nn.Module:
     """A copy of ``net`` without hooks, channels-last, whose convolutions and norms are the fused ones.
 
-    ``valid`` says how many images of a batch count in training. BatchNorm's step counters, which influence nothing, stop.
+    ``valid`` says how many images of a batch count in training; ``sums`` of the copy must be set to zero before every
+    training step. BatchNorm's step counters, which influence nothing, stop.
     """
     bare: nn.Module = copy.deepcopy(net).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     for module in bare.modules():
         module._forward_hooks.clear()
         if isinstance(module, nn.BatchNorm2d):
             module.num_batches_tracked = None
-            counter = torch.zeros(module.num_features, dtype=torch.int32, device=valid.device)
-            module.__class__, module.valid, module.counter = FusedNorm, valid, counter
+            module.__class__, module.valid = FusedNorm, valid
         elif isinstance(module, nn.Conv2d) and module.bias is None:
             module.__class__, module.side = FusedConv, side
         elif isinstance(module, nn.Sequential) and [type(m) for m in module][1:] == [nn.BatchNorm2d, nn.ReLU]:
             module.__class__ = FusedStage
         elif isinstance(module, Residual) and all(not isinstance(m, nn.GroupNorm) for m in module.modules()):
             module.__class__ = FusedResidual
+    norms = [m for m in bare.modules() if isinstance(m, FusedNorm)]
+    bare.sums = torch.zeros(sum(4 * m.num_features for m in norms), dtype=torch.int64, device=valid.device)  # type: ignore[assignment]
+    for norm, part in zip(norms, bare.sums.split([4 * m.num_features for m in norms]), strict=True):  # type: ignore[operator]
+        norm.sums = part.view(2, 2, -1)
     return bare
 
 
 def _places(norm: FusedNorm) -> dict[str, Any]:
-    names = ("running_mean", "running_var", "valid", "counter", "momentum", "eps")
+    names = ("running_mean", "running_var", "valid", "sums", "momentum", "eps")
     return {name: getattr(norm, name) for name in names}
 
 
@@ -191,24 +195,24 @@ class FlatWeights:
         self.velocity = torch.zeros_like(self.theta)
         self.low = torch.empty(count, dtype=torch.bfloat16, device=device) if count else None
         self._count = count
+        self._offsets: dict[int, int] = {}
         offset = 0
-        self._masters = {}
         for parameter in self._large + self._small:
-            part = self.theta[offset : offset + parameter.numel()]
-            master = _like(part, parameter)
-            master.copy_(parameter.detach())
-            if id(parameter) in large:
-                assert self.low is not None
-                parameter.data = _like(self.low[offset : offset + parameter.numel()], parameter)
-            else:
-                parameter.data = master
-            self._masters[id(parameter)] = master
+            self._offsets[id(parameter)] = offset
+            self.master(parameter).copy_(parameter.detach())
+            large_one = id(parameter) in large and self.low is not None
+            parameter.data = self.part(self.low, parameter) if large_one else self.master(parameter)  # type: ignore[arg-type]
             offset += parameter.numel()
         self.refresh()
 
+    def part(self, flat: Tensor, parameter: Tensor) -> Tensor:
+        """The piece of a flat buffer that belongs to a parameter of the network, in its shape."""
+        offset = self._offsets[id(parameter)]
+        return _like(flat[offset : offset + parameter.numel()], parameter)
+
     def master(self, parameter: Tensor) -> Tensor:
         """The float32 value of a parameter of the network."""
-        return self._masters[id(parameter)]
+        return self.part(self.theta, parameter)
 
     def refresh(self) -> None:
         """After ``theta`` was written from outside: bring the half-precision copy up to date."""

@@ -3,9 +3,10 @@
     y = relu(gamma (x - m) / sqrt(v + eps) + beta + r)        r and the relu are optional
 
 The three together move each image two or three times through memory instead of six. Images are channels-last, so that a
-batch is a matrix [rows = n h w, channels]. Training takes m and v from the batch and updates the running statistics; the
-sums of a channel always run in the same order. Only the first ``valid`` images of a batch count, so that one recorded step
-serves batches of every size. Without Triton, or off a GPU, ``rescene.steps.fused`` uses torch's own operations.
+batch is a matrix [rows = n h w, channels]. Training takes m and v from the batch and updates the running statistics. Sums
+over rows are collected as integers (fixed point), which gives the same bits in whatever order programs finish. Only the
+first ``valid`` images of a batch count, so that one recorded step serves batches of every size. Without Triton, or off a
+GPU, ``rescene.steps.fused`` uses torch's own operations.
 """
 
 from __future__ import annotations
@@ -18,33 +19,34 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS = 128  # rows of a tile
+TILES = 2  # of a program
 WIDTH = 32  # channels of a tile, where there are as many
-PARTS = 256  # pieces at most that the rows are cut into; their sums are added up in one go
+FORWARD_SCALE = 2.0**20  # fixed point: sums of x and x^2 up to 8e12, to 1e-6
+BACKWARD_SCALE = 2.0**40  # sums of gradients up to 8e6, to 1e-12
 BLOCK = 4096  # elements of a program that treats every element alone
 
 
 @triton.jit(do_not_specialize=["relu", "from_y"])
 def _sums_kernel(
-    x, dy, y, mean, rstd, gamma, beta, partial, counter, out, running_mean, running_var, valid, area, channels,
-    per_program, momentum, eps, relu, from_y,
-    BACKWARD: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+    x, dy, y, gamma, beta, forward, backward, valid, area, channels, eps, relu, from_y,
+    FORWARD_SCALE: tl.constexpr, BACKWARD_SCALE: tl.constexpr, BACKWARD: tl.constexpr,
+    ROWS: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Forward: mean and 1/std of each channel. Backward: sum g and sum g xhat. The last program of a column adds up."""
-    part, column = tl.program_id(0), tl.program_id(1)
+    """Forward: sum x and sum x^2 of each channel. Backward: sum g and sum g xhat."""
     rows = tl.load(valid) * area
-    num_parts = tl.num_programs(0)
-    lanes = column * WIDTH + tl.arange(0, WIDTH)
+    lanes = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     first = tl.zeros([ROWS, WIDTH], tl.float32)
     second = tl.zeros([ROWS, WIDTH], tl.float32)
     if BACKWARD:
-        m = tl.load(mean + lanes)[None, :]
-        r = tl.load(rstd + lanes)[None, :]
-        scale = tl.load(gamma + lanes)[None, :] * r
+        mean = tl.load(forward + lanes).to(tl.float32) / (FORWARD_SCALE * rows)
+        square = tl.load(forward + channels + lanes).to(tl.float32) / (FORWARD_SCALE * rows)
+        r = 1.0 / tl.sqrt(tl.maximum(square - mean * mean, 0.0) + eps)
+        scale = (tl.load(gamma + lanes) * r)[None, :]
+        m, r = mean[None, :], r[None, :]
         shift = tl.load(beta + lanes)[None, :]
-    begin = part * per_program
-    for row in range(begin, begin + per_program, ROWS):
-        index = row + tl.arange(0, ROWS)
-        mask = (index < rows)[:, None] & (index < begin + per_program)[:, None]
+    for tile in tl.static_range(TILES):
+        index = (tl.program_id(0) * TILES + tile) * ROWS + tl.arange(0, ROWS)
+        mask = (index < rows)[:, None]
         place = index[:, None] * channels + lanes[None, :]
         value = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
         if BACKWARD:
@@ -57,42 +59,34 @@ def _sums_kernel(
         else:
             first += value
             second += value * value
-    tl.store(partial + part * channels + lanes, tl.sum(first, axis=0))
-    tl.store(partial + (num_parts + part) * channels + lanes, tl.sum(second, axis=0))
-    tl.debug_barrier()  # all partial sums of this program are written before it says so
-    if tl.atomic_add(counter + column, 1, sem="acq_rel", scope="gpu") == num_parts - 1:
-        tl.store(counter + column, 0)  # ready for the next call
-        index = tl.arange(0, PARTS)  # read past the first-level cache, which does not see what other programs wrote
-        mask = (index < num_parts)[:, None]
-        place = index[:, None] * channels + lanes[None, :]
-        a = tl.sum(tl.load(partial + place, mask=mask, other=0.0, cache_modifier=".cg"), axis=0)
-        b = tl.sum(tl.load(partial + num_parts * channels + place, mask=mask, other=0.0, cache_modifier=".cg"), axis=0)
-        if BACKWARD:
-            tl.store(out + lanes, a)
-            tl.store(out + channels + lanes, b)
-        else:
-            m = a / rows
-            v = tl.maximum(b / rows - m * m, 0.0)
-            tl.store(out + lanes, m)
-            tl.store(out + channels + lanes, 1.0 / tl.sqrt(v + eps))
-            unbiased = v * rows / tl.maximum(rows - 1, 1)
-            tl.store(running_mean + lanes, (1 - momentum) * tl.load(running_mean + lanes) + momentum * m)
-            tl.store(running_var + lanes, (1 - momentum) * tl.load(running_var + lanes) + momentum * unbiased)
+    out = backward if BACKWARD else forward
+    fixed = BACKWARD_SCALE if BACKWARD else FORWARD_SCALE
+    tl.atomic_add(out + lanes, (tl.sum(first, axis=0) * fixed).to(tl.int64), sem="relaxed")
+    tl.atomic_add(out + channels + lanes, (tl.sum(second, axis=0) * fixed).to(tl.int64), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["relu", "add"])
 def _forward_kernel(
-    x, mean, spread, gamma, beta, shortcut, y, total, channels, eps, relu, add,
-    TRAIN: tl.constexpr, BLOCK: tl.constexpr,
+    x, gamma, beta, shortcut, y, sums, running_mean, running_var, valid, area, total, channels, momentum, eps, relu, add,
+    SCALE: tl.constexpr, TRAIN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = place < total
     lane = place % channels
-    r = tl.load(spread + lane)
-    if not TRAIN:  # then it is the running variance
-        r = 1.0 / tl.sqrt(r + eps)
+    if TRAIN:
+        rows = tl.load(valid) * area
+        m = tl.load(sums + lane).to(tl.float32) / (SCALE * rows)
+        v = tl.maximum(tl.load(sums + channels + lane).to(tl.float32) / (SCALE * rows) - m * m, 0.0)
+        once = place < channels  # one element of each channel writes for all
+        unbiased = v * rows / tl.maximum(rows - 1, 1)
+        before = tl.load(running_mean + lane, mask=once, other=0.0)
+        tl.store(running_mean + lane, (1 - momentum) * before + momentum * m, mask=once)
+        before = tl.load(running_var + lane, mask=once, other=0.0)
+        tl.store(running_var + lane, (1 - momentum) * before + momentum * unbiased, mask=once)
+    else:
+        m, v = tl.load(running_mean + lane), tl.load(running_var + lane)
     value = tl.load(x + place, mask=mask).to(tl.float32)
-    value = (value - tl.load(mean + lane)) * (tl.load(gamma + lane) * r) + tl.load(beta + lane)
+    value = (value - m) * (tl.load(gamma + lane) * (1.0 / tl.sqrt(v + eps))) + tl.load(beta + lane)
     value += tl.load(shortcut + place, mask=place < total * add, other=0.0).to(tl.float32)
     value = tl.where((value > 0) | (relu == 0), value, 0.0)
     tl.store(y + place, value.to(y.dtype.element_ty), mask=mask)
@@ -100,49 +94,54 @@ def _forward_kernel(
 
 @triton.jit(do_not_specialize=["relu", "add", "from_y"])
 def _backward_kernel(
-    dy, y, x, mean, spread, gamma, beta, sums, dx, dshortcut, valid, area, total, channels, eps, relu, add, from_y,
-    TRAIN: tl.constexpr, BLOCK: tl.constexpr,
+    dy, y, x, gamma, beta, forward, backward, running_var, dx, dshortcut, dgamma, dbeta, valid, area, total, channels,
+    eps, relu, add, from_y,
+    FORWARD_SCALE: tl.constexpr, BACKWARD_SCALE: tl.constexpr, TRAIN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = place < total
     lane = place % channels
-    r = tl.load(spread + lane)
     g = tl.load(dy + place, mask=mask).to(tl.float32)
     above = tl.load(y + place, mask=place < total * from_y, other=0.0).to(tl.float32)
     if TRAIN:
-        centred = tl.load(x + place, mask=mask).to(tl.float32) - tl.load(mean + lane)
+        rows = tl.load(valid) * area
+        m = tl.load(forward + lane).to(tl.float32) / (FORWARD_SCALE * rows)
+        v = tl.maximum(tl.load(forward + channels + lane).to(tl.float32) / (FORWARD_SCALE * rows) - m * m, 0.0)
+        r = 1.0 / tl.sqrt(v + eps)
         scale = tl.load(gamma + lane) * r
+        centred = tl.load(x + place, mask=mask).to(tl.float32) - m
         above = tl.where(from_y != 0, above, centred * scale + tl.load(beta + lane))
     else:
-        scale = tl.load(gamma + lane) / tl.sqrt(r + eps)
+        scale = tl.load(gamma + lane) / tl.sqrt(tl.load(running_var + lane) + eps)
     g = tl.where((above > 0) | (relu == 0), g, 0.0)
     tl.store(dshortcut + place, g.to(dshortcut.dtype.element_ty), mask=place < total * add)
     if TRAIN:
-        rows = tl.load(valid) * area
-        g -= (tl.load(sums + lane) + centred * r * tl.load(sums + channels + lane)) / rows
+        sum_g = tl.load(backward + lane).to(tl.float32) / BACKWARD_SCALE
+        sum_gx = tl.load(backward + channels + lane).to(tl.float32) / BACKWARD_SCALE
+        tl.store(dbeta + lane, sum_g, mask=place < channels)
+        tl.store(dgamma + lane, sum_gx, mask=place < channels)
+        g -= (sum_g + centred * r * sum_gx) / rows
         g = tl.where(place < rows * channels, g, 0.0)  # images that do not count teach nothing
     tl.store(dx + place, (g * scale).to(dx.dtype.element_ty), mask=mask)
 
 
-def _sums(x: Tensor, backward: tuple[Tensor, ...] | None, relu: bool, from_y: bool, place: dict[str, Any]) -> Tensor:
+def _collect_sums(
+    x: Tensor, dy: Tensor, y: Tensor, gamma: Tensor, beta: Tensor, place: dict[str, Any], relu: bool, from_y: bool,
+    backward: bool,
+) -> None:  # fmt: skip
     rows, channels = x.numel() // x.shape[1], x.shape[1]
     width = min(WIDTH, channels)
-    parts = min(PARTS, triton.cdiv(rows, ROWS))
-    per_program = triton.cdiv(triton.cdiv(rows, parts), ROWS) * ROWS
-    parts = triton.cdiv(rows, per_program)
-    partial = torch.empty(2, parts, channels, device=x.device)
-    out = torch.empty(2, channels, device=x.device)
-    dy, y, mean, rstd, gamma, beta = backward or (x, x, x, x, x, x)
-    _sums_kernel[(parts, channels // width)](
-        x, dy, y, mean, rstd, gamma, beta, partial, place["counter"], out, place["running_mean"], place["running_var"],
-        place["valid"], rows // len(x), channels, per_program, place["momentum"], place["eps"], int(relu), int(from_y),
-        BACKWARD=backward is not None, ROWS=ROWS, WIDTH=width, PARTS=PARTS,
+    _sums_kernel[(triton.cdiv(rows, ROWS * TILES), channels // width)](
+        x, dy, y, gamma, beta, place["sums"][0], place["sums"][1], place["valid"], rows // len(x), channels,
+        place["eps"], int(relu), int(from_y),
+        FORWARD_SCALE=FORWARD_SCALE, BACKWARD_SCALE=BACKWARD_SCALE, BACKWARD=backward,
+        ROWS=ROWS, TILES=TILES, WIDTH=width,
     )  # fmt: skip
-    return out
 
 
 class NormAct(torch.autograd.Function):
-    """``place`` holds what outlives the call: running statistics, the number of valid images, the kernel's counters."""
+    """``place`` holds what outlives the call: running statistics, the number of valid images, and the channels' sums
+    [2, 2, channels] (forward, backward), which must be zero when a training step begins."""
 
     @staticmethod
     def forward(
@@ -152,35 +151,38 @@ class NormAct(torch.autograd.Function):
         x = x.contiguous(memory_format=torch.channels_last)
         if shortcut is not None:
             shortcut = shortcut.contiguous(memory_format=torch.channels_last)
-        found = _sums(x, None, False, False, place) if train else None
-        mean, spread = found if found is not None else (place["running_mean"], place["running_var"])
-        y = torch.empty_like(x)
-        add = shortcut is not None
+        if train:
+            _collect_sums(x, x, x, gamma, beta, place, False, False, backward=False)
+        y, add = torch.empty_like(x), shortcut is not None
         _forward_kernel[(triton.cdiv(x.numel(), BLOCK),)](
-            x, mean, spread, gamma, beta, x if shortcut is None else shortcut, y, x.numel(), x.shape[1], place["eps"],
-            int(relu), int(add), TRAIN=train, BLOCK=BLOCK, num_warps=8,
+            x, gamma, beta, x if shortcut is None else shortcut, y, place["sums"][0], place["running_mean"],
+            place["running_var"], place["valid"], x[0, 0].numel(), x.numel(), x.shape[1], place["momentum"],
+            place["eps"], int(relu), int(add), SCALE=FORWARD_SCALE, TRAIN=train, BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
         from_y = relu and (add or not train)  # else what the relu saw can be computed again from x
-        ctx.save_for_backward(x if train else None, gamma, beta, mean, spread, y if from_y else None)
+        ctx.save_for_backward(x if train else None, gamma, beta, y if from_y else None)
         ctx.settings = (relu, train, add, from_y, place)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, gamma, beta, mean, spread, y = ctx.saved_tensors
+        x, gamma, beta, y = ctx.saved_tensors
         relu, train, add, from_y, place = ctx.settings
         dy = dy.contiguous(memory_format=torch.channels_last)
         x, y = dy if x is None else x, dy if y is None else y
-        sums = _sums(x, (dy, y, mean, spread, gamma, beta), relu, from_y, place) if train else mean
-        dx = torch.empty_like(dy)
+        if train:
+            _collect_sums(x, dy, y, gamma, beta, place, relu, from_y, backward=True)
+        dx, dgamma, dbeta = torch.empty_like(dy), torch.empty_like(gamma), torch.empty_like(beta)
         masked = add and relu  # else the shortcut's gradient is dy itself
         dshortcut = torch.empty_like(dy) if masked else dy
         _backward_kernel[(triton.cdiv(dy.numel(), BLOCK),)](
-            dy, y, x, mean, spread, gamma, beta, sums, dx, dshortcut, place["valid"], dy[0, 0].numel(), dy.numel(),
-            dy.shape[1], place["eps"], int(relu), int(masked), int(from_y), TRAIN=train, BLOCK=BLOCK, num_warps=8,
+            dy, y, x, gamma, beta, place["sums"][0], place["sums"][1], place["running_var"], dx, dshortcut, dgamma,
+            dbeta, place["valid"], dy[0, 0].numel(), dy.numel(), dy.shape[1], place["eps"],
+            int(relu), int(masked), int(from_y),
+            FORWARD_SCALE=FORWARD_SCALE, BACKWARD_SCALE=BACKWARD_SCALE, TRAIN=train, BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
-        dgamma, dbeta = (sums[1], sums[0]) if train else (None, None)
-        return dx, dgamma, dbeta, dshortcut if add else None, None, None, None
+        gradients = (dgamma, dbeta) if train else (None, None)
+        return dx, *gradients, dshortcut if add else None, None, None, None
 
 
 @triton.jit
