@@ -23,7 +23,13 @@ TILES = 2  # of a program
 WIDTH = 32  # channels of a tile, where there are as many
 FORWARD_SCALE = 2.0**20  # fixed point: sums of x and x^2 up to 8e12, to 1e-6
 BACKWARD_SCALE = 2.0**40  # sums of gradients up to 8e6, to 1e-12
-BLOCK = 4096  # elements of a program that treats every element alone
+
+
+@triton.jit
+def _moments(sums, lanes, channels, rows, SCALE: tl.constexpr):
+    """Mean and variance of these channels."""
+    m = tl.load(sums + lanes).to(tl.float32) / (SCALE * rows)
+    return m, tl.maximum(tl.load(sums + channels + lanes).to(tl.float32) / (SCALE * rows) - m * m, 0.0)
 
 
 @triton.jit(do_not_specialize=["relu", "from_y"])
@@ -38,9 +44,8 @@ def _sums_kernel(
     first = tl.zeros([ROWS, WIDTH], tl.float32)
     second = tl.zeros([ROWS, WIDTH], tl.float32)
     if BACKWARD:
-        mean = tl.load(forward + lanes).to(tl.float32) / (FORWARD_SCALE * rows)
-        square = tl.load(forward + channels + lanes).to(tl.float32) / (FORWARD_SCALE * rows)
-        r = 1.0 / tl.sqrt(tl.maximum(square - mean * mean, 0.0) + eps)
+        mean, variance = _moments(forward, lanes, channels, rows, FORWARD_SCALE)
+        r = 1.0 / tl.sqrt(variance + eps)
         scale = (tl.load(gamma + lanes) * r)[None, :]
         m, r = mean[None, :], r[None, :]
         shift = tl.load(beta + lanes)[None, :]
@@ -68,25 +73,24 @@ def _sums_kernel(
 @triton.jit(do_not_specialize=["relu", "add"])
 def _forward_kernel(
     x, gamma, beta, shortcut, y, sums, running_mean, running_var, valid, area, total, channels, momentum, eps, relu, add,
-    SCALE: tl.constexpr, TRAIN: tl.constexpr, BLOCK: tl.constexpr,
+    SCALE: tl.constexpr, TRAIN: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = place < total
-    lane = place % channels
+    lanes = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     if TRAIN:
         rows = tl.load(valid) * area
-        m = tl.load(sums + lane).to(tl.float32) / (SCALE * rows)
-        v = tl.maximum(tl.load(sums + channels + lane).to(tl.float32) / (SCALE * rows) - m * m, 0.0)
-        once = place < channels  # one element of each channel writes for all
-        unbiased = v * rows / tl.maximum(rows - 1, 1)
-        before = tl.load(running_mean + lane, mask=once, other=0.0)
-        tl.store(running_mean + lane, (1 - momentum) * before + momentum * m, mask=once)
-        before = tl.load(running_var + lane, mask=once, other=0.0)
-        tl.store(running_var + lane, (1 - momentum) * before + momentum * unbiased, mask=once)
+        m, v = _moments(sums, lanes, channels, rows, SCALE)
+        if tl.program_id(0) == 0:  # one program of each column writes for all
+            unbiased = v * rows / tl.maximum(rows - 1, 1)
+            tl.store(running_mean + lanes, (1 - momentum) * tl.load(running_mean + lanes) + momentum * m)
+            tl.store(running_var + lanes, (1 - momentum) * tl.load(running_var + lanes) + momentum * unbiased)
     else:
-        m, v = tl.load(running_mean + lane), tl.load(running_var + lane)
+        m, v = tl.load(running_mean + lanes), tl.load(running_var + lanes)
+    scale = tl.load(gamma + lanes) * (1.0 / tl.sqrt(v + eps))
+    index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    place = index[:, None] * channels + lanes[None, :]
+    mask = place < total
     value = tl.load(x + place, mask=mask).to(tl.float32)
-    value = (value - m) * (tl.load(gamma + lane) * (1.0 / tl.sqrt(v + eps))) + tl.load(beta + lane)
+    value = (value - m[None, :]) * scale[None, :] + tl.load(beta + lanes)[None, :]
     value += tl.load(shortcut + place, mask=place < total * add, other=0.0).to(tl.float32)
     value = tl.where((value > 0) | (relu == 0), value, 0.0)
     tl.store(y + place, value.to(y.dtype.element_ty), mask=mask)
@@ -96,33 +100,43 @@ def _forward_kernel(
 def _backward_kernel(
     dy, y, x, gamma, beta, forward, backward, running_var, dx, dshortcut, dgamma, dbeta, valid, area, total, channels,
     eps, relu, add, from_y,
-    FORWARD_SCALE: tl.constexpr, BACKWARD_SCALE: tl.constexpr, TRAIN: tl.constexpr, BLOCK: tl.constexpr,
+    FORWARD_SCALE: tl.constexpr, BACKWARD_SCALE: tl.constexpr, TRAIN: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    lanes = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    place = index[:, None] * channels + lanes[None, :]
     mask = place < total
-    lane = place % channels
     g = tl.load(dy + place, mask=mask).to(tl.float32)
     above = tl.load(y + place, mask=place < total * from_y, other=0.0).to(tl.float32)
     if TRAIN:
         rows = tl.load(valid) * area
-        m = tl.load(forward + lane).to(tl.float32) / (FORWARD_SCALE * rows)
-        v = tl.maximum(tl.load(forward + channels + lane).to(tl.float32) / (FORWARD_SCALE * rows) - m * m, 0.0)
+        m, v = _moments(forward, lanes, channels, rows, FORWARD_SCALE)
         r = 1.0 / tl.sqrt(v + eps)
-        scale = tl.load(gamma + lane) * r
-        centred = tl.load(x + place, mask=mask).to(tl.float32) - m
-        above = tl.where(from_y != 0, above, centred * scale + tl.load(beta + lane))
+        scale = tl.load(gamma + lanes) * r
+        centred = tl.load(x + place, mask=mask).to(tl.float32) - m[None, :]
+        above = tl.where(from_y != 0, above, centred * scale[None, :] + tl.load(beta + lanes)[None, :])
     else:
-        scale = tl.load(gamma + lane) / tl.sqrt(tl.load(running_var + lane) + eps)
+        scale = tl.load(gamma + lanes) / tl.sqrt(tl.load(running_var + lanes) + eps)
     g = tl.where((above > 0) | (relu == 0), g, 0.0)
     tl.store(dshortcut + place, g.to(dshortcut.dtype.element_ty), mask=place < total * add)
     if TRAIN:
-        sum_g = tl.load(backward + lane).to(tl.float32) / BACKWARD_SCALE
-        sum_gx = tl.load(backward + channels + lane).to(tl.float32) / BACKWARD_SCALE
-        tl.store(dbeta + lane, sum_g, mask=place < channels)
-        tl.store(dgamma + lane, sum_gx, mask=place < channels)
-        g -= (sum_g + centred * r * sum_gx) / rows
-        g = tl.where(place < rows * channels, g, 0.0)  # images that do not count teach nothing
-    tl.store(dx + place, (g * scale).to(dx.dtype.element_ty), mask=mask)
+        sum_g = tl.load(backward + lanes).to(tl.float32) / BACKWARD_SCALE
+        sum_gx = tl.load(backward + channels + lanes).to(tl.float32) / BACKWARD_SCALE
+        if tl.program_id(0) == 0:
+            tl.store(dbeta + lanes, sum_g)
+            tl.store(dgamma + lanes, sum_gx)
+        g -= (sum_g / rows)[None, :] + centred * (r * sum_gx / rows)[None, :]
+        g = tl.where((index < rows)[:, None], g, 0.0)  # images that do not count teach nothing
+    tl.store(dx + place, (g * scale[None, :]).to(dx.dtype.element_ty), mask=mask)
+
+
+def _tiles(x: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
+    """The grid over the matrix [rows, channels], and the size of a tile."""
+    channels = x.shape[1]
+    width = min(2 * WIDTH, channels)
+    tile = {"ROWS": 4096 // width, "WIDTH": width, "num_warps": 8}
+    return (triton.cdiv(x.numel() // channels, tile["ROWS"]), channels // width), tile
 
 
 def _collect_sums(
@@ -154,10 +168,11 @@ class NormAct(torch.autograd.Function):
         if train:
             _collect_sums(x, x, x, gamma, beta, place, False, False, backward=False)
         y, add = torch.empty_like(x), shortcut is not None
-        _forward_kernel[(triton.cdiv(x.numel(), BLOCK),)](
+        grid, tile = _tiles(x)
+        _forward_kernel[grid](
             x, gamma, beta, x if shortcut is None else shortcut, y, place["sums"][0], place["running_mean"],
             place["running_var"], place["valid"], x[0, 0].numel(), x.numel(), x.shape[1], place["momentum"],
-            place["eps"], int(relu), int(add), SCALE=FORWARD_SCALE, TRAIN=train, BLOCK=BLOCK, num_warps=8,
+            place["eps"], int(relu), int(add), SCALE=FORWARD_SCALE, TRAIN=train, **tile,
         )  # fmt: skip
         from_y = relu and (add or not train)  # else what the relu saw can be computed again from x
         ctx.save_for_backward(x if train else None, gamma, beta, y if from_y else None)
@@ -175,11 +190,12 @@ class NormAct(torch.autograd.Function):
         dx, dgamma, dbeta = torch.empty_like(dy), torch.empty_like(gamma), torch.empty_like(beta)
         masked = add and relu  # else the shortcut's gradient is dy itself
         dshortcut = torch.empty_like(dy) if masked else dy
-        _backward_kernel[(triton.cdiv(dy.numel(), BLOCK),)](
+        grid, tile = _tiles(dy)
+        _backward_kernel[grid](
             dy, y, x, gamma, beta, place["sums"][0], place["sums"][1], place["running_var"], dx, dshortcut, dgamma,
             dbeta, place["valid"], dy[0, 0].numel(), dy.numel(), dy.shape[1], place["eps"],
             int(relu), int(masked), int(from_y),
-            FORWARD_SCALE=FORWARD_SCALE, BACKWARD_SCALE=BACKWARD_SCALE, TRAIN=train, BLOCK=BLOCK, num_warps=8,
+            FORWARD_SCALE=FORWARD_SCALE, BACKWARD_SCALE=BACKWARD_SCALE, TRAIN=train, **tile,
         )  # fmt: skip
         gradients = (dgamma, dbeta) if train else (None, None)
         return dx, *gradients, dshortcut if add else None, None, None, None
