@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from rescene.steps.recording import TURN
+
 T = TypeVar("T")
 
 
@@ -37,14 +39,17 @@ class Streams:
         caller = torch.cuda.current_stream(self._device)
         futures = [self._pool.submit(contextvars.copy_context().run, self._run, caller, work, item) for item in items]
         for future in futures:
-            yield future.result()
+            with TURN.given_up():
+                outcome = future.result()
+            yield outcome
 
     def _run(self, caller: torch.cuda.Stream, work: Callable[[Any], T], item: Any) -> T | Exception:
         if not hasattr(self._local, "stream"):
             self._local.stream = torch.cuda.Stream(self._device)
         stream: torch.cuda.Stream = self._local.stream
         stream.wait_stream(caller)
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), TURN.taken():
             outcome = attempt(work, item)
-            stream.synchronize()
+            with TURN.given_up():
+                stream.synchronize()
         return outcome

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +22,7 @@ from torch import Tensor, nn
 from rescene.data import Transform
 from rescene.functional.balance import EXCLUDED
 from rescene.steps.fused import FlatWeights, SideStream, fuse, look, loss_and_gradient
-from rescene.steps.recording import recorded
+from rescene.steps.recording import TURN, recorded
 
 KEEP = 4  # recordings of recent shapes; older ones are dropped with their memory
 SMALLEST_POOL = 8192
@@ -38,7 +40,7 @@ class Epochs(Protocol):
         """(order [n] into the images, crops [3, n] or None) of the next epoch, on their device."""
 
 
-def fit_captured(net: nn.Module, epochs: Epochs, settings: Any, rates: list[float], adjustment: Tensor) -> float:
+def fit_captured(net: Any, epochs: Epochs, settings: Any, rates: list[float], adjustment: Tensor) -> float:
     """Train ``net`` in place for one epoch at each of ``rates``; returns the mean loss of the last one.
 
     ``settings`` is a ``Training``; ``adjustment`` [classes] is added to the logits (EXCLUDED leaves a class out).
@@ -71,10 +73,10 @@ def power_of_two(number: int, smallest: int) -> int:
     return max(smallest, 1 << (number - 1).bit_length())
 
 
-def _trainer_for(net: nn.Module, epochs: Epochs, settings: Any) -> Trainer:
+def _trainer_for(net: Any, epochs: Epochs, settings: Any) -> Trainer:
     capacity = power_of_two(len(epochs.labels), SMALLEST_POOL)
-    rows = rows_of(len(net.head.bias))  # type: ignore[union-attr,arg-type]
-    body = tuple((name, tuple(value.shape)) for name, value in net.body.state_dict().items())  # type: ignore[union-attr]
+    rows = rows_of(len(net.head.bias))
+    body = tuple((name, tuple(value.shape)) for name, value in net.body.state_dict().items())
     fixed = (settings.batch_size, settings.momentum, settings.weight_decay, settings.precision, settings.augment)
     images = (str(epochs.images.device), epochs.images.dtype, tuple(epochs.images.shape[1:]), epochs.transform)
     key = (body, rows, capacity, images, fixed)
@@ -90,32 +92,32 @@ def _trainer_for(net: nn.Module, epochs: Epochs, settings: Any) -> Trainer:
 class Trainer:
     """A network of its own, fixed places for everything a step reads, and the recorded step."""
 
-    def __init__(self, net: nn.Module, epochs: Epochs, settings: Any, capacity: int, rows: int) -> None:
+    def __init__(self, net: Any, epochs: Epochs, settings: Any, capacity: int, rows: int) -> None:
         device, size = epochs.images.device, settings.batch_size
         self.settings, self.transform, self.size = settings, epochs.transform, size
         self.half = settings.precision == "bfloat16" or (settings.precision == "auto" and device.type == "cuda")
-        integer = {"dtype": torch.long, "device": device}
+        integers = partial(torch.zeros, dtype=torch.long, device=device)
         self.valid = torch.full((), size, dtype=torch.int32, device=device)
         self.side = SideStream(device) if device.type == "cuda" else None
         self.net = fuse(net, self.valid, self.side)
-        self.net.head = nn.utils.skip_init(nn.Linear, net.head.in_features, rows, device=device)  # type: ignore[union-attr,arg-type]
+        self.net.head = nn.utils.skip_init(nn.Linear, net.head.in_features, rows, device=device)
         self.net.train()
         self.weights = FlatWeights(self.net, self.half)
         self.pictures = torch.zeros(capacity, *epochs.images.shape[1:], dtype=epochs.images.dtype, device=device)
-        self.labels = torch.zeros(capacity, **integer)  # type: ignore[call-overload]
-        self.order = torch.zeros(capacity + size, **integer)  # type: ignore[call-overload]
-        self.crops = torch.zeros(3, capacity + size, **integer) if settings.augment else None  # type: ignore[call-overload]
-        self.start, self.end = (torch.zeros((), **integer) for _ in range(2))  # type: ignore[call-overload]
+        self.labels = integers(capacity)
+        self.order = integers(capacity + size)
+        self.crops = integers(3, capacity + size) if settings.augment else None
+        self.start, self.end = (integers(()) for _ in range(2))
         self.adjustment = torch.zeros(rows, device=device)
         self.lr, self.total = (torch.zeros((), device=device) for _ in range(2))
         kind = torch.bfloat16 if self.half else torch.float32
         x = torch.zeros(size, *epochs.images.shape[1:], dtype=kind, device=device)
-        self.x, self.y = x.contiguous(memory_format=torch.channels_last), torch.zeros(size, **integer)  # type: ignore[call-overload]
+        self.x, self.y = x.contiguous(memory_format=torch.channels_last), integers(size)
         self.num_steps = 0
         self.replay = recorded(self._step) if device.type == "cuda" else self._step
 
     @torch.no_grad()
-    def load(self, net: nn.Module, epochs: Epochs, adjustment: Tensor) -> None:
+    def load(self, net: Any, epochs: Epochs, adjustment: Tensor) -> None:
         """Bring weights, pictures and adjustment to their places; momentum starts at zero on every call."""
         for own, given in zip(self.net.parameters(), net.parameters(), strict=True):
             master = self.weights.master(own)
@@ -143,12 +145,13 @@ class Trainer:
             self.lr.fill_(rate)
             self.start.zero_()
             self.total.zero_()
-            for _ in range(self.num_steps):
-                self.replay()
+            with TURN.given_up() if self.replay != self._step else nullcontext():
+                for _ in range(self.num_steps):
+                    self.replay()
         return float(self.total) / self.num_steps
 
     @torch.no_grad()
-    def store(self, net: nn.Module, num_steps: int) -> None:
+    def store(self, net: Any, num_steps: int) -> None:
         """Hand the weights back."""
         for own, given in zip(self.net.parameters(), net.parameters(), strict=True):
             given.copy_(self.weights.master(own)[: len(given)])
@@ -161,11 +164,11 @@ class Trainer:
 
     def _step(self) -> None:
         span = (self.start, self.end)
-        self.net.sums.zero_()  # type: ignore[operator]
+        self.net.sums.zero_()
         look(self.pictures, self.labels, self.order, span, self.crops, self.x, self.y, self.valid, self.transform)
         with torch.autocast(self.x.device.type, torch.bfloat16, enabled=self.half, cache_enabled=False):
-            features = self.net.features(self.x)  # type: ignore[operator]
-        logits = F.linear(features.float(), self.net.head.weight, self.net.head.bias)  # type: ignore[union-attr,arg-type]
+            features = self.net.features(self.x)
+        logits = F.linear(features.float(), self.net.head.weight, self.net.head.bias)
         losses, outer = loss_and_gradient(logits.detach(), self.adjustment, self.y, self.valid)
         gradients = list(torch.autograd.grad(logits, self.weights.parameters, outer))
         if self.side is not None:

@@ -11,6 +11,9 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +24,7 @@ from rescene.functional import clip_groups, group_means, matching_loss
 from rescene.rng import seeded_generator
 from rescene.steps.captured import rows_of
 from rescene.steps.fused import FlatWeights, Folded, fuse, look
-from rescene.steps.recording import recorded
+from rescene.steps.recording import TURN, recorded
 
 KEEP = 3
 CHUNKS = (
@@ -41,7 +44,7 @@ KEPT = _Kept()
 
 
 def descend_captured(
-    net: nn.Module,
+    net: Any,
     shard: Shard,
     pixels: Tensor,
     owner: Tensor,
@@ -61,9 +64,9 @@ def descend_captured(
     return condenser.run(net, pixels, owner, real, real_owner, num_groups, noise_seed)
 
 
-def _condenser_for(net: nn.Module, shard: Shard, groups: int, settings: Any) -> Condenser:
-    capacity = (groups * settings.ipc, groups, rows_of(len(net.head.bias)))  # type: ignore[union-attr,arg-type]
-    shapes = tuple((name, tuple(value.shape)) for name, value in net.body.state_dict().items())  # type: ignore[union-attr]
+def _condenser_for(net: Any, shard: Shard, groups: int, settings: Any) -> Condenser:
+    capacity = (groups * settings.ipc, groups, rows_of(len(net.head.bias)))
+    shapes = tuple((name, tuple(value.shape)) for name, value in net.body.state_dict().items())
     fixed = (settings.image_lr, settings.image_momentum, settings.radius, settings.clip, settings.reduction)
     images = shard.images.pixels
     key = (shapes, capacity, fixed, settings.match_logits, settings.precision, images.data_ptr(), shard.transform)
@@ -83,16 +86,16 @@ class Condenser:
     the head are zero and stay so, and their logits match without doing anything.
     """
 
-    def __init__(self, net: nn.Module, shard: Shard, rows: int, groups: int, classes: int, settings: Any) -> None:
+    def __init__(self, net: Any, shard: Shard, rows: int, groups: int, classes: int, settings: Any) -> None:
         images, device = shard.images.pixels, shard.device
         self.settings, self.transform, self.images, self.labels = settings, shard.transform, images, shard.images.labels
         self.half = device.type == "cuda" and settings.precision != "float32"
         self.valid = torch.ones((), dtype=torch.int32, device=device)
         self.net = fuse(net, self.valid)
-        self.net.head = nn.utils.skip_init(nn.Linear, net.head.in_features, classes, device=device)  # type: ignore[union-attr,arg-type]
+        self.net.head = nn.utils.skip_init(nn.Linear, net.head.in_features, classes, device=device)
         self.net.eval()
         self.weights = FlatWeights(self.net, self.half)
-        body: nn.Module = self.net.body  # type: ignore[assignment]
+        body = self.net.body
         self.folded = Folded(body, self.weights) if Folded.is_possible(body) else None
         self.net.requires_grad_(False)
         self.anchor, self.eps, self.live = (torch.zeros_like(self.weights.theta) for _ in range(3))
@@ -100,17 +103,18 @@ class Condenser:
         self.pixels, self.velocity = (torch.zeros(rows, *images.shape[1:], device=device) for _ in range(2))
         self.owner = torch.full((rows,), groups, device=device)
         self.lanes = torch.arange(groups + 1, device=device).unsqueeze(1)
-        self.sums = torch.zeros(groups + 1, net.feature_size + classes, device=device)  # type: ignore[operator,call-overload]
+        self.sums = torch.zeros(groups + 1, net.feature_size + classes, device=device)
         self.counts, self.losses = torch.ones(groups + 1, 1, device=device), torch.zeros(groups + 1, device=device)
         self.start = torch.zeros((), dtype=torch.long, device=device)
         self.order, self.order_owner = (torch.zeros(0, dtype=torch.long, device=device) for _ in range(2))
         area = images.shape[2] * images.shape[3]
         self.chunks = [max(1, chunk * 1024 // area) for chunk in CHUNKS]
-        self._replays: dict[Any, Any] = {}
+        self._replays: dict[str | int, Callable[[], None]] = {}
+        self._all_recorded = True
 
     def run(
         self,
-        net: nn.Module,
+        net: Any,
         pixels: Tensor,
         owner: Tensor,
         real: Tensor,
@@ -120,29 +124,32 @@ class Condenser:
     ) -> tuple[Tensor, Tensor]:
         self._load(net, pixels, owner)
         plan = self._plan(real, real_owner)
+        move, descend = self._recorded("move", self._move), self._recorded("descend", self._descend)
+        chunks = {chunk: self._recorded(chunk, partial(self._real, chunk)) for chunk in set(plan)}
         noise = seeded_generator(noise_seed, self.eps.device)
-        for _ in range(len(real)):
-            self.eps.normal_(generator=noise)
-            self._replay("move", self._move)
-            for chunk in plan:
-                self._replay(chunk, lambda chunk=chunk: self._real(chunk))
-            self._replay("descend", self._descend)
+        with TURN.given_up() if self._all_recorded else nullcontext():
+            for _ in range(len(real)):
+                self.eps.normal_(generator=noise)
+                move()
+                for chunk in plan:
+                    chunks[chunk]()
+                descend()
         return self.pixels[: len(owner)].clone(), self.losses[:groups].clone()
 
-    def _load(self, net: nn.Module, pixels: Tensor, owner: Tensor) -> None:
+    def _load(self, net: Any, pixels: Tensor, owner: Tensor) -> None:
         with torch.no_grad():
             self.live.fill_(1.0)
             for own, given in zip(self.net.parameters(), net.parameters(), strict=True):
                 for flat, value in ((self.weights.theta, given), (self.live, 1.0)):
-                    place = self.weights.part(flat, own)
-                    place[: len(given)] = value
-                    place[len(given) :] = 0.0  # the head's spare rows
+                    piece = self.weights.part(flat, own)
+                    piece[: len(given)] = value
+                    piece[len(given) :] = 0.0  # the head's spare rows
             if self.settings.reduction == "mean":
-                self.per_logit.fill_(1.0 / len(net.head.bias))  # type: ignore[union-attr,arg-type]
+                self.per_logit.fill_(1.0 / len(net.head.bias))
             self.anchor.copy_(self.weights.theta)
-            for name, value in self.net.named_buffers():
+            for name, statistic in self.net.named_buffers():
                 if name.endswith(("running_mean", "running_var")):
-                    value.copy_(net.get_buffer(name))
+                    statistic.copy_(net.get_buffer(name))
         self.velocity.zero_()
         self.pixels[: len(owner)], self.pixels[len(owner) :] = pixels, 0.0
         self.owner.fill_(len(self.lanes) - 1)
@@ -166,17 +173,17 @@ class Condenser:
         self.counts[: len(counted)] = counted.float()
         return plan
 
-    def _replay(self, name: Any, work: Any) -> None:
+    def _recorded(self, name: str | int, work: Callable[[], None]) -> Callable[[], None]:
         if name not in self._replays:
+            self._replays[name] = work
             if self.eps.is_cuda:
                 state = [self.start, self.sums, self.pixels, self.velocity]
                 before = [tensor.clone() for tensor in state]
                 self._replays[name] = recorded(work)
                 for tensor, value in zip(state, before, strict=True):  # recording ran the work a few times
                     tensor.copy_(value)
-            else:
-                self._replays[name] = work
-        self._replays[name]()
+            self._all_recorded = self._all_recorded and self._replays[name] is not work
+        return self._replays[name]
 
     @torch.no_grad()
     def _move(self) -> None:
@@ -194,7 +201,7 @@ class Condenser:
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.half, cache_enabled=False):
             features = body(x).float()
         with torch.autocast(x.device.type, enabled=False):
-            return torch.cat([features, self.net.head(features)], dim=1)  # type: ignore[operator]
+            return torch.cat([features, self.net.head(features)], dim=1)
 
     @torch.no_grad()
     def _real(self, chunk: int) -> None:
@@ -214,9 +221,9 @@ class Condenser:
             embedding = self._embedding(x.contiguous(memory_format=torch.channels_last), self.net.body)
             means, real = group_means(embedding, self.owner, groups), self.sums / self.counts
             d = self.net.feature_size
-            loss = matching_loss(means[:, :d], real[:, :d], settings.reduction)  # type: ignore[misc]
+            loss = matching_loss(means[:, :d], real[:, :d], settings.reduction)
             if settings.match_logits:
-                loss = loss + self.per_logit * matching_loss(means[:, d:], real[:, d:])  # type: ignore[misc]
+                loss = loss + self.per_logit * matching_loss(means[:, d:], real[:, d:])
             (gradient,) = torch.autograd.grad(loss[:-1].sum(), x)
         if settings.clip is not None:
             gradient = clip_groups(gradient, self.owner, groups, settings.clip)

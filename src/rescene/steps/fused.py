@@ -91,7 +91,7 @@ class FusedConv(nn.Conv2d):
     def forward(self, x: Tensor) -> Tensor:
         x, weight = x.to(self.weight.dtype), self.weight
         if x.is_cuda and x.shape[1] < LANES:  # three channels would keep the tensor cores from working
-            x, weight = _widened(x), _widened(weight)  # type: ignore[assignment]
+            x, weight = _widened(x), _widened(weight)
         if self.side is None or not (torch.is_grad_enabled() and self.weight.requires_grad):
             return F.conv2d(x, weight, None, self.stride, self.padding, self.dilation, self.groups)
         settings = (self.stride, self.padding, self.dilation, self.groups)
@@ -128,46 +128,46 @@ class FusedStage(nn.Sequential):
     """conv, norm, ReLU."""
 
     def forward(self, x: Tensor) -> Tensor:
-        conv, norm, _ = self
-        return norm(conv(x), relu=True)  # type: ignore[no-any-return]
+        conv, norm = self[0], self[1]
+        out: Tensor = norm(conv(x), relu=True)
+        return out
 
 
 class FusedResidual(Residual):
     """relu(main(x) + shortcut(x)) with every norm, addition and ReLU in one operation."""
 
     def forward(self, x: Tensor) -> Tensor:
-        shortcut = x
-        if not isinstance(self.shortcut, nn.Identity):
-            conv, norm = self.shortcut  # type: ignore[misc]
-            shortcut = norm(conv(x))
+        shortcut: Any = self.shortcut(x)  # conv, norm; or the identity
         *inner, last = [layer for layer in self.main if not isinstance(layer, nn.ReLU)]
-        for conv, norm in inner:  # type: ignore[misc]
-            x = norm(conv(x), relu=True)
-        conv, norm = last  # type: ignore[misc]
-        return norm(conv(x), shortcut, relu=True)  # type: ignore[no-any-return]
+        pair: Any
+        for pair in inner:
+            x = pair[1](pair[0](x), relu=True)
+        pair = last
+        out: Tensor = pair[1](pair[0](x), shortcut, relu=True)
+        return out
 
 
-def fuse(net: nn.Module, valid: Tensor, side: SideStream | None = None) -> nn.Module:
+def fuse(net: nn.Module, valid: Tensor, side: SideStream | None = None) -> Any:
     """A copy of ``net`` without hooks, channels-last, whose convolutions and norms are the fused ones.
 
     ``valid`` says how many images of a batch count in training; ``sums`` of the copy must be set to zero before every
     training step. BatchNorm's step counters, which influence nothing, stop.
     """
-    bare: nn.Module = copy.deepcopy(net).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    bare: Any = copy.deepcopy(net).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     for module in bare.modules():
         module._forward_hooks.clear()
         if isinstance(module, nn.BatchNorm2d):
             module.num_batches_tracked = None
             module.__class__, module.valid = FusedNorm, valid
         elif isinstance(module, nn.Conv2d) and module.bias is None:
-            module.__class__, module.side = FusedConv, side
+            module.__class__, module.side = FusedConv, side  # type: ignore[assignment]
         elif isinstance(module, nn.Sequential) and [type(m) for m in module][1:] == [nn.BatchNorm2d, nn.ReLU]:
             module.__class__ = FusedStage
         elif isinstance(module, Residual) and all(not isinstance(m, nn.GroupNorm) for m in module.modules()):
             module.__class__ = FusedResidual
     norms = [m for m in bare.modules() if isinstance(m, FusedNorm)]
-    bare.sums = torch.zeros(sum(4 * m.num_features for m in norms), dtype=torch.int64, device=valid.device)  # type: ignore[assignment]
-    for norm, part in zip(norms, bare.sums.split([4 * m.num_features for m in norms]), strict=True):  # type: ignore[operator]
+    bare.sums = torch.zeros(sum(4 * m.num_features for m in norms), dtype=torch.int64, device=valid.device)
+    for norm, part in zip(norms, bare.sums.split([4 * m.num_features for m in norms]), strict=True):
         norm.sums = part.view(2, 2, -1)
     return bare
 
@@ -332,7 +332,7 @@ class Folded:
 
     def refresh(self) -> None:
         for conv, norm in self._pairs:
-            scale = norm.weight * torch.rsqrt(norm.running_var + norm.eps)  # type: ignore[operator]
+            scale = norm.weight * torch.rsqrt(norm.running_var + norm.eps)  # type: ignore[operator,arg-type]
             folded = self._convs[conv]
             torch.mul(self._weights.master(conv.weight), scale.view(-1, 1, 1, 1), out=folded.weight)
             folded.bias.copy_(norm.bias - norm.running_mean * scale)  # type: ignore[operator]

@@ -73,7 +73,7 @@ def _sums_kernel(
 @triton.jit(do_not_specialize=["relu", "add"])
 def _forward_kernel(
     x, gamma, beta, shortcut, y, sums, running_mean, running_var, valid, area, total, channels, momentum, eps, relu, add,
-    SCALE: tl.constexpr, TRAIN: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    SCALE: tl.constexpr, TRAIN: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     lanes = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     if TRAIN:
@@ -86,14 +86,16 @@ def _forward_kernel(
     else:
         m, v = tl.load(running_mean + lanes), tl.load(running_var + lanes)
     scale = tl.load(gamma + lanes) * (1.0 / tl.sqrt(v + eps))
-    index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    place = index[:, None] * channels + lanes[None, :]
-    mask = place < total
-    value = tl.load(x + place, mask=mask).to(tl.float32)
-    value = (value - m[None, :]) * scale[None, :] + tl.load(beta + lanes)[None, :]
-    value += tl.load(shortcut + place, mask=place < total * add, other=0.0).to(tl.float32)
-    value = tl.where((value > 0) | (relu == 0), value, 0.0)
-    tl.store(y + place, value.to(y.dtype.element_ty), mask=mask)
+    shift = tl.load(beta + lanes)
+    for tile in tl.static_range(TILES):
+        index = (tl.program_id(0) * TILES + tile) * ROWS + tl.arange(0, ROWS)
+        place = index[:, None] * channels + lanes[None, :]
+        mask = place < total
+        value = tl.load(x + place, mask=mask).to(tl.float32)
+        value = (value - m[None, :]) * scale[None, :] + shift[None, :]
+        value += tl.load(shortcut + place, mask=place < total * add, other=0.0).to(tl.float32)
+        value = tl.where((value > 0) | (relu == 0), value, 0.0)
+        tl.store(y + place, value.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["relu", "add", "from_y"])
@@ -101,42 +103,46 @@ def _backward_kernel(
     dy, y, x, gamma, beta, forward, backward, running_var, dx, dshortcut, dgamma, dbeta, valid, area, total, channels,
     eps, relu, add, from_y,
     FORWARD_SCALE: tl.constexpr, BACKWARD_SCALE: tl.constexpr, TRAIN: tl.constexpr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     lanes = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    place = index[:, None] * channels + lanes[None, :]
-    mask = place < total
-    g = tl.load(dy + place, mask=mask).to(tl.float32)
-    above = tl.load(y + place, mask=place < total * from_y, other=0.0).to(tl.float32)
     if TRAIN:
         rows = tl.load(valid) * area
         m, v = _moments(forward, lanes, channels, rows, FORWARD_SCALE)
         r = 1.0 / tl.sqrt(v + eps)
-        scale = tl.load(gamma + lanes) * r
-        centred = tl.load(x + place, mask=mask).to(tl.float32) - m[None, :]
-        above = tl.where(from_y != 0, above, centred * scale[None, :] + tl.load(beta + lanes)[None, :])
-    else:
-        scale = tl.load(gamma + lanes) / tl.sqrt(tl.load(running_var + lanes) + eps)
-    g = tl.where((above > 0) | (relu == 0), g, 0.0)
-    tl.store(dshortcut + place, g.to(dshortcut.dtype.element_ty), mask=place < total * add)
-    if TRAIN:
+        shift = tl.load(beta + lanes)
         sum_g = tl.load(backward + lanes).to(tl.float32) / BACKWARD_SCALE
         sum_gx = tl.load(backward + channels + lanes).to(tl.float32) / BACKWARD_SCALE
         if tl.program_id(0) == 0:
             tl.store(dbeta + lanes, sum_g)
             tl.store(dgamma + lanes, sum_gx)
-        g -= (sum_g / rows)[None, :] + centred * (r * sum_gx / rows)[None, :]
-        g = tl.where((index < rows)[:, None], g, 0.0)  # images that do not count teach nothing
-    tl.store(dx + place, (g * scale[None, :]).to(dx.dtype.element_ty), mask=mask)
+        share, slope = sum_g / rows, r * sum_gx / rows
+    else:
+        r = 1.0 / tl.sqrt(tl.load(running_var + lanes) + eps)
+    scale = tl.load(gamma + lanes) * r
+    for tile in tl.static_range(TILES):
+        index = (tl.program_id(0) * TILES + tile) * ROWS + tl.arange(0, ROWS)
+        place = index[:, None] * channels + lanes[None, :]
+        mask = place < total
+        g = tl.load(dy + place, mask=mask).to(tl.float32)
+        above = tl.load(y + place, mask=place < total * from_y, other=0.0).to(tl.float32)
+        if TRAIN:
+            centred = tl.load(x + place, mask=mask).to(tl.float32) - m[None, :]
+            above = tl.where(from_y != 0, above, centred * scale[None, :] + shift[None, :])
+        g = tl.where((above > 0) | (relu == 0), g, 0.0)
+        tl.store(dshortcut + place, g.to(dshortcut.dtype.element_ty), mask=place < total * add)
+        if TRAIN:
+            g -= share[None, :] + centred * slope[None, :]
+            g = tl.where((index < rows)[:, None], g, 0.0)  # images that do not count teach nothing
+        tl.store(dx + place, (g * scale[None, :]).to(dx.dtype.element_ty), mask=mask)
 
 
 def _tiles(x: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
-    """The grid over the matrix [rows, channels], and the size of a tile."""
-    channels = x.shape[1]
+    """The grid over the matrix [rows, channels], and the tiles of a program: several where there are many."""
+    rows, channels = x.numel() // x.shape[1], x.shape[1]
     width = min(2 * WIDTH, channels)
-    tile = {"ROWS": 4096 // width, "WIDTH": width, "num_warps": 8}
-    return (triton.cdiv(x.numel() // channels, tile["ROWS"]), channels // width), tile
+    tile = {"ROWS": 4096 // width, "TILES": 4 if x.numel() >= 2**22 else 1, "WIDTH": width, "num_warps": 8}
+    return (triton.cdiv(rows, tile["ROWS"] * tile["TILES"]), channels // width), tile
 
 
 def _collect_sums(

@@ -1,16 +1,51 @@
-"""A piece of GPU work that is always the same, recorded once as a CUDA graph."""
+"""A piece of GPU work that is always the same, recorded once as a CUDA graph; and whose turn it is among threads."""
 
 from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
 from rescene.errors import ResceneWarning
 
-_ONE_AT_A_TIME = threading.Lock()  # recordings of several threads would spoil each other
+
+class _Turn:
+    """Threads that share a GPU prepare its work one at a time; only replaying what is recorded goes on side by side.
+
+    A recording fails when another thread allocates or waits meanwhile, and preparing is bound by Python anyway. A thread
+    that never took the turn (a run on its own) is not held up by any of this.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._own = threading.Lock(), threading.local()
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """This thread's turn, which it gives up in between while it waits or replays."""
+        with self._lock:
+            self._own.taken = True
+            try:
+                yield
+            finally:
+                self._own.taken = False
+
+    @contextmanager
+    def given_up(self) -> Iterator[None]:
+        """Others may go on meanwhile: for waiting and for replays. Nothing changes for a thread that did not take it."""
+        if not getattr(self._own, "taken", False):
+            yield
+            return
+        self._lock.release()
+        try:
+            yield
+        finally:
+            self._lock.acquire()
+
+
+TURN = _Turn()
 
 
 def recorded(work: Callable[[], None]) -> Callable[[], None]:
@@ -19,24 +54,23 @@ def recorded(work: Callable[[], None]) -> Callable[[], None]:
     ``work`` reads and writes fixed tensors; it is run three times before it is recorded. The recording has a stream of its
     own, because libraries keep work space per stream and two graphs that share it must not run side by side.
     """
-    with _ONE_AT_A_TIME:
-        benchmark, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, True
-        try:
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(3):
-                    work()
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+    benchmark, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, True
+    try:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
                 work()
-            return graph.replay
-        except RuntimeError as error:
-            first = str(error).splitlines()[0]
-            warnings.warn(
-                ResceneWarning("W302", f"CUDA graph capture was refused ({first}); running step by step"), stacklevel=2
-            )
-            return work
-        finally:
-            torch.backends.cudnn.benchmark = benchmark
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            work()
+        return graph.replay
+    except RuntimeError as error:
+        first = str(error).splitlines()[0]
+        warnings.warn(
+            ResceneWarning("W302", f"CUDA graph capture was refused ({first}); running step by step"), stacklevel=2
+        )
+        return work
+    finally:
+        torch.backends.cudnn.benchmark = benchmark
