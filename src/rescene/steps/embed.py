@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-BATCH = {"cpu": 512, "cuda": 2048}  # on a CPU larger batches only cost memory
+BATCH = {"cpu": 128, "cuda": 2048}  # images at once: what fits the cache, or the memory
 
 
 @torch.no_grad()
