@@ -78,6 +78,7 @@ def bench_condensation(real_batch: str) -> dict[str, Any]:
     rngs = [Rng(0).at(k) for k in range(10)]
     made = condense(net, shards, rngs, experiment.method, 1)
     ours = best_of(3, lambda: condense(net, shards, rngs, experiment.method, 1))
+    net.to(memory_format=torch.contiguous_format)
     plain = best_of(2, lambda: condense_plainly(net, shards, made, experiment.method))
     return {
         "ours_s": ours,
@@ -102,18 +103,19 @@ def bench_demo_steps() -> dict[str, Any]:
     labels = torch.cat([experiment.dataset.train.labels[old], *(own.labels for own in made for _ in range(3))])
     balance = {"num_classes": task.num_seen, "alpha": experiment.method.alpha, "tau": experiment.method.tau}
     net, seed = lambda: experiment.arch.restore(model), lambda: torch.Generator().manual_seed(0)
+    plain_net = lambda: net().to(memory_format=torch.contiguous_format)  # noqa: E731
     work: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         "condensation": (
             lambda: condense(net(), shards, rngs, experiment.method, 1),
-            lambda: condense_plainly(net(), shards, made, experiment.method),
+            lambda: condense_plainly(plain_net(), shards, made, experiment.method),
         ),
         "server": (
             lambda: fit_pool(net(), images, labels, look, settings, seed(), **balance),
-            lambda: reference.server_training(net(), images, labels, look, settings, seed(), **balance),
+            lambda: reference.server_training(plain_net(), images, labels, look, settings, seed(), **balance),
         ),
         "local": (
             lambda: [fit_shard(net(), shard, settings, seed()) for shard in shards],
-            lambda: [reference.local_training(net(), shard, settings, seed()) for shard in shards],
+            lambda: [reference.local_training(plain_net(), shard, settings, seed()) for shard in shards],
         ),
     }
     times = {name: [[best_of(1, path) for path in paths] for _ in range(2)] for name, paths in work.items()}
