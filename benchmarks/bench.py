@@ -1,4 +1,4 @@
-"""Speed as ratios measured in one run on one machine: `make bench`. Writes results/bench/cpu.json.
+"""Speed as ratios measured in one run on one machine: `make bench`, or some of them by name. Writes results/bench/cpu.json.
 
 herding        herd() against Eq. 2 vectorised over candidates, B=1000 of 2,000 x 512
 condensation   all sites in one pass against one site at a time with a copy of the model at every step
@@ -162,6 +162,8 @@ def main() -> None:
     machine = {"platform": platform.platform(), "threads": torch.get_num_threads(), "torch": torch.__version__}
     found: dict[str, Any] = {"command": "make bench", "machine": machine}
     chosen = sys.argv[1:] or list(parts)
+    if unknown := set(chosen) - set(parts):
+        sys.exit(f"no such benchmark: {', '.join(sorted(unknown))}; there are {', '.join(parts)}")
     if OUT.is_file() and sys.argv[1:]:  # some of them: the others stay as they are
         found = json.loads(OUT.read_text(encoding="utf-8")) | found
     for name in chosen:
