@@ -12,11 +12,12 @@ from rescene import __version__
 from rescene.errors import DataError
 from rescene.report import facts, plots_cost, plots_curves, plots_grids, plots_retention
 from rescene.report.canvas import Figure, Plot, render
+from rescene.report.costs import cost_rows, cost_titles
 from rescene.report.groups import Group, comparison_rows, differing_settings, group_runs, headline_group
 from rescene.report.runs import Run, load_run
 from rescene.report.surrogates import gallery
-from rescene.report.tables import COLUMNS, cells_of, cost_rows, cost_titles, downloads, std_text
-from rescene.report.words import bytes_text, departure, percent, verdict
+from rescene.report.tables import METRICS, PAGE, downloads, figures, page_cells, shown
+from rescene.report.words import departure, percent, verdict
 
 
 def write_report(folders: list[Path], out: Path) -> Path:
@@ -66,12 +67,12 @@ def _view(runs: Sequence[Run], plots: Path) -> dict[str, Any]:
         "head": head,
         "told": told,
         "verdict": verdict(groups),
-        "tiles": _tiles(rows, head),
+        "tiles": _tiles(head),
         "departures": [departure(group) for group in sorted(groups, key=lambda group: group is not head)],
         "leaked": facts.leakage_rows(head),
-        "rows": list(zip(groups, rows, cells_of(rows), strict=True)),
-        "columns": COLUMNS,
-        "downloads": downloads(rows),
+        "rows": list(zip(groups, rows, page_cells(groups), strict=True)),
+        "columns": PAGE,
+        "downloads": downloads(groups, rows),
         "differing": differing_settings(groups),
         "figures": {figure.name: figure for figure in _figures(groups, head, told, plots)},
         "matrices": [render(plot, plots) for group in groups if (plot := plots_grids.accuracy_matrix(group))],
@@ -98,20 +99,20 @@ def _title(groups: Sequence[Group]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def _tiles(rows: Sequence[dict[str, Any]], head: Group | None) -> list[dict[str, str]]:
+def _tiles(head: Group | None) -> list[dict[str, str]]:
     """The four numbers of the headline method."""
-    row = next((row for row in rows if head and row["label"] == head.label), None)
-    if row is None:
+    if head is None:
         return []
     tiles = (
-        ("aa", "AA", "accuracy on everything, after the last task", percent, "%"),
-        ("aia", "AIA", "the same, averaged over all tasks on the way", percent, "%"),
-        ("old", "Old tasks", "accuracy at the end on the first half of the tasks", percent, "%"),
-        ("upload_bytes", "Upload", "sent by one site in one round", bytes_text, ""),
+        ("aa", "AA", "accuracy on everything, after the last task", "%"),
+        ("aia", "AIA", "the same, averaged over all tasks on the way", "%"),
+        ("old", "Old tasks", "accuracy at the end on the first half of the tasks", "%"),
+        ("upload", "Upload", "sent by one site in one round", ""),
     )
+    cells = [shown(figures([head], METRICS[key])[0], METRICS[key]) for key, *_ in tiles]
     return [
-        {"name": name, "text": show(row[key]), "unit": unit, "note": note, "std": std_text(row, key, show)}
-        for key, name, note, show, unit in tiles
+        {"name": name, "text": cell.text, "unit": unit, "note": note, "std": cell.std}
+        for cell, (_, name, note, unit) in zip(cells, tiles, strict=True)
     ]
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from rescene.report.canvas import Plot, legend_above, percent_axis, thinned
 from rescene.report.groups import Group
 from rescene.report.look import MUTED
-from rescene.report.marks import mean_line, stroke
+from rescene.report.marks import band, mean_line, stroke
 from rescene.report.runs import Row, Run, number
 
 
@@ -115,11 +115,14 @@ def _round_row(group: Group, run: Run, row: Row) -> Row:
 
 
 def _round_line(axes: Any, group: Group, rows: Sequence[Row], place: dict[tuple[int, int], int]) -> None:
-    """Mean over seeds; rounds that were not evaluated are bridged. Many rounds go without markers."""
+    """Mean over seeds with its band; rounds that were not evaluated are bridged. Many rounds go without markers."""
     values: dict[int, list[float]] = {}
     for row in rows:
         if row["accuracy"] is not None:
             values.setdefault(place[row["task"], row["round"]], []).append(row["accuracy"])
     x = sorted(values)
     style = stroke(group, 4) | ({"marker": ""} if len(x) > 40 else {})
-    axes.plot(x, [float(np.mean(values[i])) for i in x], label=group.label, **style)
+    mean = np.array([np.mean(values[i]) for i in x])
+    axes.plot(x, mean, label=group.label, **style)
+    if x and min(len(values[i]) for i in x) > 1:
+        band(axes, group, x, mean, np.array([np.std(values[i], ddof=1) for i in x]))
