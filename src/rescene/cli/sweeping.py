@@ -11,6 +11,7 @@ from typing import Any
 from rescene.api import Result, default_folder, execute
 from rescene.cli.listing import print_rows
 from rescene.cli.live import watch
+from rescene.cli.livepage import live_page
 from rescene.cli.running import print_summary
 from rescene.config import Resolved, resolve
 from rescene.errors import ConfigError, ResceneError
@@ -52,7 +53,8 @@ def run_sweep(
             state = "done before" if cell.done else ""
             print(f"[{number}/{len(cells)}] {' '.join(cell.overrides)} {state}", file=sys.stderr)
         try:
-            with watch(quiet or as_json) as progress:
+            folders = [other.folder for other in cells[:number]]
+            with watch(quiet or as_json) as show, live_page(show, folders, _common(cells) / "report.html") as progress:
                 results.append(execute(cell.resolved, cell.folder, progress))
         except ResceneError as error:
             failures.append(

@@ -211,9 +211,12 @@ def thinned(num: int, most: int = 12) -> int:
     return -(-num // most)
 
 
-def legend_above(sheet: Any, axes: Any) -> None:
-    """A legend above the axes, as many columns as the names leave room for; a single entry needs none."""
-    handles, names = axes.get_legend_handles_labels()
-    if len(names) > 1:
-        across = max(1, min(4, 64 // (max(map(len, names)) + 7)))
-        sheet.legend(handles, names, loc="outside upper left", ncols=across, columnspacing=1.2, labelcolor=INK)
+def legend_above(sheet: Any, handles: Sequence[Any], names: Sequence[str], width: int = 64) -> None:
+    """A legend above the axes, as many columns as fit into ``width`` letters; a single entry needs none."""
+    if len(names) < 2:
+        return
+    many = len(names) > 6
+    across = max(1, min(6, int(width * (1.3 if many else 1)) // (max(map(len, names)) + 7)))
+    size = 8.5 if many else None
+    where = "outside upper left"
+    sheet.legend(handles, names, loc=where, ncols=across, columnspacing=1.2, labelcolor=INK, fontsize=size)

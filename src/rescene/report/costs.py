@@ -23,10 +23,10 @@ _COSTS: tuple[tuple[str, str, str, Callable[[float | None], str]], ...] = (
 
 @dataclass(frozen=True)
 class CostRow:
-    """Measured and nominal texts of one method, column by column ("" where no nominal figure exists)."""
+    """One method, column by column: measured and nominal text ("" where there is none), and what to sort by."""
 
     group: Group
-    cells: tuple[tuple[str, str], ...]
+    cells: tuple[tuple[str, str, float | None], ...]
 
 
 def cost_titles() -> list[tuple[str, str]]:
@@ -38,12 +38,13 @@ def cost_rows(groups: Sequence[Group]) -> list[CostRow]:
     rows = []
     for group in groups:
         cells = tuple(_cost_cell(group, key, show) for key, _, _, show in _COSTS)
-        if any(measured != NONE or nominal for measured, nominal in cells):
+        if any(measured != NONE or nominal for measured, nominal, _ in cells):
             rows.append(CostRow(group, cells))
     return rows
 
 
-def _cost_cell(group: Group, key: str, show: Callable[[float | None], str]) -> tuple[str, str]:
+def _cost_cell(group: Group, key: str, show: Callable[[float | None], str]) -> tuple[str, str, float | None]:
     measured = group.spread(lambda run: number(table(run.cost, "measured").get(key)))
     nominal = group.spread(lambda run: number(table(run.cost, "nominal").get(key)))
-    return show(measured.mean if measured else None), show(nominal.mean) if nominal else ""
+    mean = measured.mean if measured else None
+    return show(mean), show(nominal.mean) if nominal else "", mean

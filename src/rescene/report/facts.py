@@ -111,7 +111,7 @@ def progress(groups: Sequence[Group]) -> list[Progress]:
 
 def _progress(group: Group, run: Run) -> Progress:
     told = {key: number(run.status.get(key)) for key in ("task", "round", "num_tasks", "num_rounds")}
-    task, turn = told["task"] or 0.0, told["round"] or 0.0
+    task, turn = told["task"] or 0.0, max(told["round"] or 0.0, 0.0)  # -1: between rounds
     tasks, turns = told["num_tasks"] or 0.0, told["num_rounds"] or 1.0
     words = (
         [f"task {task + 1:.0f} of {tasks:.0f}", f"round {turn + 1:.0f} of {turns:.0f}"] if tasks else ["no status yet"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from rescene.errors import ConfigError, did_you_mean
 from rescene.report import plots_cost, plots_curves, plots_grids, plots_privacy, plots_retention
-from rescene.report.canvas import ENDINGS, Plot, csv_text, save
+from rescene.report.canvas import ENDINGS, Plot, csv_text, legend_above, save
 from rescene.report.groups import Group
 from rescene.report.look import INK
 from rescene.report.surrogates import contact_sheet
@@ -80,13 +80,10 @@ def together(plots: Sequence[Plot], across: int) -> Plot:
 
 
 def _one_legend(sheet: Any, parts: Iterable[Any]) -> None:
-    legends = [legend for part in parts for legend in part.legends]
-    names = [[text.get_text() for text in legend.get_texts()] for legend in legends]
-    if len(legends) < 2 or any(own != names[0] for own in names):
-        return
-    handles = legends[0].legend_handles
+    entries: dict[str, Any] = {}
     for part in parts:
+        for axes in part.axes:
+            entries |= dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
         for legend in list(part.legends):
             legend.remove()
-    across = max(1, min(6, 96 // (max(map(len, names[0])) + 7)))
-    sheet.legend(handles, names[0], loc="outside upper center", ncols=across, columnspacing=1.2, labelcolor=INK)
+    legend_above(sheet, list(entries.values()), list(entries), width=100)

@@ -1,7 +1,12 @@
-"""One HTML file from run folders: read files, draw figures, fill the template. Nothing to fetch, no script needed."""
+"""One HTML file from run folders: read files, draw figures, fill the template.
+
+Nothing is fetched, and the page's own policy forbids it. The one script sorts tables; without it all can be read.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from importlib.resources import files
@@ -10,7 +15,7 @@ from typing import Any
 
 from rescene import __version__
 from rescene.errors import DataError
-from rescene.report import facts, plots_cost, plots_curves, plots_grids, plots_retention
+from rescene.report import facts, plots_cost, plots_curves, plots_grids, plots_privacy, plots_retention
 from rescene.report.canvas import Figure, Plot, render
 from rescene.report.costs import cost_rows, cost_titles
 from rescene.report.groups import Group, comparison_rows, differing_settings, group_runs, headline_group
@@ -58,9 +63,13 @@ def _view(runs: Sequence[Run], plots: Path) -> dict[str, Any]:
     head = headline_group(groups)
     told = (head.finished if head else groups[0].shown)[0]  # the run whose setting and data are described
     rows = comparison_rows(runs)
+    departures = [departure(group) for group in sorted(groups, key=lambda group: group is not head)]
+    script = (files("rescene.report") / "page.js").read_text("utf-8")
     return {
         "version": __version__,
         "css": (files("rescene.report") / "page.css").read_text("utf-8"),
+        "script": script,
+        "script_hash": base64.b64encode(hashlib.sha256(f"\n{script}".encode()).digest()).decode(),
         "title": _title(groups),
         "running": any(run.state == "running" for run in runs),
         "groups": groups,
@@ -68,10 +77,12 @@ def _view(runs: Sequence[Run], plots: Path) -> dict[str, Any]:
         "told": told,
         "verdict": verdict(groups),
         "tiles": _tiles(head),
-        "departures": [departure(group) for group in sorted(groups, key=lambda group: group is not head)],
+        "departures": departures,
+        "guarded": any(group.finished for group in groups) and all(d.private for d in departures if d.group.finished),
         "leaked": facts.leakage_rows(head),
         "rows": list(zip(groups, rows, page_cells(groups), strict=True)),
         "columns": PAGE,
+        "units": {column.key: column.unit for column in PAGE} | {"upload": "per site and round"},  # each with its own
         "downloads": downloads(groups, rows),
         "differing": differing_settings(groups),
         "figures": {figure.name: figure for figure in _figures(groups, head, told, plots)},
@@ -129,6 +140,9 @@ def _figures(groups: Sequence[Group], head: Group | None, told: Run, plots: Path
         plots_grids.sites_by_class(told),
         plots_grids.participation(told),
         plots_cost.accuracy_for_upload(groups),
+        plots_cost.accuracy_for_compute(groups),
+        plots_privacy.accuracy_for_copies(groups),
+        plots_privacy.accuracy_for_distance(groups),
         plots_cost.timing(groups),
     ]
     return [render(plot, plots) for plot in wanted if plot]

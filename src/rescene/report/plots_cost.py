@@ -73,12 +73,12 @@ def _accuracy_for(
         mean_points(axes, groups, rows, key, "aa")
         sizes = [row[key] for row in rows]
         axes.set_xlim(min(sizes) / 2.5, max(sizes) * 2.5)
-        axes.xaxis.set_major_locator(LogLocator(subs=(1, 3) if max(sizes) < 30 * min(sizes) else (1,)))
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 3) if max(sizes) < 8 * min(sizes) else (1,)))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: re.sub(r"\.0+ ", " ", show(value))))
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel(xlabel)
         percent_axis(axes.yaxis, "AA (%)")
-        legend_above(sheet, axes)
+        legend_above(sheet, *axes.get_legend_handles_labels())
 
     return Plot(name, title, caption, rows, draw)
 
@@ -114,7 +114,7 @@ def timing(groups: Sequence[Group]) -> Plot | None:
         axes.set_xlim(0, max(left) * 1.2)
         axes.set_xlabel("seconds")
         name_rows(axes, drawn)
-        legend_above(sheet, axes)
+        legend_above(sheet, *axes.get_legend_handles_labels())
 
     caption = "Seconds on the machine that simulated all sites together, not what one site would need."
     return Plot("timing", "Where the time went", caption, rows, draw, height_in=1.5 + 0.42 * len(rows))

@@ -70,7 +70,7 @@ def _curves(
         axes.set_xlabel(xlabel)
         percent_axis(axes.yaxis, "accuracy (%)")
         axes.grid(False, axis="x")
-        legend_above(sheet, axes)
+        legend_above(sheet, *axes.get_legend_handles_labels())
 
     return Plot(name, title, caption, rows, draw)
 
@@ -95,7 +95,7 @@ def rounds_curve(groups: Sequence[Group]) -> Plot | None:
         axes.grid(False, axis="x")
         percent_axis(axes.yaxis, "accuracy on seen classes (%)")
         axes.set_ylim(-3, 110)
-        legend_above(sheet, axes)
+        legend_above(sheet, *axes.get_legend_handles_labels())
 
     caption = "On all classes seen so far; each vertical line is a new task, where the question becomes harder."
     return Plot("rounds", "Round by round", caption, rows, draw, height_in=4.4)

@@ -41,7 +41,7 @@ def accuracy_for_distance(groups: Sequence[Group]) -> Plot | None:
         axes.set_xlim(-0.08 * far, 1.15 * far)
         axes.axvline(0, color=MUTED, linewidth=0.9, linestyle=(0, (4, 4)))
         axes.text(0.012 * far, 3, "the image itself", color=MUTED, fontsize=8.5, style="italic", rotation=90)
-        axes.set_xlabel("median distance to the nearest real image (RMS)")
+        axes.set_xlabel("median distance to a real image (RMS)")
 
     caption = "RMS over pixels in units of the data's standard deviation. Distance alone is no guarantee of privacy."
     return Plot("distance", "Accuracy against distance to real images", caption, rows, draw)
@@ -64,5 +64,5 @@ def _scatter(sheet: Any, groups: Sequence[Group], rows: Sequence[Row], key: str)
     axes = sheet.subplots()
     mean_points(axes, groups, rows, key, "aa")
     percent_axis(axes.yaxis, "AA (%)")
-    legend_above(sheet, axes)
+    legend_above(sheet, *axes.get_legend_handles_labels())
     return axes
