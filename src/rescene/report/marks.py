@@ -54,12 +54,13 @@ def mean_line(axes: Any, group: Group, stack: np.ndarray) -> None:
     mean, x = np.mean(stack, axis=0), np.arange(stack.shape[1])
     axes.plot(x, mean, label=group.label, **stroke(group, 6))
     if len(stack) > 1:
-        band(axes, group, x, mean, np.std(stack, axis=0, ddof=1))
+        std = np.std(stack, axis=0, ddof=1)
+        band(axes, group, x, mean - std, mean + std)
 
 
-def band(axes: Any, group: Group, x: Any, mean: np.ndarray, std: np.ndarray) -> None:
-    """One deviation around a mean."""
-    axes.fill_between(x, mean - std, mean + std, color=group.look.colour, alpha=0.16, linewidth=0)
+def band(axes: Any, group: Group, x: Any, low: np.ndarray, high: np.ndarray) -> None:
+    """What a deviation around a mean covers."""
+    axes.fill_between(x, low, high, color=group.look.colour, alpha=0.16, linewidth=0)
 
 
 def name_rows(axes: Any, groups: Sequence[Group]) -> None:

@@ -136,6 +136,7 @@ def _figures(groups: Sequence[Group], head: Group | None, told: Run, plots: Path
         plots_curves.incremental_curve(groups),
         plots_retention.forgetting_bars(groups),
         plots_curves.rounds_curve(groups),
+        plots_curves.matching_curve(groups),
         plots_grids.confusion(head) if head else None,
         plots_grids.sites_by_class(told),
         plots_grids.participation(told),

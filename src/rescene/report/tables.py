@@ -145,6 +145,10 @@ class Shown:
 def page_cells(groups: Sequence[Group]) -> list[list[Shown]]:
     """Cells [group][column of PAGE]."""
     columns = [[shown(cell, column) for cell in figures(groups, column)] for column in PAGE]
+    for i, group in enumerate(groups):
+        entry = leak_entry(group, figures([group], NEAR_COPIES)[0])
+        if isinstance(entry, str):
+            columns[-1][i] = Shown(entry, "", False, None)
     return [list(row) for row in zip(*columns, strict=True)]
 
 
