@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -48,15 +50,17 @@ def table(
     from rescene.report.compare import compare
     from rescene.report.formats import render
 
-    kind = kind or _KINDS.get(out.suffix if out else ".txt", "")
+    ending = out.suffix if out else ".txt"
+    kind = kind or _KINDS.get(ending, "")
     if not kind:
         why = f"known endings are {', '.join(_KINDS)}"
-        raise ConfigError("E140", f"no table format ends in '{out.suffix}'", where="--out", why=why, fix="--format csv")  # type: ignore[union-attr]
+        raise ConfigError("E140", f"no table format ends in '{ending}'", where="--out", why=why, fix="--format csv")
     text = render(compare(loaded(folders), by, metric, across), kind)
     if out is None:
         print(text, end="")
         return
-    _writable(out).write_text(text, "utf-8", newline="")
+    with _writing(out):
+        out.write_text(text, "utf-8", newline="")
     print(out)
 
 
@@ -73,19 +77,20 @@ def plot(
     from rescene.report.groups import differing_settings, group_runs
 
     groups = group_runs(loaded(folders))
-    for path in figure(groups, kind, _writable(out or Path(f"{kind}.png"))):
-        print(path)
+    out = out or Path(f"{kind}.png")
+    with _writing(out):
+        paths = figure(groups, kind, out)
+    print(*paths, sep="\n")
     apart = differing_settings(groups)
     if apart:
         print(f"note: these runs do not share one setting: {', '.join(apart[:6])}", file=sys.stderr)
 
 
-def _writable(path: Path) -> Path:
-    """The path, with its folder made; a message instead of a traceback where that cannot be."""
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """The folder is made; what cannot be written gets a message instead of a traceback."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        yield
     except OSError as error:
-        raise ConfigError("E147", f"cannot write '{path}'", where="--out", why=str(error.strerror)) from error
-    if path.is_dir():
-        raise ConfigError("E147", f"cannot write '{path}'", where="--out", why="it is a folder", fix="name a file")
-    return path
+        raise ConfigError("E147", f"cannot write '{path}'", where="--out", why=error.strerror) from error

@@ -32,6 +32,8 @@ def compare(runs: Sequence[Run], by: str = "", metrics: str = "aa,aia", across: 
     if "seed" in [*keys, *over]:
         groups = [replace(group, runs=(run,)) for group in groups for run in group.runs]
     columns = _columns(metrics, groups)
+    if "seed" in [*keys, *over]:  # raw values: one lucky seed wins nothing
+        columns = [replace(column, better=0) if column.better else column for column in columns]
     notes = [*_notes(groups, columns), *_hidden([*keys, *over], groups)]
     grid = _across(groups, keys, over[0], columns) if over else _down(groups, keys, columns)
     return replace(grid, notes=(*grid.notes, *notes))
@@ -78,15 +80,16 @@ def _across(groups: Sequence[Group], keys: Sequence[str], over: str, columns: Se
     """One row per method (and what else is asked for), the values of one setting side by side."""
     values = sorted({traits(group).get(over, NONE) for group in groups}, key=_natural)
     cells: dict[tuple[str, ...], dict[str, list[Entry]]] = {}
+    owners: dict[tuple[str, ...], Group] = {}
     for group, entries in zip(groups, _entries(groups, columns), strict=True):
         own = traits(group)
-        row = cells.setdefault(tuple(own.get(key, NONE) for key in keys), {})
-        if own.get(over, NONE) in row:
-            what = f"several recipes share one cell: {own['method']} at {over}={own.get(over, NONE)}"
-            raise ConfigError(
-                "E144", what, where="--across", why="they differ in other settings", fix="name it in --by"
-            )
-        row[own.get(over, NONE)] = entries
+        labels, value = tuple(own.get(key, NONE) for key in keys), own.get(over, NONE)
+        first = owners.setdefault((*labels, value), group)
+        if first is not group:
+            apart = ",".join(differing([first, group]))
+            what = f"several recipes share one cell: {own['method']} at {over}={value}"
+            raise ConfigError("E144", what, where="--across", why=f"they differ in {apart}", fix=f"--by {apart}")
+        cells.setdefault(labels, {})[value] = entries
     missing: list[Entry] = [Cell(None, digits=column.digits) for column in columns]
     name = heads([over])[0]
     titles = [f"{column.title} {name}={value}" for value in values for column in columns]
