@@ -14,6 +14,7 @@ from typing import Any
 from rescene.api import Result, default_folder, execute
 from rescene.cli.listing import print_rows
 from rescene.cli.live import watch
+from rescene.cli.livepage import live_page
 from rescene.cli.running import print_summary
 from rescene.config import Resolved, resolve
 from rescene.engine import Streams, attempt, pick_device
@@ -87,8 +88,10 @@ def _outcomes(cells: list[Cell], jobs: int, quiet: bool) -> Iterator[tuple[Cell,
             if not quiet:
                 state = "done before" if cell.done else ""
                 print(f"[{number}/{len(cells)}] {' '.join(cell.overrides)} {state}", file=sys.stderr)
-            with watch(quiet) as progress:
-                yield cell, attempt(partial(execute, cell.resolved, cell.folder), progress)
+            folders = [other.folder for other in cells[:number]]
+            with watch(quiet) as show, live_page(show, folders, _common(cells) / "report.html") as progress:
+                outcome = attempt(partial(execute, cell.resolved, cell.folder), progress)
+            yield cell, outcome
         return
     device = pick_device(cells[0].resolved.recipe.device)
     if device.type != "cuda":
