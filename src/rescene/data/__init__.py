@@ -6,6 +6,7 @@ from rescene.data.images import Dataset, Images, Transform
 from rescene.data.loading import load, prepare
 from rescene.data.partition import dirichlet_partition, iid_partition, partition
 from rescene.data.shard import Shard
+from rescene.data.stand_in import stand_in
 from rescene.data.tasks import Task, plan_tasks
 
 __all__ = [
@@ -23,5 +24,6 @@ __all__ = [
     "plan_tasks",
     "prepare",
     "propose_tasks",
+    "stand_in",
     "verify",
 ]
