@@ -96,6 +96,29 @@ def sweep(
 
 @app.command()
 @verb
+def cost(
+    recipe: Annotated[str, typer.Argument(help="shipped recipe or file")],
+    overrides: Overrides = None,
+    uplink_mbps: Annotated[float, typer.Option("--uplink-mbps", help="a site's upload speed, Mbit/s")] = 20.0,
+    client_gflops: Annotated[
+        float | None, typer.Option("--client-gflops", help="a site's speed, GFLOP/s (default: this device's)")
+    ] = None,
+    server_gflops: Annotated[
+        float | None, typer.Option("--server-gflops", help="the server's speed, GFLOP/s (default: this device's)")
+    ] = None,
+    as_json: AsJson = False,
+    plugin: Plugin = None,
+) -> None:
+    """What a run will cost, before it runs: FLOPs, bytes, state, seconds per round, time on this device."""
+    load_plugins(plugin)
+    from rescene.cli.costing import show_cost
+    from rescene.config import resolve
+
+    show_cost(resolve(recipe, overrides or []), uplink_mbps, client_gflops, server_gflops, as_json)
+
+
+@app.command()
+@verb
 def explain(
     method: Annotated[str, typer.Argument(help="name of a method")], as_json: AsJson = False, plugin: Plugin = None
 ) -> None:

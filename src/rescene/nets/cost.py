@@ -32,14 +32,21 @@ def state_bytes(state: Mapping[str, Tensor]) -> int:
     return sum(value.numel() * value.element_size() for key, value in state.items() if not key.endswith(COUNTER))
 
 
-@lru_cache(maxsize=64)
 def forward_flops(arch: Arch, num_classes: int) -> int:
     """FLOPs of one image's forward pass: two per multiply-add, convolutions and linear layers only.
 
     Counted on the meta device, so nothing is computed. A backward pass is twice as much (paper's cost table).
     """
+    body, feature_size = _body_flops(arch)
+    return body + 2 * feature_size * num_classes
+
+
+@lru_cache(maxsize=64)
+def _body_flops(arch: Arch) -> tuple[int, int]:
+    """FLOPs of one image up to its features, and how many features there are: the head is the part that grows."""
+    net = arch.skeleton(1).eval()
     image = torch.empty(1, 3, arch.image_size, arch.image_size, device="meta")
-    return counted_flops(arch.skeleton(num_classes).eval(), image)
+    return counted_flops(net.features, image), net.feature_size
 
 
 def counted_flops(function: Callable[..., Tensor], *inputs: Tensor) -> int:

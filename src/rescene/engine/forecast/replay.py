@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from rescene.engine.forecast.averaging import FedAvg
 from rescene.engine.forecast.world import DOUBLE, FLOAT, LABEL, PIXELS, TRAINING, Exchange, Moment, World, epoch_images
+from rescene.record import num_bytes
 from rescene.steps.reconstruction import INVERSION_PASSES, encoder_flops, encoder_weights
 
 
@@ -57,11 +58,10 @@ class Glfc(FedAvg):
         t, world, s = moment.task, self.world, self.settings
         exchange, arrived = moment.exchanges[-1], 0
         side = world.experiment.arch.image_size
-        gradient = sum(w.numel() for w in encoder_weights(0, world.seen(t), side, side).values()) * FLOAT
         for k in participants:
             if self.known.get(k) != t and self.trained_on(t, k):
                 prototypes = self._candidates(t, k)[1]
-                exchange.up[k] += prototypes * gradient
+                exchange.up[k] += prototypes * self._gradient_bytes(t)
                 arrived += prototypes
             self.known[k] = t
         forward = world.flops(world.seen(t))
@@ -75,6 +75,10 @@ class Glfc(FedAvg):
             else:
                 self.monitor, self.monitored = pictures, t
         moment.server_flops += self.monitor * forward
+
+    def _gradient_bytes(self, task: int) -> int:
+        side = self.world.experiment.arch.image_size
+        return num_bytes(encoder_weights(0, self.world.seen(task), side, side))
 
     def end(self, moment: Moment) -> None:
         t, world = moment.task, self.world
@@ -106,7 +110,7 @@ class FedCbdr(FedAvg):
     def end(self, moment: Moment) -> None:
         t, world, s = moment.task, self.world, self.settings
         sizes = {k: world.images(t, k) for k in world.clients}
-        width = world.experiment.arch.skeleton(1).feature_size
+        width = world.feature_size
         looked = {k: n * world.flops(world.seen(t)) for k, n in sizes.items()}
         gram = width * width * DOUBLE
         sent = {k: gram if s.form == "gram" else n * width * DOUBLE for k, n in sizes.items()}

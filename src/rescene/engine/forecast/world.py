@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 from rescene.engine.experiment import Experiment
@@ -61,9 +61,12 @@ class World:
         self.num_rounds = experiment.recipe.federation.num_rounds
         self.clients = range(experiment.recipe.federation.num_clients)
         self.image_values = 3 * experiment.arch.image_size**2
-        self.flops = cache(self._flops)
-        self.model_bytes = cache(self._model_bytes)
-        self.weight_bytes = cache(self._weight_bytes)
+        smallest = experiment.arch.skeleton(1)
+        self.feature_size = smallest.feature_size
+        self._row_bytes = (self.feature_size + 1) * FLOAT  # of the head, the part that grows
+        self._model_bytes, self._weight_bytes = (
+            num_bytes(dict(part)) for part in (smallest.state_dict(), smallest.named_parameters())
+        )
 
     @cached_property
     def held(self) -> list[list[dict[int, int]]]:
@@ -84,16 +87,17 @@ class World:
         """Rows of the head during this task."""
         return self.tasks[task].num_seen
 
-    def _flops(self, num_classes: int) -> int:
+    def flops(self, num_classes: int) -> int:
         """F, one image forward."""
         return forward_flops(self.experiment.arch, num_classes)
 
-    def _model_bytes(self, num_classes: int) -> int:
+    def model_bytes(self, num_classes: int) -> int:
         """The whole state as it travels, BatchNorm's statistics and counters included."""
-        return num_bytes(self.experiment.arch.skeleton(num_classes).state_dict())
+        return self._model_bytes + (num_classes - 1) * self._row_bytes
 
-    def _weight_bytes(self, num_classes: int) -> int:
-        return num_bytes(dict(self.experiment.arch.skeleton(num_classes).named_parameters()))
+    def weight_bytes(self, num_classes: int) -> int:
+        """Trainable parameters only."""
+        return self._weight_bytes + (num_classes - 1) * self._row_bytes
 
 
 class Pricer:
