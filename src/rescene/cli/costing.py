@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any
 
 from rescene.cli.listing import print_rows
 from rescene.config import Resolved
-from rescene.data import stand_in
+from rescene.data import has_stand_in, stand_in
 from rescene.engine import Experiment, prepare, use_all_cores
+from rescene.engine.experiment import load_data
 from rescene.engine.forecast import Forecast, forecast
 from rescene.engine.forecast.rates import Rates, mean_latency, measured_rates
 from rescene.engine.nominal import nominal_cost
 from rescene.errors import ConfigError, DataError
 
+NO_FORECAST = "E114"
+_load = lru_cache(maxsize=1)(load_data)  # the cells of a sweep mostly share their images
 UNITS = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -38,20 +42,18 @@ def price(resolved: Resolved) -> Priced:
     """Forecast a run; a known data set that is not here is replaced by its published sizes."""
     use_all_cores()
     missing = None
+    data = resolved.recipe.data
     try:
-        experiment = prepare(resolved.recipe)
+        dataset = _load(data)
     except DataError as error:
-        data = resolved.recipe.data
-        if data.path is not None:
+        if data.path is not None or not has_stand_in(data.name):
             raise
-        try:
-            experiment, missing = prepare(resolved.recipe, stand_in(data.name)), error
-        except DataError:
-            raise error from None
+        dataset, missing = stand_in(data.name), error
+    experiment = prepare(resolved.recipe, dataset)
     found = forecast(experiment)
     if found is None:
         raise ConfigError(
-            "E114",
+            NO_FORECAST,
             f"the cost of {experiment.method.name!r} is not known in advance",
             why="only the methods of this package have a forecast",
             fix="run it with tasks.limit=1 federation.num_rounds=1 and read the cost in results.json",
@@ -82,10 +84,10 @@ def show_cost(
         f"Measured on this device ({facts['device']}): {_big(priced.rates.client)}FLOP/s as a client, "
         f"{_big(priced.rates.server)}FLOP/s as the server. Times are estimates."
     )
-    if priced.forecast.at_most:
-        print(f"At most: {priced.forecast.at_most}.")
+    for key, why in priced.forecast.unsure.items():
+        print(f"{key}: {why}.")
     if priced.missing:
-        print(f"Sizes as published; the images are not here: {priced.missing.what}. {priced.missing.fix}")
+        print(f"Sizes as published: {priced.missing.what}.")
 
 
 def _facts(priced: Priced, uplink_mbps: float, client_gflops: float | None, server_gflops: float | None) -> dict[str, Any]:
@@ -110,7 +112,7 @@ def _facts(priced: Priced, uplink_mbps: float, client_gflops: float | None, serv
             "evaluation_flops": found.evaluation_flops,
         },
         "nominal": nominal_cost(experiment),
-        "at_most": found.at_most,
+        "unsure": found.unsure,
         "latency": asdict(latency) | {"total_s": latency.total_s, "uplink_mbps": uplink_mbps}
         | {"client_flops_per_s": assumed.client, "server_flops_per_s": assumed.server},
         "time": {"total_s": priced.seconds(), "client_flops_per_s": here.client, "server_flops_per_s": here.server},
@@ -121,7 +123,7 @@ def _facts(priced: Priced, uplink_mbps: float, client_gflops: float | None, serv
 def _cost_table(priced: Priced, facts: dict[str, Any]) -> list[dict[str, Any]]:
     """The forecast beside the paper's convention."""
     found, nominal = facts["forecast"], facts["nominal"] or {}
-    bound = "at most " if priced.forecast.at_most else ""
+    words = {key: why.partition(":")[0] + " " for key, why in priced.forecast.unsure.items()}
     rows = (
         ("client work of the run, all sites", "client_flops", "FLOP"),
         ("  one site in one round, mean", "client_flops_per_round_mean", "FLOP"),
@@ -136,7 +138,7 @@ def _cost_table(priced: Priced, facts: dict[str, Any]) -> list[dict[str, Any]]:
     return [
         {
             "cost": name,
-            "forecast": (bound if unit == "FLOP" else "") + _big(found[key]) + unit,
+            "forecast": words.get(key, "") + _big(found[key]) + unit,
             "paper's convention": _big(nominal[key]) + unit if key in nominal else None,
         }
         for name, key, unit in rows
@@ -146,11 +148,11 @@ def _cost_table(priced: Priced, facts: dict[str, Any]) -> list[dict[str, Any]]:
 def _time_table(facts: dict[str, Any]) -> list[dict[str, Any]]:
     latency = facts["latency"]
     return [
-        {"time": "one round, mean", "about": duration(latency["total_s"]), "of which": None},
-        {"time": "  slowest site", "about": duration(latency["client_s"]), "of which": f"at {_big(latency['client_flops_per_s'])}FLOP/s"},
-        {"time": "  its upload", "about": duration(latency["upload_s"]), "of which": f"at {latency['uplink_mbps']:g} Mbit/s"},
-        {"time": "  server", "about": duration(latency["server_s"]), "of which": f"at {_big(latency['server_flops_per_s'])}FLOP/s"},
-        {"time": "the run, simulated on this device", "about": duration(facts["time"]["total_s"]), "of which": None},
+        {"time": "one round, mean", "about": duration(latency["total_s"]), "assuming": None},
+        {"time": "  slowest site", "about": duration(latency["client_s"]), "assuming": f"at {_big(latency['client_flops_per_s'])}FLOP/s"},
+        {"time": "  its upload", "about": duration(latency["upload_s"]), "assuming": f"at {latency['uplink_mbps']:g} Mbit/s"},
+        {"time": "  server", "about": duration(latency["server_s"]), "assuming": f"at {_big(latency['server_flops_per_s'])}FLOP/s"},
+        {"time": "the run, simulated on this device", "about": duration(facts["time"]["total_s"]), "assuming": None},
     ]  # fmt: skip
 
 

@@ -9,6 +9,11 @@ from rescene.data.images import Dataset, Images, Transform
 from rescene.errors import DataError
 
 
+def has_stand_in(name: str) -> bool:
+    """Whether the number of images of each class is known without them."""
+    return name in CATALOG and CATALOG[name].per_class is not None
+
+
 def stand_in(name: str) -> Dataset:
     """The data set's published size, labels in order of class, and black pictures that share one byte of memory.
 

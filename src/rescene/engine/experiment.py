@@ -80,7 +80,7 @@ def prepare(recipe: Recipe, dataset: Dataset | None = None) -> Experiment:
     device = pick_device(recipe.device)
     rng = Rng(recipe.seed)
     method = recipe.build_method()
-    dataset = _load(recipe.data) if dataset is None else dataset
+    dataset = load_data(recipe.data) if dataset is None else dataset
     plan = recipe.tasks
     dataset, tasks = plan_tasks(
         dataset,
@@ -111,7 +111,7 @@ def prepare(recipe: Recipe, dataset: Dataset | None = None) -> Experiment:
     return Experiment(recipe, method, dataset, tasks, shards, arch, device, rng)
 
 
-def _load(data: DataSection) -> Dataset:
+def load_data(data: DataSection) -> Dataset:
     return load(
         data.name,
         data.path,

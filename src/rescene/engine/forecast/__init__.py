@@ -35,12 +35,12 @@ PRICERS: dict[str, type[Pricer]] = {
 
 @dataclass(frozen=True)
 class Forecast:
-    """The whole run, step by step. ``at_most`` says why figures are a bound, where they are not what will be counted."""
+    """The whole run, step by step. ``unsure`` names the figures that training decides: "at most: why", "about: why"."""
 
     moments: tuple[Moment, ...]
     client_state_bytes: int
     evaluation_flops: int
-    at_most: str | None
+    unsure: dict[str, str]
 
     @property
     def rounds(self) -> list[Moment]:
@@ -81,7 +81,7 @@ def forecast(experiment: Experiment) -> Forecast | None:
             largest_state = max(largest_state, model + max(pricer.remembered().values(), default=0))
         pricer.end(end)
         moments.append(end)
-    return Forecast(tuple(moments), largest_state, _evaluation_flops(world), pricer.at_most)
+    return Forecast(tuple(moments), largest_state, _evaluation_flops(world), pricer.unsure)
 
 
 def _evaluation_flops(world: World) -> int:

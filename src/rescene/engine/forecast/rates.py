@@ -23,7 +23,7 @@ from rescene.nets import Arch
 from rescene.rng import Rng, seeded_generator
 from rescene.steps import Condensation, Training, condense, fit_pool, fit_shard
 
-LONG_ENOUGH_S = 0.2
+LONG_ENOUGH_S = 0.4
 CLASSES = 10
 PLAIN = Transform((0.5, 0.5, 0.5), (0.25, 0.25, 0.25), 4)
 
@@ -112,19 +112,20 @@ def _pool_rate(arch: Arch, device: str, train: Training) -> float:
 
 
 def _rate(work: Callable[[FlopMeter, int], None], arch: Arch, device: str, most: int) -> float:
-    """FLOP/s of ``work`` on ever more images, until a call takes long enough to be timed or is as large as in a run."""
-    num_images, rate = min(4, most), 0.0
+    """FLOP/s of ``work`` on as many images as make a call long enough to be timed, at most as many as in a run."""
+    num_images, flops, seconds = min(4, most), 0, 0.0
     work(FlopMeter(arch), num_images)  # the first call loads kernels
-    while True:
+    while seconds < LONG_ENOUGH_S:
         meter, begin = FlopMeter(arch), time.perf_counter()
         work(meter, num_images)
         if torch.device(device).type == "cuda":
             torch.cuda.synchronize()
-        seconds = time.perf_counter() - begin
-        rate = sum(meter.flops.values()) / seconds
-        if seconds > LONG_ENOUGH_S or num_images >= most:
-            return rate
-        num_images = min(most, 3 * num_images)
+        took = time.perf_counter() - begin
+        if took < LONG_ENOUGH_S / 4 and num_images < most:
+            num_images = min(most, 3 * num_images)
+            continue
+        flops, seconds = flops + sum(meter.flops.values()), seconds + took
+    return flops / seconds
 
 
 def _net(meter: FlopMeter, arch: Arch, device: str) -> torch.nn.Module:

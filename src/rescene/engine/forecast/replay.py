@@ -13,10 +13,11 @@ from rescene.steps.reconstruction import INVERSION_PASSES, encoder_flops, encode
 class Glfc(FedAvg):
     """Exemplars and an old model on the clients; at the first contact with a task, prototypes for the proxy."""
 
-    at_most = "GLFC's searches for images stop early where they converge, and diverged ones leave the proxy's monitor set"
-
     def __init__(self, world: World) -> None:
         super().__init__(world)
+        self.unsure["server_flops"] = "at most: a search for an image stops where it converges, and may be thrown away"
+        if self.settings.trigger == "entropy":
+            self.unsure["client_flops"] = "about: a site that notices no new task sends no prototypes"
         self.exemplars = [dict.fromkeys(world.clients, 0)]  # by task
         self.old_model = 0  # rows of its head
         self.known: dict[int, int] = {}  # last task that each client has met
@@ -100,9 +101,9 @@ class FedCbdr(FedAvg):
         super().__init__(world)
         self.kept = dict.fromkeys(world.clients, 0)
         if self.settings.budget_scope == "global":
-            self.at_most = "with budget_scope=global chance decides which site keeps an exemplar; figures are means"
-        elif self.settings.form == "svd":
-            self.at_most = "with form=svd the singular vectors sent back have as many columns as the features have rank"
+            self.unsure["client_flops"] = "about: chance decides which site keeps an exemplar"
+        if self.settings.form == "svd":
+            self.unsure["downlink_bytes"] = "at most: singular vectors have as many columns as the features have rank"
 
     def trained_on(self, task: int, client: int) -> int:
         return self.world.images(task, client) + self.kept[client]

@@ -103,10 +103,9 @@ class World:
 class Pricer:
     """The verbs of a method, told as costs. One per method, in the order in which time runs."""
 
-    at_most: str | None = None  # why the figures are an upper bound or a mean, if they are
-
     def __init__(self, world: World) -> None:
         self.world = world
+        self.unsure: dict[str, str] = {}  # figure -> why training decides it: "at most, since ..." or "about, since ..."
         self.settings: Any = world.method
 
     def begin(self, moment: Moment) -> None:
