@@ -124,7 +124,9 @@ def test_tables_keep_both_conventions_apart():
     (row,) = client_resource_rows(["cifar10"], ["rescene"], seeds=[0])
     assert row["nominal"]["uplink_bytes_per_message"] == 245_760
     assert row["forecast"]["uplink_bytes_per_message"] < 245_760  # half of a small class, absent classes
-    assert row["forecast"]["client_flops"] > 2 * row["nominal"]["client_flops"]  # 256 real images where the paper fits 10
+    assert (
+        row["forecast"]["client_flops"] > 2 * row["nominal"]["client_flops"]
+    )  # 256 real images where the paper fits 10
     ipc = paper_experiment("cifar10", "rescene", overrides=["method.real_batch=ipc", "method.literal=true"])
     # 3F a surrogate and step: half of the paper's two passes over synthetic and real, less the weights' gradient
     assert forecast(ipc).measured()["client_flops"] == pytest.approx(row["nominal"]["client_flops"] * 3 / 8, rel=0.05)

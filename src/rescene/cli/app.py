@@ -78,7 +78,9 @@ def sweep(
     overrides: Annotated[list[str] | None, typer.Argument(help="key=a,b,c: every combination; method=all")] = None,
     seeds: Annotated[str, typer.Option("--seeds", help="comma-separated")] = "0",
     out: Annotated[Path | None, typer.Option("--out", help="folder for the cells (default: runs/<recipe>)")] = None,
-    plan: Annotated[bool, typer.Option("--plan", help="list the cells with what they will cost, and run nothing")] = False,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="list the cells with what they will cost, and run nothing")
+    ] = False,
     quiet: Quiet = False,
     as_json: AsJson = False,
     plugin: Plugin = None,

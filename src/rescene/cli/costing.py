@@ -90,7 +90,9 @@ def show_cost(
         print(f"Sizes as published: {priced.missing.what}.")
 
 
-def _facts(priced: Priced, uplink_mbps: float, client_gflops: float | None, server_gflops: float | None) -> dict[str, Any]:
+def _facts(
+    priced: Priced, uplink_mbps: float, client_gflops: float | None, server_gflops: float | None
+) -> dict[str, Any]:
     experiment, found, here = priced.experiment, priced.forecast, priced.rates
     federation = experiment.recipe.federation
     assumed = Rates(
@@ -113,7 +115,8 @@ def _facts(priced: Priced, uplink_mbps: float, client_gflops: float | None, serv
         },
         "nominal": nominal_cost(experiment),
         "unsure": found.unsure,
-        "latency": asdict(latency) | {"total_s": latency.total_s, "uplink_mbps": uplink_mbps}
+        "latency": asdict(latency)
+        | {"total_s": latency.total_s, "uplink_mbps": uplink_mbps}
         | {"client_flops_per_s": assumed.client, "server_flops_per_s": assumed.server},
         "time": {"total_s": priced.seconds(), "client_flops_per_s": here.client, "server_flops_per_s": here.server},
         "data_missing": None if priced.missing is None else priced.missing.what,

@@ -24,7 +24,14 @@ class Entry:
 CATALOG = {
     entry.name: entry
     for entry in (
-        Entry("fashion-mini", 10, 32, "MIT, Zalando SE 2017; cite Xiao, Rasul, Vollgraf 2017", "part of the package", (600, 200)),
+        Entry(
+            "fashion-mini",
+            10,
+            32,
+            "MIT, Zalando SE 2017; cite Xiao, Rasul, Vollgraf 2017",
+            "part of the package",
+            (600, 200),
+        ),
         Entry(
             "cifar10",
             10,

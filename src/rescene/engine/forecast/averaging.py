@@ -44,7 +44,9 @@ class FedAvg(Pricer):
     def tell_everybody(self, moment: Moment, down: int, flops: Mapping[int, int] | None = None, up: int = 0) -> None:
         """An exchange with all N clients at the beginning or end of a task."""
         clients = self.world.clients
-        moment.exchanges.append(Exchange({k: (flops or {}).get(k, 0) for k in clients}, dict.fromkeys(clients, up), down))
+        moment.exchanges.append(
+            Exchange({k: (flops or {}).get(k, 0) for k in clients}, dict.fromkeys(clients, up), down)
+        )
 
 
 class FedEWC(FedAvg):

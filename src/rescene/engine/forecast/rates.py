@@ -62,9 +62,7 @@ def round_latency(moment: Moment, rates: Rates, uplink_mbps: float) -> Latency:
     """Clients work at the same time and wait for each other at every exchange (synchronous learning, App. E)."""
     client_s = upload_s = 0.0
     for exchange in moment.exchanges:
-        times = [
-            (exchange.flops[k] / rates.client, 8 * up / (1e6 * uplink_mbps)) for k, up in exchange.up.items()
-        ]
+        times = [(exchange.flops[k] / rates.client, 8 * up / (1e6 * uplink_mbps)) for k, up in exchange.up.items()]
         work, upload = max(times, key=sum, default=(0.0, 0.0))
         client_s, upload_s = client_s + work, upload_s + upload
     return Latency(client_s, upload_s, moment.server_flops / rates.server)

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 
-from rescene.engine.forecast.world import FLOAT, LABEL, PIXELS, TRAINING, Exchange, Moment, Pricer, World, epoch_images, nothing
+from rescene.engine.forecast.world import (
+    FLOAT,
+    LABEL,
+    PIXELS,
+    TRAINING,
+    Exchange,
+    Moment,
+    Pricer,
+    World,
+    epoch_images,
+    nothing,
+)
 from rescene.methods.raw_upload import RawUpload
 
 
@@ -22,10 +33,10 @@ class Condensing(Pricer):
         return {c: m for c, m in counts.items() if m}
 
     def condensation_flops(self, task: int, client: int) -> int:
-        held, passes = self.world.held[task][client], 0
+        held, passes, steps = self.world.held[task][client], 0, int(self.settings.num_steps)
         for label, m in self.made(task, client).items():
             passes += self.settings.real_batch_size(held[label], m) + PIXELS * m
-        return self.settings.num_steps * passes * self.world.flops(self.world.seen(task))
+        return steps * passes * self.world.flops(self.world.seen(task))
 
     def upload_bytes(self, num_images: int) -> int:
         return num_images * (self.world.image_values * FLOAT + LABEL)
@@ -108,7 +119,9 @@ class Joint(Condensing):
 
     def begin(self, moment: Moment) -> None:
         sizes = {k: self.world.images(moment.task, k) for k in self.world.clients}
-        moment.exchanges.append(Exchange(dict.fromkeys(sizes, 0), {k: self.upload_bytes(n) for k, n in sizes.items()}, 0))
+        moment.exchanges.append(
+            Exchange(dict.fromkeys(sizes, 0), {k: self.upload_bytes(n) for k, n in sizes.items()}, 0)
+        )
         self.collected += sum(sizes.values())
 
     def round(self, moment: Moment, participants: list[int]) -> None:

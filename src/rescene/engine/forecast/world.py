@@ -105,7 +105,9 @@ class Pricer:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.unsure: dict[str, str] = {}  # figure -> why training decides it: "at most, since ..." or "about, since ..."
+        self.unsure: dict[
+            str, str
+        ] = {}  # figure -> why training decides it: "at most, since ..." or "about, since ..."
         self.settings: Any = world.method
 
     def begin(self, moment: Moment) -> None:
