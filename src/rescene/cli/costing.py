@@ -193,7 +193,7 @@ def duration(seconds: float) -> str:
     """A length of time in two digits or so.
 
     >>> duration(0.012), duration(75), duration(7200), duration(300000)
-    ('0.01 s', '1.2 min', '2.0 h', '3.5 days')
+    ('0.012 s', '1.2 min', '2.0 h', '3.5 days')
     """
     for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
         if seconds >= size:
