@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rescene.api import Result, default_folder, execute
+from rescene.cli.costing import NO_FORECAST, plan_columns, plan_words, price
 from rescene.cli.listing import print_rows
 from rescene.cli.live import watch
 from rescene.cli.livepage import live_page
@@ -51,11 +52,8 @@ def run_sweep(
 ) -> int:
     """Run every cell that is not done; a cell that fails is listed and the rest goes on. Returns the number that failed."""
     cells = grid(recipe, overrides, seeds, out)
-    rows = [
-        {"cell": " ".join(c.overrides), "folder": str(c.folder), "state": "done" if c.done else "to run"} for c in cells
-    ]
     if plan:
-        print_rows(rows, as_json)
+        print_plan(cells, as_json)
         return 0
     results: list[Result] = []
     failures: list[dict[str, Any]] = []
@@ -107,6 +105,37 @@ def _outcomes(cells: list[Cell], jobs: int, quiet: bool) -> Iterator[tuple[Cell,
     except KeyboardInterrupt:
         print("interrupted; the same command continues every cell where it stands", file=sys.stderr)
         os._exit(130)  # threads cannot be interrupted, and a run can be stopped at any moment without loss
+
+
+def print_plan(cells: list[Cell], as_json: bool) -> None:
+    """Every cell with its state, its cost and its time here, and the sum over those not done; problems with their fix."""
+    rows: list[dict[str, Any]] = []
+    total: dict[str, float] = {}
+    problems: dict[str, str] = {}
+    for cell in cells:
+        row: dict[str, Any] = {"cell": " ".join(cell.overrides), "folder": str(cell.folder)}
+        problem: ResceneError | None
+        try:
+            priced = price(cell.resolved)
+            figures, problem = plan_columns(priced), priced.missing
+        except ResceneError as error:
+            figures, problem = {}, None if error.code == NO_FORECAST else error  # a plug-in runs all the same
+        if problem is not None and not cell.done:
+            row["state"] = f"cannot run: {problem.code}"
+            problems[f"[{problem.code}] {problem.what}"] = problem.fix or ""
+            if as_json:
+                row |= {"problem": problem.what, "fix": problem.fix}
+        else:
+            row["state"] = "done" if cell.done else "to run"
+        rows.append(row | (figures if as_json or not figures else plan_words(figures)))
+        if not cell.done:
+            total = {key: total.get(key, 0.0) + value for key, value in figures.items()} or total
+    if not as_json and total:
+        rows.append({"cell": "in all, not done", "folder": "", "state": ""} | plan_words(total))
+    print_rows(rows, as_json)
+    if not as_json:
+        for what, fix in problems.items():
+            print(f"{what}\n  fix: {fix}")
 
 
 def grid(recipe: str, overrides: list[str], seeds: str, out: Path | None) -> list[Cell]:

@@ -36,7 +36,8 @@ class FlopMeter:
         finally:
             self.side = before
 
-    def _add(self, flops: int) -> None:
+    def add(self, flops: int) -> None:
+        """Work of this side. Networks that no hook watches are told of by their steps."""
         with self._lock:  # clients may work side by side
             self.flops[self.side] += flops
 
@@ -47,11 +48,11 @@ class FlopMeter:
             passes = 1
             if torch.is_grad_enabled() and output.requires_grad:
                 passes += 2 if next(module.parameters()).requires_grad else 1
-            self._add(_num_images(inputs[0]) * cost * passes)
+            self.add(_num_images(inputs[0]) * cost * passes)
 
         def count_passes(num_passes: int) -> None:
             """For steps that replay recorded work, which calls no hooks: images times passes through the network."""
-            self._add(num_passes * cost)
+            self.add(num_passes * cost)
 
         net.body.register_forward_hook(count)  # type: ignore[union-attr]
         net.count_passes = count_passes  # type: ignore[assignment]
