@@ -21,7 +21,7 @@ from rescene.methods.base import Model
 from rescene.rng import seeded_generator
 from rescene.steps import embed
 
-REAL_PER_CLASS = 256  # real images per class behind the figures of each round; the task-end mean takes all of them
+REAL_PER_CLASS = 100  # real images per class behind the figures of each round; the task-end mean takes all of them
 SKETCH_SIZE = 2**17  # distances of models are exact up to so many weights, and within about 1 % above
 _DIGITS = 8
 _STALE = ("matching_error", "surrogate_drift", "real_drift", "model_distance")
@@ -92,6 +92,7 @@ class TheoryWatch:
                 "class": self.experiment.dataset.classes[label],
                 **herding_facts(z[own], rounds, window, budget, mu[i]),
                 "kept_to_real": float((buffer.double().mean(dim=0) - mu[i]).norm()),
+                "sampling_error": float((mu_sampled[i] - mu[i].cpu()).norm()),  # below it a round's figures are noise
             }
             rows.append(_short(_with_staleness(row, stale)))
         return rows
