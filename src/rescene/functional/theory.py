@@ -62,7 +62,7 @@ def _greedy_order(z: Tensor, target: Tensor, budget: int) -> Tensor:
     """The picks of Eq. 2 in order; ``herd`` does not order them when it keeps everything, so the last one is added."""
     if budget < len(z):
         return herd(z, target, budget)
-    first = herd(z, target, budget - 1)
+    first = herd(z, target, budget - 1).long()  # an empty answer has no integer type
     chosen = torch.zeros(len(z), dtype=torch.bool, device=z.device).index_fill(0, first, True)
     return torch.cat([first, (~chosen).nonzero().squeeze(1)])
 
