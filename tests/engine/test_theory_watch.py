@@ -56,7 +56,9 @@ def test_the_distances_are_those_of_the_images(seen):
     for call in calls:
         e, task, before = call["experiment"], call["task"], call["before"]
         net, normalise = e.arch.restore(before.model), e.dataset.transform.normalise
-        pool = {name: torch.cat([getattr(part, name) for part in before.pool]) for name in ("images", "labels", "rounds")}
+        pool = {
+            name: torch.cat([getattr(part, name) for part in before.pool]) for name in ("images", "labels", "rounds")
+        }
         kept = call["after"].buffers[-1]
         assert [row["class"] for row in call["rows"]] == [e.dataset.classes[c] for c in task.classes]
         for row, label in zip(call["rows"], task.classes, strict=True):
@@ -91,7 +93,9 @@ def test_staleness_is_that_of_the_models_on_the_way(seen):
                 got = {key: values[at] for key, values in row["rounds"].items()}
                 delta = (unit_mean(then, images) - unit_mean(then, real)).norm()
                 drifts = [float((unit_mean(end, x) - unit_mean(then, x)).norm()) for x in (images, real)]
-                moved = sum(float((before.model[k] - v).square().sum()) for k, v in model.items() if v.is_floating_point())
+                moved = sum(
+                    float((before.model[k] - v).square().sum()) for k, v in model.items() if v.is_floating_point()
+                )
                 assert got["matching_error"] == pytest.approx(float(delta), abs=1e-5)
                 assert [got["surrogate_drift"], got["real_drift"]] == pytest.approx(drifts, abs=1e-5)
                 assert got["model_distance"] == pytest.approx(math.sqrt(moved), rel=1e-4)
@@ -142,7 +146,9 @@ def test_a_run_stopped_inside_a_task_knows_its_earlier_rounds(seen, tmp_path, mo
 def test_rounds_nobody_watched_have_no_staleness(seen, tmp_path, monkeypatch):
     """A checkpoint of an older version: the task-end figures are there, those of its rounds are not."""
     watch = TheoryWatch.round
-    monkeypatch.setattr(TheoryWatch, "round", lambda self, task, number, *rest: number > 2 and watch(self, task, number, *rest))
+    monkeypatch.setattr(
+        TheoryWatch, "round", lambda self, task, number, *rest: number > 2 and watch(self, task, number, *rest)
+    )
     found, whole = run(tmp_path / "r").values["theory"]["classes"], seen[0].values["theory"]["classes"]
     for row, full in zip(found, whole, strict=True):
         for number, delta in zip(row["rounds"]["round"], row["rounds"]["matching_error"], strict=True):

@@ -181,7 +181,7 @@ def test_the_theorems_are_never_contradicted():
             assert found["herded_to_real"] < found["pool_to_real"]
         if all(both) and found["removed_bias"] > found["corollary_needs"]:
             assert found["herded_to_real"] < found["full_pool_to_real"]
-        assert 0 <= found["removed_bias"] + 1e-12
+        assert found["removed_bias"] + 1e-12 >= 0
         assert found["removed_bias"] - 2 * found["sigma"] <= found["largest_margin"] + 1e-9
         covered.add(both[0])
         promised.add(promise)

@@ -125,7 +125,7 @@ def _lemma(rows: Sequence[Row]) -> Finding:
     chance = _count(rows, lambda row: row["target_random"] <= row["target_bound"])
     if chance:
         text += (
-            f" The bound is weak: a buffer drawn at random would typically keep it too in {chance} "
+            f" The bound is weak: a buffer drawn at random would typically keep it too in {chance} of {total} "
             f"(distance {_mean(rows, 'target_random'):.4f} on average)."
         )
     return Finding("Lemma 1, the buffer approaches its target", _verdict(good, total), text)
@@ -148,7 +148,7 @@ def _theorem(rows: Sequence[Row]) -> Finding:
         if hopeless
         else ""
     )
-    keys = ("theorem_needs", "pool_to_real", "whole pool")
+    keys = ("theorem_needs", "pool_to_real", "the whole pool")
     return _improvement(rows, "Theorem 1, closer to the real class than the whole pool", *keys, extra=extra)
 
 
@@ -178,7 +178,7 @@ def _improvement(rows: Sequence[Row], statement: str, needs: str, other: str, na
         text += f" In {wrong} the promise was broken: that contradicts the proof, so suspect the program."
     text += (
         f" Measured: temporal herding is closer to the real mean in {closer} of {total}, level in {level}, further in "
-        f"{total - closer - level} ({_mean(rows, 'herded_to_real'):.4f} against {_mean(rows, other):.4f} for the {name})."
+        f"{total - closer - level} ({_mean(rows, 'herded_to_real'):.4f} against {_mean(rows, other):.4f} for {name})."
     )
     return Finding(statement, "silent" if not proved else "fails" if wrong else _verdict(len(proved), total), text)
 
@@ -194,6 +194,10 @@ def _stale(rows: Sequence[Row]) -> list[Finding]:
         f"The bound is {_mean(steps, 'staleness_bound'):.2f} on average where the error is {_mean(steps, 'task_end_error'):.4f}; "
         f"in {empty} of {len(steps)} rounds it is 2 or more and says nothing."
     )
+    text += (
+        f" Since they were made, uploads moved by {_mean(steps, 'surrogate_drift'):.2f} and real images by "
+        f"{_mean(steps, 'real_drift'):.2f} in feature space; the bound adds the two, even where they go together."
+    )
     if pairs:
         first, last = ([pair[i] for pair in pairs] for i in (0, 1))
         worse = sum(a["task_end_error"] > b["task_end_error"] for a, b in pairs)
@@ -201,7 +205,8 @@ def _stale(rows: Sequence[Row]) -> list[Finding]:
             f" Under the final model the first round's uploads are {_mean(first, 'task_end_error'):.4f} from the real mean and the last "
             f"round's {_mean(last, 'task_end_error'):.4f}; the first are the staler ones in {worse} of {len(pairs)} classes."
         )
-    return [Finding("Proposition 1, staleness", "silent" if empty == len(steps) else "holds", text)]
+    verdict = "silent" if empty == len(steps) else "mixed" if empty else "holds"
+    return [Finding("Proposition 1, staleness", verdict, text)]
 
 
 def round_rows(row: Row) -> list[Row]:
