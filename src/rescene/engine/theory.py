@@ -6,12 +6,12 @@ the method: states are read, features come from a network of its own, and no ran
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from rescene.data import Task
 from rescene.engine.experiment import Experiment
@@ -50,10 +50,10 @@ class TheoryWatch:
         pool = _joined([part for part in getattr(state, "pool", ()) if int(part.rounds[0]) == number])
         if pool is None:
             return
-        sample = task.train[self._sample(task)]
+        net, sample = self.experiment.arch.restore(model), task.train[self._sample(task)]
         self.rounds[str(number)] = {
-            "surrogates": _class_means(self._features(model, pool.images), pool.labels, task).cpu(),
-            "real": _class_means(self._real_features(model, sample), self._labels(sample), task).cpu(),
+            "surrogates": _class_means(_features(net, pool.images), pool.labels, task).cpu(),
+            "real": _class_means(self._real_features(net, sample), self._labels(sample), task).cpu(),
             "sketch": self._sketch(model).cpu(),
         }
 
@@ -64,11 +64,8 @@ class TheoryWatch:
         kept = _joined(getattr(after, "buffers", ())[len(getattr(before, "buffers", ())) :])
         if pool is None or kept is None:
             return []
-        z, real, labels = (
-            self._features(before.model, pool.images),
-            self._real_features(before.model, task.train),
-            self._labels(task.train),
-        )
+        net = self.experiment.arch.restore(before.model)
+        z, real, labels = _features(net, pool.images), self._real_features(net, task.train), self._labels(task.train)
         sample = self._sample(task)
         mu, mu_sampled = _class_means(real, labels, task), _class_means(real[sample], labels[sample], task).cpu()
         end = self._sketch(before.model).cpu().double()
@@ -80,7 +77,7 @@ class TheoryWatch:
                 continue
             rounds, budget = pool.rounds[own], int(stored.sum())
             window = recent_window(rounds, self.experiment.recipe.federation.num_rounds, _fraction(self.experiment))
-            buffer = z[own] if budget == len(rounds) else self._features(before.model, kept.images[stored])
+            buffer = z[own] if budget == len(rounds) else _features(net, kept.images[stored])
             stale = [
                 staleness(seen["surrogates"][i], seen["real"][i], mean.cpu(), mu_sampled[i], distances[str(r)])
                 if (seen := watched.get(str(r)))
@@ -116,14 +113,10 @@ class TheoryWatch:
             chosen[members[:: max(1, -(-len(members) // REAL_PER_CLASS))]] = True
         return chosen
 
-    def _features(self, model: Model, images: Tensor) -> Tensor:
-        """z of normalised images."""
-        return F.normalize(embed(self.experiment.arch.restore(model), images), dim=1, eps=1e-12)
-
-    def _real_features(self, model: Model, index: Tensor) -> Tensor:
+    def _real_features(self, net: nn.Module, index: Tensor) -> Tensor:
         """z of the training images at these positions."""
-        data, net = self.experiment.dataset, self.experiment.arch.restore(model)
-        return F.normalize(embed(net, data.train.pixels[index], data.transform.normalise), dim=1, eps=1e-12)
+        data = self.experiment.dataset
+        return _features(net, data.train.pixels[index], data.transform.normalise)
 
     def _sketch(self, model: Model) -> Tensor:
         """Random signs, then sums over SKETCH_SIZE residue classes: the distance of two models survives, their size does not.
@@ -176,6 +169,11 @@ def _joined(parts: Sequence[Any]) -> Pictures | None:
     if not parts:
         return None
     return Pictures(*(torch.cat([getattr(part, name) for part in parts]) for name in Pictures._fields))
+
+
+def _features(net: nn.Module, images: Tensor, prepare: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
+    """z: features of unit length [n, d]."""
+    return F.normalize(embed(net, images, prepare), dim=1, eps=1e-12)
 
 
 def _class_means(z: Tensor, labels: Tensor, task: Task) -> Tensor:

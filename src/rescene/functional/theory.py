@@ -162,7 +162,8 @@ def herding_facts(z: Tensor, rounds: Tensor, window: Tensor, budget: int, mu: Te
     """
     z, mu = z.double(), mu.double()
     m_p, m_w = z.mean(dim=0), z[window].mean(dim=0)
-    herded, whole = approach(z, m_w, budget), approach(z, m_p, budget)
+    herded = approach(z, m_w, budget)
+    whole = herded if bool(window.all()) else approach(z, m_p, budget)
     numbers, counts, means = zip(*round_means(z, rounds), strict=True)
     errors = torch.stack(means) - mu
     fit, n = coherent_bias(errors), torch.tensor(counts, dtype=z.dtype, device=z.device)
