@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -166,6 +167,15 @@ def test_methods_that_keep_nothing_have_no_theory(tmp_path):
     assert rescene.run("smoke", out=tmp_path / "fedavg", method="fedavg").values["theory"] is None
     raw = rescene.run("smoke", out=tmp_path / "raw", **{"method": "raw-upload", "tasks.limit": 1})
     assert len(raw.values["theory"]["classes"]) == 2
+
+
+def test_a_pool_of_another_kind_is_left_alone(seen):
+    call = seen[1][0]
+    watch = TheoryWatch(call["experiment"])
+    for pool in (torch.zeros(3), (torch.zeros(3),), None):
+        other = SimpleNamespace(model=call["before"].model, pool=pool, buffers=pool)
+        watch.round(call["task"], 1, other.model, other)
+        assert watch.rounds == {} and watch.task(call["task"], other, other) == []
 
 
 def test_sketches_keep_distances(seen, monkeypatch):

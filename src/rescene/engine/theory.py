@@ -47,7 +47,7 @@ class TheoryWatch:
 
     def round(self, task: Task, number: int, model: Model, state: Any) -> None:
         """After a round: its uploads and the real images under ``model``, the one they were made with."""
-        pool = _joined([part for part in getattr(state, "pool", ()) if int(part.rounds[0]) == number])
+        pool = _joined([part for part in _parts(state, "pool") if len(part.rounds) and int(part.rounds[0]) == number])
         if pool is None:
             return
         net, sample = self.experiment.arch.restore(model), task.train[self._sample(task)]
@@ -60,8 +60,8 @@ class TheoryWatch:
     def task(self, task: Task, before: Any, after: Any) -> list[Row]:
         """At the end of a task: one row per class of which something was kept."""
         watched, self.rounds = self.rounds, {}
-        pool = _joined(getattr(before, "pool", ()))
-        kept = _joined(getattr(after, "buffers", ())[len(getattr(before, "buffers", ())) :])
+        pool = _joined(_parts(before, "pool"))
+        kept = _joined(_parts(after, "buffers")[len(_parts(before, "buffers")) :])
         if pool is None or kept is None:
             return []
         net = self.experiment.arch.restore(before.model)
@@ -163,6 +163,13 @@ def theory_tables(record: Row | None) -> dict[str, tuple[list[str], list[list[An
 def _fraction(experiment: Experiment) -> float:
     """lambda; a method without a window herds towards the whole pool."""
     return float(getattr(experiment.method, "recent_fraction", 1.0))
+
+
+def _parts(state: Any, name: str) -> Sequence[Any]:
+    """The state's pictures under this name; none if it keeps something else there."""
+    parts = getattr(state, name, ())
+    fits = isinstance(parts, tuple) and all(hasattr(part, key) for part in parts for key in Pictures._fields)
+    return parts if fits else ()
 
 
 def _joined(parts: Sequence[Any]) -> Pictures | None:
