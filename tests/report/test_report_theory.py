@@ -66,7 +66,7 @@ def test_failing_coverage_and_a_broken_bound_are_named() -> None:
     broken = class_row(coverage_fails_at=41, target_distance=0.3, target_random=0.31)
     one = found(class_row(), broken)
     assert one["Assumption 1"].verdict == one["Lemma 1"].verdict == "mixed"
-    assert "first failed between step 41 and 41, at the median after 41 %" in one["Assumption 1"].text
+    assert "first failed between step 41 and 41, at the median after 41\u00a0%" in one["Assumption 1"].text
     assert "in 1 of 2 classes" in one["Lemma 1"].text and "contradicts" not in one["Lemma 1"].text
     assert "every assumption in 1" in one["Theorem 1"].text and one["Theorem 1"].verdict == "mixed"
     assert found(broken)["Lemma 1"].verdict == "fails"

@@ -40,7 +40,7 @@ def distance_plot(rows: Sequence[Row]) -> Plot:
         )
         axes.set(xlim=ends, ylim=ends, xlabel="‖m − μ‖ of the rival", ylabel="‖m_H − μ‖ of temporal herding")
         axes.set_aspect("equal")
-        axes.locator_params(nbins=5)
+        axes.locator_params(nbins=6)
         legend_above(sheet, axes)
 
     caption = (

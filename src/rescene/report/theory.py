@@ -14,6 +14,7 @@ from typing import Any
 from rescene.report.groups import Group
 from rescene.report.look import plain
 from rescene.report.runs import Row, Run, number, table
+from rescene.report.words import PERCENT
 
 TRIVIAL = 2.0  # two means of unit vectors are never further apart
 _NEARLY = 1e-9  # distances that differ by less are the same up to rounding
@@ -105,7 +106,7 @@ def _coverage(rows: Sequence[Row]) -> Finding:
         share = statistics.median(row["coverage_fails_at"] / row["num_kept"] for row in failing)
         text += (
             f" Elsewhere it first failed between step {steps[0]} and {steps[-1]}, at the median after "
-            f"{100 * share:.0f} % of the picks; from there on the proof of the lemma does not apply."
+            f"{100 * share:.0f}{PERCENT} of the picks; from there on the proof of the lemma does not apply."
         )
     return Finding("Assumption 1, directional coverage", _verdict(good, total), text)
 
@@ -134,7 +135,7 @@ def _lemma(rows: Sequence[Row]) -> Finding:
 def _bias(rows: Sequence[Row]) -> Finding:
     share, gone = 100 * _mean(rows, "coherence"), _count(rows, lambda row: row["removed_bias"] > _NEARLY)
     text = (
-        f"A shared direction that fades over the rounds explains {share:.0f} % of the rounds' squared error on average; the rest is "
+        f"A shared direction that fades over the rounds explains {share:.0f}{PERCENT} of the rounds' squared error on average; the rest is "
         f"a deviation of up to σ = {_mean(rows, 'sigma'):.4f}. The window removes some bias in {gone} of {len(rows)} classes, "
         f"{_mean(rows, 'removed_bias'):.4f} on average. Any errors can be written this way; the theorem asks whether the bias outweighs σ."
     )
