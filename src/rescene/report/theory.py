@@ -123,7 +123,7 @@ def _lemma(rows: Sequence[Row]) -> Finding:
     broken = _count(rows, lambda row: _covered(row) and not _within(row))
     if broken:
         text += f" In {broken} the assumption held and the bound did not: that contradicts the proof, so suspect the program."
-    chance = _count(rows, lambda row: row["target_random"] <= row["target_bound"])
+    chance = _count(rows, lambda row: row["num_kept"] < row["num_pool"] and row["target_random"] <= row["target_bound"])
     if chance:
         text += (
             f" The bound is weak: a buffer drawn at random would typically keep it too in {chance} of {total} "
@@ -139,16 +139,20 @@ def _bias(rows: Sequence[Row]) -> Finding:
         f"a deviation of up to σ = {_mean(rows, 'sigma'):.4f}. The window removes some bias in {gone} of {len(rows)} classes, "
         f"{_mean(rows, 'removed_bias'):.4f} on average. Any errors can be written this way; the theorem asks whether the bias outweighs σ."
     )
-    return Finding("Assumption 2, coherent stale bias", "holds" if share >= 50 else "mixed", text)
+    return Finding("Assumption 2, coherent stale bias", "holds" if share >= 50 and gone else "mixed", text)
 
 
 def _theorem(rows: Sequence[Row]) -> Finding:
-    hopeless = _count(rows, lambda row: row["largest_margin"] <= row["target_bound"])
-    extra = (
-        f" In {hopeless} of {len(rows)} no choice of direction and bias could meet it: ‖m_P − μ‖ − ‖m_W − μ‖ does not exceed Δ/√B."
-        if hopeless
-        else ""
-    )
+    total, direct = len(rows), [row for row in rows if row["largest_margin"] > row["target_bound"]]
+    extra = ""
+    if len(direct) < total:
+        extra = (
+            f" In {total - len(direct)} of {total} no choice of direction and bias could meet it: "
+            "‖m_P − μ‖ − ‖m_W − μ‖ does not exceed Δ/√B."
+        )
+    if len(direct) > len([row for row in direct if row["removed_bias"] > row["theorem_needs"]]):
+        sure = _count(direct, _covered)
+        extra += f" In {sure} that difference alone does exceed it, which is enough for the proof."
     keys = ("theorem_needs", "pool_to_real", "the whole pool")
     return _improvement(rows, "Theorem 1, closer to the real class than the whole pool", *keys, extra=extra)
 
