@@ -1,4 +1,7 @@
-"""The Triton kernels against torch's own operations, by Triton's interpreter: no GPU needed, only Triton."""
+"""The Triton kernels against torch's own operations, by Triton's interpreter: no GPU needed, only Triton.
+
+TRITON_INTERPRET=1 python -m pytest tests/steps/test_kernels.py        (set before torch is imported)
+"""
 
 import os
 
@@ -6,8 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton", reason="Triton is not installed")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("TRITON_INTERPRET=1 is not set", allow_module_level=True)
 
 from rescene.data import Transform
 from rescene.steps import fused
@@ -77,7 +81,7 @@ def test_update_and_loss():
     K.sgd_(theta, velocity, gradient, low, torch.tensor(0.1), 0.9, 5e-4)
     fused.sgd_(*copies, torch.tensor(0.1), 0.9, 5e-4)
     for one, other in zip((theta, velocity, low), (copies[0], copies[1], copies[3]), strict=True):
-        assert torch.allclose(one.float(), other.float(), atol=1e-6)
+        assert torch.allclose(one.float(), other.float(), rtol=2**-7 if one is low else 1e-6, atol=1e-6)
     logits, y = torch.randn(6, 40, generator=generator), torch.randint(40, (6,), generator=generator)
     given = logits, torch.randn(40, generator=generator), y, torch.tensor(4, dtype=torch.int32)
     for one, other in zip(K.loss_and_gradient(*given), fused.loss_and_gradient(*given), strict=True):

@@ -246,6 +246,17 @@ app.command()(plot)
 
 @app.command()
 @verb
+def theory(
+    folder: Annotated[Path, typer.Argument(help="finished run, or a folder that holds some")], as_json: AsJson = False
+) -> None:
+    """What the paper proves about the buffer, measured: which assumptions hold, which bounds say something."""
+    from rescene.cli.theory import print_theory
+
+    print_theory(folder, as_json)
+
+
+@app.command()
+@verb
 def runs(
     folder: Annotated[Path | None, typer.Argument(help="where to look (default: $RESCENE_RUNS or runs)")] = None,
     as_json: AsJson = False,

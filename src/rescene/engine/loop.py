@@ -23,6 +23,7 @@ from rescene.engine.federation import InProcess
 from rescene.engine.folder import RunFolder
 from rescene.engine.ledger import FlopMeter, Ledger
 from rescene.engine.results import results_of, write_tables
+from rescene.engine.theory import TheoryWatch
 from rescene.engine.watch import LeakageWatch, Progress, Timer, warnings_to
 from rescene.engine.writer import Writer
 from rescene.errors import RunError
@@ -46,6 +47,7 @@ class Facts:
     within_task: list[float] = field(default_factory=list)
     confusion: list[list[int]] = field(default_factory=list)
     leakage: list[dict[str, Any]] = field(default_factory=list)
+    theory: list[dict[str, Any]] = field(default_factory=list)
     num_client_failures: int = 0
     num_fallbacks: int = 0
 
@@ -78,6 +80,7 @@ class Run:
         self.writer, self.done = Writer(e.device), 0  # steps whose checkpoint is on disk
         self.steps = schedule(e.tasks, resolved.recipe.federation.num_rounds)
         self.leakage = LeakageWatch(e.dataset)
+        self.theory = TheoryWatch(e)
         self.ledger = Ledger(FlopMeter(e.arch))
         federation = resolved.recipe.federation
         self.federation = InProcess(
@@ -138,8 +141,11 @@ class Run:
             return
         self.federation.move(task, None)
         if step.ends:
+            before = self.state
             with self.timer.phase("server"):
                 self.state = method.end_task(self.state, task, self.federation, rng.at("end"))
+            with self.timer.phase("theory"):
+                self.facts.theory += self.theory.task(task, before, self.state)
             self._after_task(task)
             return
         self.leakage.begin(task)
@@ -154,11 +160,14 @@ class Run:
         self.federation.move(task, r, e.participants(task, r))
         self.leakage.round = r
         self._tell("phase", phase="clients")
+        model = self.state.model
         with self.timer.phase("server"):
             payload = e.method.broadcast(self.state, r, self.federation, rng.at("broadcast"))
             uploads = self.federation.ask(self.federation.participants, "client_round", payload)
             self._tell("phase", phase="server")
             self.state = e.method.server_round(self.state, uploads, r, self.federation, rng.at("round"))
+        with self.timer.phase("theory"):
+            self.theory.round(task, r + 1, model, self.state)
         self.ledger.states(self.state, self.federation.client_states, state_bytes(self.state.model))
         every = e.recipe.federation.evaluate_every
         accuracy = self._evaluate(task).overall if every and (r + 1) % every == 0 else None
@@ -226,6 +235,7 @@ class Run:
                 "state": self.state,
                 "clients": {str(k): state for k, state in sorted(self.federation.client_states.items())},
                 "leakage": self.leakage.tree(),
+                "theory": self.theory.tree(),
             }
             facts = {
                 "facts": _plain(vars(self.facts)),
@@ -265,6 +275,7 @@ class Run:
             self.timer.resume(saved.facts["timing"])
             step = self.steps[saved.step - 1]
             self.leakage.restore(step.task, saved.tree["leakage"])
+            self.theory.restore(saved.tree.get("theory", {}))
             self.place = (step.task.index, -1 if step.round is None else step.round)
             self.early.append({"level": "info", "code": "I401", "message": f"resumed after step {saved.step}"})
         for event in self.early:

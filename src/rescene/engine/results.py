@@ -13,6 +13,7 @@ from rescene import functional as fn
 from rescene.engine.experiment import Experiment
 from rescene.engine.ledger import Ledger
 from rescene.engine.nominal import nominal_cost
+from rescene.engine.theory import theory_record, theory_tables
 from rescene.methods import Method
 
 SCHEMA = 1
@@ -54,6 +55,7 @@ def results_of(experiment: Experiment, facts: dict[str, Any], ledger: Ledger) ->
             ],
             "cost": {"measured": ledger.measured(), "nominal": nominal_cost(experiment)},
             "leakage": leakage,
+            "theory": theory_record(experiment, facts["theory"]),
             "privacy": {"private": False, "statement": _statement(experiment.method, leakage)},
             "events_summary": {
                 "client_failures": facts["num_client_failures"],
@@ -67,7 +69,7 @@ def results_of(experiment: Experiment, facts: dict[str, Any], ledger: Ledger) ->
 
 
 def write_tables(folder: Path, results: dict[str, Any], metrics: Path) -> None:
-    """The same numbers as CSV: accuracy matrix, rounds, cost, confusion."""
+    """The same numbers as CSV: accuracy matrix, rounds, cost, confusion, theory."""
     folder.mkdir(exist_ok=True)
     tasks = [f"task_{j}" for j in range(len(results["tasks"]))]
     _write_csv(
@@ -98,6 +100,8 @@ def write_tables(folder: Path, results: dict[str, Any], metrics: Path) -> None:
         ["quantity", "measured", "nominal"],
         ([key, value, nominal.get(key)] for key, value in cost["measured"].items()),
     )
+    for name, (header, rows) in theory_tables(results["theory"]).items():
+        _write_csv(folder / f"{name}.csv", header, rows)
 
 
 def _leakage(per_task: list[dict[str, Any]]) -> dict[str, Any] | None:

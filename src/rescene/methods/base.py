@@ -13,9 +13,10 @@ a simple one writes two (``client_round`` and ``server_round``). Time belongs to
         state = method.end_task(state, task, federation, rng)
 
 What crosses the wire and what is remembered are trees of tensors and plain values (see ``rescene.record``); verbs never
-change their arguments. Three conventions let the engine account for a method without knowing it: a state has the global
+change their arguments. Four conventions let the engine account for a method without knowing it: a state has the global
 model under ``model``; pictures travel under ``images`` (normalised) with their ``labels``; numbers worth logging stand
-under ``notes`` in a state or an upload.
+under ``notes`` in a state or an upload; a server that keeps pictures has those of the task under ``pool`` and those of
+finished tasks under ``buffers``, as records of ``images``, ``labels`` and ``rounds``.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from typing import Any
 
 from rescene import __version__
 from rescene.errors import DataError
-from rescene.report import facts, plots_cost, plots_curves, plots_grids, plots_privacy, plots_retention
+from rescene.report import facts, plots_cost, plots_curves, plots_grids, plots_privacy, plots_retention, plots_theory
 from rescene.report.canvas import Figure, Plot, render
 from rescene.report.costs import cost_rows, cost_titles
 from rescene.report.glossary import GLOSSARY
@@ -23,6 +23,7 @@ from rescene.report.groups import Group, comparison_rows, differing_settings, gr
 from rescene.report.runs import Run, load_run
 from rescene.report.surrogates import gallery
 from rescene.report.tables import METRICS, PAGE, downloads, figures, page_cells, shown
+from rescene.report.theory import theory_rows, theory_view
 from rescene.report.words import departure, percent, verdict
 
 
@@ -89,6 +90,7 @@ def _view(runs: Sequence[Run], plots: Path) -> dict[str, Any]:
         "figures": {figure.name: figure for figure in _figures(groups, head, told, plots)},
         "matrices": [render(plot, plots) for group in groups if (plot := plots_grids.accuracy_matrix(group))],
         "galleries": [found for group in groups if (found := gallery(group, plots))],
+        "theory": theory_view(theory_rows(head)),
         "costs": cost_rows(groups),
         "cost_titles": cost_titles(),
         "setting": facts.setting(told, runs),
@@ -146,5 +148,6 @@ def _figures(groups: Sequence[Group], head: Group | None, told: Run, plots: Path
         plots_privacy.accuracy_for_copies(groups),
         plots_privacy.accuracy_for_distance(groups),
         plots_cost.timing(groups),
+        *plots_theory.plots(theory_rows(head)),
     ]
     return [render(plot, plots) for plot in wanted if plot]

@@ -8,7 +8,7 @@ from typing import Any
 
 from rescene.report.canvas import Plot, legend_above, percent_axis
 from rescene.report.groups import Group, spread
-from rescene.report.look import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, VERMILLION
+from rescene.report.look import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, VERMILLION, YELLOW
 from rescene.report.marks import mean_points, name_rows
 from rescene.report.runs import Row, Run, number, table
 from rescene.report.words import bytes_text, flops_text, seconds_text
@@ -19,6 +19,7 @@ _PHASES = {
     "evaluate": (GREEN, "evaluation"),
     "checkpoint": (ORANGE, "checkpoints"),
     "leakage": (PURPLE, "leakage check"),
+    "theory": (YELLOW, "theory"),
     "other": (GREY, "other"),
 }
 

@@ -22,11 +22,11 @@ def _in_batches(net: nn.Module, function: Callable[[Tensor], Tensor], images: Te
     return torch.cat(parts)
 
 
-def embed(net: nn.Module, images: Tensor) -> Tensor:
-    """phi(x) for every image, in eval mode: [n, 3, H, W] -> [n, d]."""
-    return _in_batches(net, net.features, images)  # type: ignore[arg-type]
+def embed(net: nn.Module, images: Tensor, prepare: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
+    """phi(x) for every image, in eval mode: [n, 3, H, W] -> [n, d]. ``prepare`` turns a stored batch into network input."""
+    return _in_batches(net, lambda batch: net.features(prepare(batch)), images)  # type: ignore[operator]
 
 
 def class_scores(net: nn.Module, images: Tensor, prepare: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
-    """Logits for every image, in eval mode: [n, 3, H, W] -> [n, C]. ``prepare`` turns a stored batch into network input."""
+    """Logits for every image, in eval mode: [n, 3, H, W] -> [n, C]. ``prepare`` as in :func:`embed`."""
     return _in_batches(net, lambda batch: net(prepare(batch)), images)
