@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rescene.api import Result, default_folder, execute
-from rescene.cli.listing import print_rows
+import torch
+
+from rescene.api import Result, default_folder, execute, load
+from rescene.cli.listing import Row, print_rows
 from rescene.cli.live import watch
 from rescene.cli.running import print_summary
 from rescene.config import Resolved, resolve
@@ -19,6 +22,7 @@ from rescene.methods.registry import ORDER
 from rescene.report import write_report
 
 REFERENCES = ("joint", "local", "raw-upload")
+SMALLER = "a device with more memory, or smaller train.batch_size or method.real_batch"
 
 
 @dataclass(frozen=True)
@@ -39,25 +43,10 @@ def run_sweep(
 ) -> int:
     """Run every cell that is not done; a cell that fails is listed and the rest goes on. Returns the number that failed."""
     cells = grid(recipe, overrides, seeds, out)
-    rows = [
-        {"cell": " ".join(c.overrides), "folder": str(c.folder), "state": "done" if c.done else "to run"} for c in cells
-    ]
     if plan:
-        print_rows(rows, as_json)
+        print_rows(plan_rows(cells), as_json)
         return 0
-    results: list[Result] = []
-    failures: list[dict[str, Any]] = []
-    for number, cell in enumerate(cells, start=1):
-        if not quiet:
-            state = "done before" if cell.done else ""
-            print(f"[{number}/{len(cells)}] {' '.join(cell.overrides)} {state}", file=sys.stderr)
-        try:
-            with watch(quiet or as_json) as progress:
-                results.append(execute(cell.resolved, cell.folder, progress))
-        except ResceneError as error:
-            failures.append(
-                {"cell": " ".join(cell.overrides), "error": f"[{error.code}] {error.what}", "fix": error.fix or ""}
-            )
+    results, failures = run_cells(cells, quiet, as_json)
     if as_json:
         print_rows([{"folder": str(r.folder), **_headline(r)} for r in results], as_json=True)
     elif results:
@@ -66,6 +55,30 @@ def run_sweep(
     if failures:
         print_rows(failures)
     return len(failures)
+
+
+def plan_rows(cells: Sequence[Cell]) -> list[Row]:
+    return [
+        {"cell": " ".join(c.overrides), "folder": str(c.folder), "state": "done" if c.done else "to run"} for c in cells
+    ]
+
+
+def run_cells(cells: Sequence[Cell], quiet: bool, as_json: bool) -> tuple[list[Result], list[Row]]:
+    """Results of all cells that are done or could be run, and a row with the reason and the fix for each that failed."""
+    results: list[Result] = []
+    failures: list[Row] = []
+    for number, cell in enumerate(cells, start=1):
+        name = " ".join(cell.overrides)
+        if not quiet:
+            print(f"[{number}/{len(cells)}] {name} {'done before' if cell.done else ''}", file=sys.stderr)
+        try:
+            with watch(quiet or as_json) as progress:
+                results.append(load(cell.folder) if cell.done else execute(cell.resolved, cell.folder, progress))
+        except ResceneError as error:
+            failures.append({"cell": name, "error": f"[{error.code}] {error.what}", "fix": error.fix or ""})
+        except (torch.OutOfMemoryError, MemoryError):
+            failures.append({"cell": name, "error": "too large for this device: out of memory", "fix": SMALLER})
+    return results, failures
 
 
 def grid(recipe: str, overrides: list[str], seeds: str, out: Path | None) -> list[Cell]:

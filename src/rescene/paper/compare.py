@@ -69,6 +69,7 @@ def compare(recipe: PaperRecipe, store: Store, only: Iterable[str] = (), seeds: 
         fast = None if recipe.lite else cell.fast
         if fast and identity(fast.resolve().recipe) not in own:
             exact = _printed_for(identity(fast.resolve().recipe))
+            exact = {metric: number for metric, number in exact.items() if metric in recipe.metrics}
             line = _line(recipe, fast, FAST_LABEL, store, wanted, numbers | exact)
             if line.runs:
                 lines.append(line)

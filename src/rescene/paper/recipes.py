@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from typing import Any
 
@@ -115,7 +115,9 @@ class PaperRecipe:
         """Cells whose name matches one of the patterns (``cifar10/0.5/*``), or contains it; no pattern: all."""
         patterns = list(patterns)
         picked = [
-            cell for cell in self.cells if not patterns or any(fnmatch(cell.name, p) or p in cell.name for p in patterns)
+            cell
+            for cell in self.cells
+            if not patterns or any(fnmatch(cell.name, p) or p in cell.name for p in patterns)
         ]
         if not picked:
             raise ConfigError(
@@ -161,7 +163,7 @@ def _specs() -> dict[str, Any]:
     return dict(yaml.safe_load(text))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _resolved(base: str, overrides: tuple[str, ...]) -> Resolved:
     return resolve(base, overrides)
 
@@ -178,7 +180,9 @@ def _cell(spec: Mapping[str, Any], lite: bool, data: str, beta: str, method: str
         settings = settings | small.get("settings", {})
         base = small.get("base", LITE_BASE)
         data = "fashion-mini" if base == LITE_BASE else base
-        shared = tuple(small.get("overrides", ())) if base != LITE_BASE else (*LITE_OVERRIDES, *small.get("overrides", ()))
+        shared = (
+            tuple(small.get("overrides", ())) if base != LITE_BASE else (*LITE_OVERRIDES, *small.get("overrides", ()))
+        )
     own = settings.get(setting, [])
     if own is None:
         return None
