@@ -71,27 +71,34 @@ def paper_run(
     recipe = paper_recipe(name)
     store = _store(runs, out)
     numbers = _seeds(seeds) or recipe.seeds
-    ready, blocked = [], []
+    ready: list[Cell] = []
+    blocked: list[PaperCell] = []
     for cell in recipe.chosen(only or ()):
-        cell = (not cell.unavailable and fast and cell.fast) or cell
-        if cell.obstacle and not all(store.find(cell.resolve().recipe, [s]) for s in numbers if not cell.unavailable):
-            blocked.append({"cell": cell.name, "error": cell.obstacle.reason, "fix": cell.obstacle.fix})
-        else:
-            ready += [_sweep_cell(cell, seed, store, out) for seed in numbers]
+        if cell.unavailable:
+            blocked.append(cell)
+            continue
+        cell = (fast and cell.fast) or cell
+        planned = [_sweep_cell(cell, seed, store, out) for seed in numbers]
+        if cell.obstacle and not all(run.done for run in planned):
+            blocked.append(cell)
+            planned = [run for run in planned if run.done]
+        ready += planned
     if plan:
-        print_rows([*plan_rows(ready), *({**row, "state": "cannot run here"} for row in blocked)], as_json)
+        print_rows([*plan_rows(ready), *_blocked_rows(blocked, as_json)], as_json)
+        if not as_json:
+            _tell(blocked)
         return
 
     def work() -> None:
         results, failures = run_cells(ready, quiet, as_json)
         if as_json:
-            print_rows([{"folder": str(r.folder), "aa": r.aa, "aia": r.aia} for r in results], as_json)
+            rows = [{"folder": str(r.folder), "aa": r.aa, "aia": r.aia} for r in results]
+            print_rows([*rows, *_blocked_rows(blocked, as_json), *failures], as_json)
         else:
             print(render(table_grid(recipe, _store(runs, out), only or ()), "text"), end="")
+        if failures and not as_json:
+            print_rows(failures)
         if blocked or failures:
-            if not as_json:
-                print("\nnot run:")
-                print_rows([*blocked, *failures])
             raise typer.Exit(4)
 
     interruptible(work, "the same command")
@@ -168,6 +175,24 @@ def paper_readme(
         raise ConfigError("E152", "there is no such document", where=str(write))
     write.write_text(refreshed(write.read_text(encoding="utf-8"), _store(runs or [Path("results")])), encoding="utf-8")
     print(write)
+
+
+def _blocked_rows(cells: list[PaperCell], full: bool) -> list[dict[str, str]]:
+    """Cells that cannot run here; ``full``: each with its reason and fix."""
+    rows = []
+    for cell in cells:
+        row = {"cell": cell.name, "folder": "-", "state": "cannot run here"}
+        why = {"error": cell.obstacle.reason, "fix": cell.obstacle.fix} if full and cell.obstacle else {}
+        rows.append(row | why)
+    return rows
+
+
+def _tell(blocked: list[PaperCell]) -> None:
+    """Each reason once, with its fix and the cells it holds up."""
+    for obstacle in dict.fromkeys(cell.obstacle for cell in blocked):
+        if obstacle:
+            cells = [cell.name for cell in blocked if cell.obstacle == obstacle]
+            print(f"\ncannot run here: {obstacle.reason}\n  fix    {obstacle.fix}\n  cells  {', '.join(cells)}")
 
 
 def _store(runs: list[Path] | None, out: Path | None = None) -> Store:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
-
-import numpy as np
 
 from rescene.errors import ConfigError, did_you_mean
 from rescene.functional import old_and_recent
-from rescene.paper.compare import Line, compare
+from rescene.paper.compare import compare
 from rescene.paper.recipes import paper_recipe
 from rescene.paper.store import Store
 from rescene.paper.tables import DATA
 from rescene.report.canvas import Plot, percent_axis
-from rescene.report.look import CARD, INK, MUTED, YELLOW, Look, is_ours, look_of
+from rescene.report.look import CARD, INK, MUTED, YELLOW, is_ours, look_of
 from rescene.report.runs import Row
 
 SETS = ("cifar10", "cifar100", "tinyimagenet")
@@ -39,7 +37,7 @@ def old_recent(store: Store) -> Plot:
     for row in _final_rows(store):
         if row["beta"] == SKEWED:
             old, recent = old_and_recent([row["final"]] * len(row["final"]))
-            rows.append({**_plain(row), "recent": recent, "old": old})
+            rows.append({**_without_final(row), "recent": recent, "old": old})
 
     def draw(sheet: Any) -> None:
         panels = sheet.subplots(1, len(SETS))
@@ -62,7 +60,9 @@ def task_curves(store: Store) -> Plot:
     finals = [
         row for row in _final_rows(store) if row["method"] not in ("feddm", "fedaf")
     ]  # Figure 4 has Table 1's methods
-    rows = [{**_plain(row), "task": t, "accuracy": value} for row in finals for t, value in enumerate(row["final"])]
+    rows = [
+        {**_without_final(row), "task": t, "accuracy": value} for row in finals for t, value in enumerate(row["final"])
+    ]
 
     def draw(sheet: Any) -> None:
         panels = sheet.subplots(len(BETAS), len(SETS), sharey=True)
@@ -71,7 +71,8 @@ def task_curves(store: Store) -> Plot:
                 axes = panels[i][j]
                 for row in finals:
                     if (row["data"], row["beta"]) == (data, beta):
-                        style = {"linestyle": "-" if row["ours"] else ":", "linewidth": 2.2 if row["ours"] else 1.2}
+                        ours = row["whose"] == "ours"
+                        style = {"linestyle": "-" if ours else ":", "linewidth": 2.2 if ours else 1.2}
                         axes.plot(range(len(row["final"])), row["final"], **{**_mark(row, 5), **style})
                 num = max(len(row["final"]) for row in finals if row["data"] == data)
                 axes.set_xticks(range(num), [f"T{t}" for t in range(num)])
@@ -92,30 +93,26 @@ def _final_rows(store: Store) -> list[Row]:
     """Final accuracy per task: one row for the paper's and one for ours of each cell of Table 7."""
     rows: list[Row] = []
     for line in compare(paper_recipe("per-task"), store):
-        ours, paper = _final(line, "ours"), _final(line, "paper")
         head = {"data": line.cell.data, "beta": line.cell.beta, "method": line.cell.method}
-        if paper and not line.variant:
-            rows.append({**head, "ours": False, "setting": "", "n": 0, "final": paper})
-        if ours:
-            rows.append({**head, "ours": True, "setting": line.variant, "n": len(line.runs), "final": ours})
+        if not line.variant:
+            rows.append({**head, "whose": "paper", "setting": "", "seeds": "", "final": _final(line.paper)})
+        if line.runs:
+            seeds = {"whose": "ours", "setting": line.variant, "seeds": len(line.runs)}
+            rows.append({**head, **seeds, "final": _final(line.ours)})
     return rows
 
 
-def _final(line: Line, whose: str) -> list[float]:
-    values = getattr(line, whose)
+def _without_final(row: Row) -> Row:
+    return {key: value for key, value in row.items() if key != "final"}
+
+
+def _final(values: Mapping[str, Any]) -> list[float]:
     return [values[f"task_{t}"].mean for t in range(len(values)) if f"task_{t}" in values]
-
-
-def _plain(row: Row) -> Row:
-    return {key: value for key, value in row.items() if key not in ("final", "ours")} | {
-        "whose": "ours" if row["ours"] else "paper"
-    }
 
 
 def _mark(row: Row, size: float) -> dict[str, Any]:
     """The method's colour and marker: filled for ours, hollow for the paper's."""
-    look: Look = look_of(row["method"])
-    ours = row["ours"] if "ours" in row else row["whose"] == "ours"
+    look, ours = look_of(row["method"]), row["whose"] == "ours"
     return {
         "marker": look.marker,
         "color": look.colour,
@@ -129,13 +126,11 @@ def _mark(row: Row, size: float) -> dict[str, Any]:
 
 
 def _legend(sheet: Any, rows: list[Row]) -> None:
-    """One entry per method and kind, above the panels."""
+    """One entry per method, the paper's first, above the panels."""
     from matplotlib.lines import Line2D
 
     entries: dict[str, Line2D] = {}
-    for row in sorted(rows, key=lambda row: row.get("whose", "ours" if row.get("ours") else "paper") == "ours"):
-        ours = row["ours"] if "ours" in row else row["whose"] == "ours"
-        setting = f", {row['setting']}" if row.get("setting") else ""
-        name = look_of(row["method"]).label + (f" (ours{setting})" if ours else " (paper)")
-        entries.setdefault(name, Line2D([np.nan], [np.nan], **_mark(row, 8)))
+    for row in sorted(rows, key=lambda row: row["whose"] == "ours"):
+        whose = ", ".join(filter(None, (row["whose"], row["setting"])))
+        entries.setdefault(f"{look_of(row['method']).label} ({whose})", Line2D([], [], **_mark(row, 8)))
     sheet.legend(entries.values(), entries.keys(), loc="outside upper left", ncols=5, columnspacing=1.2, labelcolor=INK)

@@ -24,7 +24,6 @@ FAST_LABEL = "E_srv=10"
 LITE = "-lite"
 LITE_BASE = "demo"
 LITE_OVERRIDES = ("tasks.limit=3", "federation.num_rounds=2", "train.local_epochs=2", "train.server_epochs=5")
-BASE_BETA = "0.5"
 
 
 @dataclass(frozen=True)
@@ -112,13 +111,9 @@ class PaperRecipe:
         return _cell(self.spec, self.lite, **{**_identity(cell), **changed})
 
     def chosen(self, patterns: Iterable[str]) -> tuple[PaperCell, ...]:
-        """Cells whose name matches one of the patterns (``cifar10/0.5/*``), or contains it; no pattern: all."""
+        """Cells whose name matches one of the patterns (``cifar10/*/rescene``) or has it as a part; no pattern: all."""
         patterns = list(patterns)
-        picked = [
-            cell
-            for cell in self.cells
-            if not patterns or any(fnmatch(cell.name, p) or p in cell.name for p in patterns)
-        ]
+        picked = [cell for cell in self.cells if not patterns or any(_matches(cell.name, p) for p in patterns)]
         if not picked:
             raise ConfigError(
                 "E151",
@@ -127,6 +122,14 @@ class PaperRecipe:
                 fix=f"rescene paper run {self.name} --plan lists them",
             )
         return tuple(picked)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """
+    >>> _matches("cifar10/0.5/rescene/B=500", "cifar10/*/rescene/*"), _matches("cifar100/0.5/rescene", "cifar10")
+    (True, False)
+    """
+    return fnmatch(name, pattern) or f"/{pattern}/" in f"/{name}/"
 
 
 def recipe_names(lite: bool = True) -> list[str]:

@@ -74,7 +74,7 @@ def _side_by_side(
         for m in metrics:
             row.append(_ours(line.ours.get(m), (id(line), m) in best))
             if not recipe.lite:
-                row += [_paper(line, m), _difference(line, m)]
+                row += [_paper(line, m, "E_srv=100" if line.other_epochs else ""), _difference(line, m)]
         rows.append(row + _tail(recipe, line))
     return [*columns, *_TAIL], rows
 
@@ -97,24 +97,27 @@ def _stacked(recipe: PaperRecipe, lines: Sequence[Line], metrics: Sequence[str],
                 ]
             )
         if not recipe.lite:
-            rows.append([*_head(line), "paper", *(_paper(line, m) for m in metrics), *blank])
+            rows.append([*_head(line), _whose_paper(line), *(_paper(line, m) for m in metrics), *blank])
             if line.runs:
                 rows.append([*_head(line), "difference", *(_difference(line, m) for m in metrics), *blank])
     return [*_HEAD, "whose", *map(label, metrics), *_TAIL], rows
+
+
+def _whose_paper(line: Line) -> str:
+    return "paper, E_srv=100" if line.other_epochs else "paper"
 
 
 def _ours(value: Spread | None, best: bool, digits: int = 2) -> Cell:
     return Cell(value.mean, value.std, value.num, best=best, digits=digits) if value else Cell(None, digits=digits)
 
 
-def _paper(line: Line, metric: str) -> Cell:
+def _paper(line: Line, metric: str, note: str = "") -> Cell:
     number = line.paper.get(metric)
-    return Cell(number.mean, number.std, digits=number.digits) if number else Cell(None)
+    return Cell(number.mean, number.std, note=note, digits=number.digits) if number else Cell(None)
 
 
 def _difference(line: Line, metric: str) -> Cell:
-    note = "E_srv=100" if line.other_epochs and line.difference(metric) is not None else ""
-    return Cell(line.difference(metric), note=note, digits=_digits(line, metric))
+    return Cell(line.difference(metric), digits=_digits(line, metric))
 
 
 def _digits(line: Line, metric: str) -> int:
@@ -149,9 +152,10 @@ def _notes(recipe: PaperRecipe, lines: Sequence[Line], store: Store) -> Iterable
         yield COPIES
     exact = [line for line in lines if not line.variant]
     done, wanted = sum(len(line.runs) for line in exact), sum(len(line.seeds) for line in exact)
-    yield f"{done} of {wanted} runs are stored." + (
-        f" The rest: rescene paper run {recipe.name}" if done < wanted else ""
-    )
+    fast = sum(len(line.runs) for line in lines if line.variant)
+    yield f"{done} of {wanted} runs are stored" + (f", and {fast} at {FAST_LABEL}." if fast else ".")
+    if done < wanted and not all(line.cell.unavailable for line in exact):
+        yield f"The rest: rescene paper run {recipe.name}"
     for obstacle in dict.fromkeys(line.cell.obstacle for line in exact if line.missing):
         if obstacle:
             yield f"cannot run here: {obstacle.reason}. fix: {obstacle.fix}"
