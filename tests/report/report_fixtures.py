@@ -152,7 +152,8 @@ def metrics(method: str, seed: int) -> list[dict[str, Any]]:
                     "accuracy": None if r == 1 and t == 3 else end * (0.7 + 0.15 * r),
                     "uplink_bytes": message * PER_ROUND,
                     "downlink_bytes": 268_000 * PER_ROUND,
-                    "notes": {"server_loss": 0.4 / (r + 1)},
+                    "notes": {"server_loss": 0.4 / (r + 1)}
+                    | ({"matching_loss": (t + 1) / (r + 1 + seed)} if method == "rescene" else {}),
                 }
             )
         lines.append({"kind": "task", "task": t, "accuracy": [float(value) for value in matrix[t, : t + 1]], "aa": end})

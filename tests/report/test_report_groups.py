@@ -9,10 +9,11 @@ import pytest
 from report_fixtures import config, leakage, write_run, write_running
 
 from rescene.report import comparison_rows, load_run
+from rescene.report.formats import render
 from rescene.report.groups import differing_settings, group_runs
 from rescene.report.look import look_of, plain, slug
 from rescene.report.runs import Run
-from rescene.report.tables import cells_of, latex
+from rescene.report.tables import comparison_grid, page_cells
 from rescene.report.words import departure, verdict
 
 
@@ -71,9 +72,8 @@ def test_best_cells_are_marked_by_direction_and_ties_share(tmp_path: Path) -> No
         make(tmp_path, "fedavg", 0, aa=80.04, forgetting=60.0),
         make(tmp_path, "refed", 0, aa=10.0, forgetting=20.0),
     ]
-    cells = {
-        row["label"]: line for row, line in zip(comparison_rows(runs), cells_of(comparison_rows(runs)), strict=True)
-    }
+    groups = group_runs(runs)
+    cells = {group.label: line for group, line in zip(groups, page_cells(groups), strict=True)}
     assert [cells[name][0].best for name in ("ReSCENE", "FedAvg", "Re-Fed")] == [True, True, False]  # both print 80.0
     assert [cells[name][4].best for name in ("ReSCENE", "FedAvg", "Re-Fed")] == [True, False, False]  # less is better
     assert not any(line[6].best for line in cells.values())  # no winner among near-copies
@@ -81,7 +81,7 @@ def test_best_cells_are_marked_by_direction_and_ties_share(tmp_path: Path) -> No
 
 def test_latex_table_escapes_and_marks(tmp_path: Path) -> None:
     runs = [make(tmp_path, "rescene", 0, aa=80.0), make(tmp_path, "my_method&co", 0, aa=10.0)]
-    text = latex(comparison_rows(runs))
+    text = render(comparison_grid(group_runs(runs)), "latex")
     assert r"\textbf{80.0}" in text and r"my\_method\&co" in text and r"\bottomrule" in text
 
 

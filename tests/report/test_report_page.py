@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import base64
 import csv
+import hashlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -23,7 +25,8 @@ from rescene.report import canvas, comparison_rows, load_run, write_report
 
 FIGURES = {
     *("old-recent", "inside-between", "forgetting", "tasks", "incremental", "rounds", "confusion"),
-    *("sites", "participation", "upload", "timing", "matrix-rescene", "matrix-fedavg"),
+    *("sites", "participation", "upload", "compute", "timing", "near-copies", "distance", "matrix-rescene"),
+    *("matrix-fedavg", "matching"),
 }
 HOSTILE = ("<script>alert(1)</script>", '"><img src=x onerror=alert(2)>', "=1+1", r"$\frac{", "a\u202eb", "{{ 7*7 }}")
 
@@ -63,14 +66,18 @@ def test_page_is_well_formed_and_ids_are_unique(two: Path) -> None:
     assert unresolved(two.read_text("utf-8")) == set()
 
 
-def test_page_loads_nothing_and_runs_nothing(two: Path) -> None:
+def test_page_loads_nothing_and_runs_only_its_own_script(two: Path) -> None:
     html = two.read_text("utf-8")
     page = Page(html)
     for value in page.values("src") + page.values("href"):
         assert value.startswith(("data:", "#")), value[:80]
     assert not re.search(r"url\(\s*['\"]?(?!#)", html) and "@import" not in html
     assert "http://" not in html and "https://" not in html
-    assert page.count("script") == 0 and page.count("link") == 0 and page.count("iframe") == 0
+    assert page.count("script") == 1 and page.count("link") == 0 and page.count("iframe") == 0
+    (policy,) = [attrs["content"] for _, attrs in page.tags if attrs.get("http-equiv") == "Content-Security-Policy"]
+    script = html[html.index("<script>") + 8 : html.index("</script>")]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert "default-src 'none'" in policy and f"script-src 'sha256-{digest}'" in policy
     assert not any(key.startswith("on") for _, attrs in page.tags for key in attrs)
 
 
@@ -164,7 +171,7 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
     (folder / "events.jsonl").write_text(json.dumps(events))
     out = write_report([folder], tmp_path / "out" / "report.html")
     page = Page(out.read_text("utf-8"))
-    assert page.count("script") == page.count("i") == page.count("u") == page.count("s") == page.count("b") - 1 == 0
+    assert page.count("script") - 1 == page.count("i") == page.count("u") == page.count("s") == page.count("b") - 1 == 0
     assert "onerror" not in {key for _, attrs in page.tags for key in attrs}
     assert HOSTILE[0] in page.text and "{{ 7*7 }}" in page.text and "<script>alert(3)</script>" in page.text
     assert "\u202e" not in out.read_text("utf-8")
@@ -234,6 +241,17 @@ def test_page_reloads_only_while_a_run_is_going(tmp_path: Path, two: Path) -> No
     assert ("meta", refresh) in page.tags and "task 2 of 5 · round 3 of 3 · server" in page.text
     assert "No run has finished yet" in page.text and "figure-rounds" in page.values("id")
     assert ("meta", refresh) not in Page(two.read_text("utf-8")).tags
+
+
+def test_a_run_whose_process_is_gone_is_not_running(tmp_path: Path, quick: None) -> None:
+    folder = write_running(tmp_path / "rescene-s0")
+    status = json.loads((folder / "status.json").read_text())
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    for pid, state in ((os.getpid(), "running"), (gone.pid, "interrupted")):
+        (folder / "status.json").write_text(json.dumps({**status, "pid": pid}))
+        html = write_report([folder], tmp_path / "report.html").read_text("utf-8")
+        assert load_run(folder).state == state and ('http-equiv="refresh"' in html) == (state == "running")
 
 
 def test_other_settings_are_pointed_out(tmp_path: Path, quick: None) -> None:

@@ -13,6 +13,7 @@ import typer
 from rescene.cli.data_verbs import data_app
 from rescene.cli.frame import AsJson, Out, Overrides, Plugin, Quiet, interruptible, load_plugins, verb
 from rescene.cli.papers import paper_app
+from rescene.cli.presenting import plot, table
 from rescene.errors import ConfigError, did_you_mean
 
 app = typer.Typer(
@@ -213,6 +214,10 @@ def report(
     print(page)
     if open_page:
         typer.launch(str(page))
+
+
+app.command()(table)
+app.command()(plot)
 
 
 @app.command()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -112,11 +111,13 @@ def find_runs(folder: Path) -> list[Path]:
 
 
 def run_rows(folder: Path) -> list[Row]:
+    from rescene.report.runs import alive
+
     rows = []
     for path in find_runs(folder):
         status, results = _read(path / "status.json"), _read(path / "results.json")
         state = status.get("state", "new")
-        if state == "running" and not _alive(status.get("pid")):
+        if state == "running" and not alive(status.get("pid")):
             state = "interrupted"
         rows.append(
             {
@@ -151,11 +152,3 @@ def _read(path: Path) -> Row:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return {}
-
-
-def _alive(pid: Any) -> bool:
-    try:
-        os.kill(int(pid), 0)
-    except (OSError, TypeError, ValueError):
-        return False
-    return True

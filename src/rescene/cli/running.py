@@ -8,6 +8,7 @@ from typing import Any
 
 from rescene.api import Result, default_folder, execute
 from rescene.cli.live import watch
+from rescene.cli.livepage import live_page
 from rescene.config import Resolved, resolve
 from rescene.engine import prepare
 from rescene.engine.nominal import nominal_cost
@@ -18,9 +19,11 @@ DEMO_METHODS = ("fedavg", "rescene")
 
 def run_one(resolved: Resolved, out: Path | None, quiet: bool, as_json: bool) -> None:
     """One run; the report lies in its folder."""
-    with watch(quiet or as_json) as progress:
-        result = execute(resolved, out, progress)
-    page = write_report([result.folder], result.folder / "report.html")
+    folder = out or default_folder(resolved)
+    page = folder / "report.html"
+    with watch(quiet or as_json) as show, live_page(show, [folder], page) as progress:
+        result = execute(resolved, folder, progress)
+    write_report([folder], page)
     if as_json:
         print(json.dumps({"folder": str(result.folder), **result.values}))
         return
@@ -33,11 +36,11 @@ def run_demo(overrides: list[str], out: Path | None, quiet: bool) -> None:
     root = out or default_folder(plans[0]).parent
     if overrides and out is None:
         root = root.with_name(f"demo-{plans[-1].digest()}")
-    results = []
-    with watch(quiet) as progress:
-        for resolved in plans:
-            results.append(execute(resolved, root / str(resolved.recipe.method["name"]), progress))
-    print_summary(results, write_report([result.folder for result in results], root / "report.html"))
+    folders, page, results = [root / name for name in DEMO_METHODS], root / "report.html", []
+    with watch(quiet) as show, live_page(show, folders, page) as progress:
+        for resolved, folder in zip(plans, folders, strict=True):
+            results.append(execute(resolved, folder, progress))
+    print_summary(results, write_report(folders, page))
     print("Again with your images: rescene run demo data.path=./images")
 
 

@@ -14,6 +14,7 @@ import torch
 from rescene.api import Result, default_folder, execute, load
 from rescene.cli.listing import Row, print_rows
 from rescene.cli.live import watch
+from rescene.cli.livepage import live_page
 from rescene.cli.running import print_summary
 from rescene.config import Resolved, resolve
 from rescene.errors import ConfigError, ResceneError
@@ -46,7 +47,7 @@ def run_sweep(
     if plan:
         print_rows(plan_rows(cells), as_json)
         return 0
-    results, failures = run_cells(cells, quiet, as_json)
+    results, failures = run_cells(cells, quiet, as_json, _common(cells) / "report.html")
     if as_json:
         print_rows([{"folder": str(r.folder), **_headline(r)} for r in results], as_json=True)
     elif results:
@@ -63,17 +64,31 @@ def plan_rows(cells: Sequence[Cell]) -> list[Row]:
     ]
 
 
-def run_cells(cells: Sequence[Cell], quiet: bool, as_json: bool) -> tuple[list[Result], list[Row]]:
-    """Results of all cells that are done or could be run, and a row with the reason and the fix for each that failed."""
+def run_cells(
+    cells: Sequence[Cell], quiet: bool, as_json: bool, page: Path | None = None
+) -> tuple[list[Result], list[Row]]:
+    """Results of all cells that are done or could be run, and a row with the reason and the fix for each that failed.
+
+    While a cell runs, ``page`` shows it beside the ones before it; without a page, each run has its own.
+    """
     results: list[Result] = []
     failures: list[Row] = []
     for number, cell in enumerate(cells, start=1):
         name = " ".join(cell.overrides)
         if not quiet:
             print(f"[{number}/{len(cells)}] {name} {'done before' if cell.done else ''}", file=sys.stderr)
+        if cell.done:
+            results.append(load(cell.folder))
+            continue
+        shown = [other.folder for other in cells[:number]] if page else [cell.folder]
         try:
-            with watch(quiet or as_json) as progress:
-                results.append(load(cell.folder) if cell.done else execute(cell.resolved, cell.folder, progress))
+            with (
+                watch(quiet or as_json) as show,
+                live_page(show, shown, page or cell.folder / "report.html") as progress,
+            ):
+                results.append(execute(cell.resolved, cell.folder, progress))
+            if page is None:
+                write_report([cell.folder], cell.folder / "report.html")
         except ResceneError as error:
             failures.append({"cell": name, "error": f"[{error.code}] {error.what}", "fix": error.fix or ""})
         except (torch.OutOfMemoryError, MemoryError):

@@ -11,7 +11,8 @@ import csv
 import io
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from rescene.report.runs import Row
 WIDTH_IN = 5.0  # one width for all figures: text then has one size everywhere, also scaled down on a phone
 _MOST_CSV = 200_000  # characters of a table that still travels inside the page
 _STYLE: Any = {  # typed loosely: matplotlib lists its hundreds of keys one by one
+    "pdf.fonttype": 42,  # journals refuse Type 3 fonts
     "svg.fonttype": "none",  # text stays text: it takes the page's font and can be searched
     "text.parse_math": False,  # a "$" in a class name is a dollar
     "font.size": 10,
@@ -85,17 +87,44 @@ def render(plot: Plot, folder: Path) -> Figure:
     return Figure(plot.name, plot.title, plot.caption, _for_page(svg, plot), uri)
 
 
-def _draw(plot: Plot) -> tuple[str, bytes]:
+def save(plot: Plot, path: Path) -> None:
+    """Draw a plot for print into one file; its ending (one of ENDINGS) is the format."""
+    with _drawn(plot) as sheet:
+        if path.suffix == ".svg":
+            svg = io.StringIO()
+            sheet.savefig(svg, format="svg", metadata=_UNDATED[".svg"])
+            path.write_text(_on_white(svg.getvalue()), "utf-8")
+        else:
+            sheet.savefig(path, dpi=300, facecolor="white", metadata=_UNDATED[path.suffix])
+
+
+# The same runs give the same bytes.
+_UNDATED: dict[str, dict[str, Any]] = {
+    ".png": {"Software": None},
+    ".pdf": {"CreationDate": None, "Creator": None, "Producer": None},
+    ".svg": {"Date": None, "Creator": None},
+}
+ENDINGS = tuple(_UNDATED)
+
+
+@contextmanager
+def _drawn(plot: Plot) -> Iterator[Any]:
+    """The plot on a matplotlib figure, to be saved while its style is in force."""
     import matplotlib
     from matplotlib.figure import Figure as Sheet
 
-    svg, png = io.StringIO(), io.BytesIO()
     style = _STYLE | {"svg.hashsalt": plot.name}  # ids from the content: the same run gives the same file
     with matplotlib.rc_context(style), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")  # class names may be in any script
         sheet = Sheet(figsize=(plot.width_in, plot.height_in), layout="constrained")
         plot.draw(sheet)
-        sheet.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
+        yield sheet
+
+
+def _draw(plot: Plot) -> tuple[str, bytes]:
+    svg, png = io.StringIO(), io.BytesIO()
+    with _drawn(plot) as sheet:
+        sheet.savefig(svg, format="svg", metadata=_UNDATED[".svg"])
         sheet.savefig(png, format="png", dpi=160, facecolor="white")
     return svg.getvalue(), png.getvalue()
 
@@ -182,9 +211,12 @@ def thinned(num: int, most: int = 12) -> int:
     return -(-num // most)
 
 
-def legend_above(sheet: Any, axes: Any) -> None:
-    """A legend above the axes, as many columns as the names leave room for; a single entry needs none."""
-    handles, names = axes.get_legend_handles_labels()
-    if len(names) > 1:
-        across = max(1, min(4, 64 // (max(map(len, names)) + 7)))
-        sheet.legend(handles, names, loc="outside upper left", ncols=across, columnspacing=1.2, labelcolor=INK)
+def legend_above(sheet: Any, handles: Sequence[Any], names: Sequence[str], width: int = 64) -> None:
+    """A legend above the axes, as many columns as fit into ``width`` letters; a single entry needs none."""
+    if len(names) < 2:
+        return
+    many = len(names) > 6
+    across = max(1, min(6, int(width * (1.3 if many else 1)) // (max(map(len, names)) + 7)))
+    size = 8.5 if many else None
+    where = "outside upper left"
+    sheet.legend(handles, names, loc=where, ncols=across, columnspacing=1.2, labelcolor=INK, fontsize=size)

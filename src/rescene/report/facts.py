@@ -111,7 +111,7 @@ def progress(groups: Sequence[Group]) -> list[Progress]:
 
 def _progress(group: Group, run: Run) -> Progress:
     told = {key: number(run.status.get(key)) for key in ("task", "round", "num_tasks", "num_rounds")}
-    task, turn = told["task"] or 0.0, told["round"] or 0.0
+    task, turn = told["task"] or 0.0, max(told["round"] or 0.0, 0.0)  # -1: between rounds
     tasks, turns = told["num_tasks"] or 0.0, told["num_rounds"] or 1.0
     words = (
         [f"task {task + 1:.0f} of {tasks:.0f}", f"round {turn + 1:.0f} of {turns:.0f}"] if tasks else ["no status yet"]
@@ -172,9 +172,22 @@ def environment(runs: Sequence[Run]) -> Pairs:
     """Versions, machine, commit, data fingerprint; where runs differ all values are listed."""
     keys = dict.fromkeys(key for run in runs for key in run.env)
     return [
-        (plain(key), " | ".join(dict.fromkeys(plain(run.env[key], 120) for run in runs if key in run.env)))
+        (
+            plain(key).replace("_", " "),
+            " | ".join(dict.fromkeys(_words(run.env[key]) for run in runs if key in run.env)),
+        )
         for key in keys
     ]
+
+
+def _words(value: Any) -> str:
+    """
+    >>> _words({"mean": [0.2, 0.3]}), _words(True)
+    ('mean 0.2, 0.3', 'True')
+    """
+    if isinstance(value, dict):
+        return "; ".join(f"{plain(key)} {_words(own)}" for key, own in value.items())
+    return ", ".join(map(_words, value)) if isinstance(value, list) else plain(value, 120)
 
 
 def commands(runs: Sequence[Run]) -> list[str]:

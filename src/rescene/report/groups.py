@@ -197,9 +197,12 @@ def _comparison_row(group: Group) -> Row:
     return row
 
 
+_CHOICES = {"federation.engine", "federation.evaluate_every", "federation.wire"}  # how it runs, not what is asked
+
+
 def differing_settings(groups: Sequence[Group]) -> list[str]:
-    """Keys of data, tasks, federation and model in which the groups differ: such rows are not comparable one to one."""
-    sections = ("data", "tasks", "federation", "model")
+    """Keys of the problem (data, tasks, sites, model, privacy) in which groups differ: such rows are not comparable."""
+    sections = ("data", "tasks", "federation", "model", "privacy")
     flats = [flatten({name: group.runs[0].config.get(name, {}) for name in sections}) for group in groups]
-    keys = dict.fromkeys(key for flat in flats for key in flat)
+    keys = dict.fromkeys(key for flat in flats for key in flat if key not in _CHOICES)
     return [key for key in keys if len({same(flat[key]) for flat in flats if key in flat}) > 1]

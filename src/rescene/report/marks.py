@@ -20,18 +20,20 @@ def mark(group: Group, size: float) -> dict[str, Any]:
     haloed = look.marker in "osD" and group.variant == 0  # a halo would eat up thin shapes
     return {
         "marker": look.marker,
-        "markersize": size + (2 if group.ours else 0) + (3 if look.marker == "*" else 0),
+        "markersize": size + (2 if group.ours else 0) + (3 if look.marker == "*" else 0) - (0 if group.competes else 2),
         "color": look.colour,
         "fillstyle": _FILLS[group.variant % len(_FILLS)],
         "markerfacecoloralt": CARD,
         "markeredgecolor": CARD if haloed else INK if look.colour == YELLOW else look.colour,
         "markeredgewidth": 0.8 if group.variant == 0 else 1.2,
-        "zorder": 5 if group.ours else 4,
+        "zorder": 5 if group.ours else 4 if group.competes else 6,  # references are small and may lie on top
     }
 
 
 def stroke(group: Group, size: float) -> dict[str, Any]:
-    """Line with markers; ReSCENE's is the strong one."""
+    """Line with markers; ReSCENE's is the strong one, reference lines are fine and dotted."""
+    if not group.competes:
+        return {**mark(group, 0.75 * size), "linewidth": 1.1, "linestyle": (0, (1.5, 1.5)), "zorder": 3}
     return {**mark(group, size), "linewidth": 2.6 if group.ours else 1.5, "linestyle": dash_of(group.variant)}
 
 
@@ -53,7 +55,12 @@ def mean_line(axes: Any, group: Group, stack: np.ndarray) -> None:
     axes.plot(x, mean, label=group.label, **stroke(group, 6))
     if len(stack) > 1:
         std = np.std(stack, axis=0, ddof=1)
-        axes.fill_between(x, mean - std, mean + std, color=group.look.colour, alpha=0.16, linewidth=0)
+        band(axes, group, x, mean - std, mean + std)
+
+
+def band(axes: Any, group: Group, x: Any, low: np.ndarray, high: np.ndarray) -> None:
+    """What a deviation around a mean covers."""
+    axes.fill_between(x, low, high, color=group.look.colour, alpha=0.16, linewidth=0)
 
 
 def name_rows(axes: Any, groups: Sequence[Group]) -> None:

@@ -1,7 +1,12 @@
-"""One HTML file from run folders: read files, draw figures, fill the template. Nothing to fetch, no script needed."""
+"""One HTML file from run folders: read files, draw figures, fill the template.
+
+Nothing is fetched, and the page's own policy forbids it. The one script sorts tables; without it all can be read.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from importlib.resources import files
@@ -10,13 +15,14 @@ from typing import Any
 
 from rescene import __version__
 from rescene.errors import DataError
-from rescene.report import facts, plots_cost, plots_curves, plots_grids, plots_retention
+from rescene.report import facts, plots_cost, plots_curves, plots_grids, plots_privacy, plots_retention
 from rescene.report.canvas import Figure, Plot, render
+from rescene.report.costs import cost_rows, cost_titles
 from rescene.report.groups import Group, comparison_rows, differing_settings, group_runs, headline_group
 from rescene.report.runs import Run, load_run
 from rescene.report.surrogates import gallery
-from rescene.report.tables import COLUMNS, cells_of, cost_rows, cost_titles, downloads, std_text
-from rescene.report.words import bytes_text, departure, percent, verdict
+from rescene.report.tables import METRICS, PAGE, downloads, figures, page_cells, shown
+from rescene.report.words import departure, percent, verdict
 
 
 def write_report(folders: list[Path], out: Path) -> Path:
@@ -57,21 +63,27 @@ def _view(runs: Sequence[Run], plots: Path) -> dict[str, Any]:
     head = headline_group(groups)
     told = (head.finished if head else groups[0].shown)[0]  # the run whose setting and data are described
     rows = comparison_rows(runs)
+    departures = [departure(group) for group in sorted(groups, key=lambda group: group is not head)]
+    script = (files("rescene.report") / "page.js").read_text("utf-8")
     return {
         "version": __version__,
         "css": (files("rescene.report") / "page.css").read_text("utf-8"),
+        "script": script,
+        "script_hash": base64.b64encode(hashlib.sha256(f"\n{script}".encode()).digest()).decode(),
         "title": _title(groups),
         "running": any(run.state == "running" for run in runs),
         "groups": groups,
         "head": head,
         "told": told,
         "verdict": verdict(groups),
-        "tiles": _tiles(rows, head),
-        "departures": [departure(group) for group in sorted(groups, key=lambda group: group is not head)],
+        "tiles": _tiles(head),
+        "departures": departures,
+        "guarded": any(group.finished for group in groups) and all(d.private for d in departures if d.group.finished),
         "leaked": facts.leakage_rows(head),
-        "rows": list(zip(groups, rows, cells_of(rows), strict=True)),
-        "columns": COLUMNS,
-        "downloads": downloads(rows),
+        "rows": list(zip(groups, rows, page_cells(groups), strict=True)),
+        "columns": PAGE,
+        "units": {column.key: column.unit for column in PAGE} | {"upload": "per site and round"},  # each with its own
+        "downloads": downloads(groups, rows),
         "differing": differing_settings(groups),
         "figures": {figure.name: figure for figure in _figures(groups, head, told, plots)},
         "matrices": [render(plot, plots) for group in groups if (plot := plots_grids.accuracy_matrix(group))],
@@ -98,20 +110,20 @@ def _title(groups: Sequence[Group]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def _tiles(rows: Sequence[dict[str, Any]], head: Group | None) -> list[dict[str, str]]:
+def _tiles(head: Group | None) -> list[dict[str, str]]:
     """The four numbers of the headline method."""
-    row = next((row for row in rows if head and row["label"] == head.label), None)
-    if row is None:
+    if head is None:
         return []
     tiles = (
-        ("aa", "AA", "accuracy on everything, after the last task", percent, "%"),
-        ("aia", "AIA", "the same, averaged over all tasks on the way", percent, "%"),
-        ("old", "Old tasks", "accuracy at the end on the first half of the tasks", percent, "%"),
-        ("upload_bytes", "Upload", "sent by one site in one round", bytes_text, ""),
+        ("aa", "AA", "accuracy on everything, after the last task", "%"),
+        ("aia", "AIA", "the same, averaged over all tasks on the way", "%"),
+        ("old", "Old tasks", "accuracy at the end on the first half of the tasks", "%"),
+        ("upload", "Upload", "sent by one site in one round", ""),
     )
+    cells = [shown(figures([head], METRICS[key])[0], METRICS[key]) for key, *_ in tiles]
     return [
-        {"name": name, "text": show(row[key]), "unit": unit, "note": note, "std": std_text(row, key, show)}
-        for key, name, note, show, unit in tiles
+        {"name": name, "text": cell.text, "unit": unit, "note": note, "std": cell.std}
+        for cell, (_, name, note, unit) in zip(cells, tiles, strict=True)
     ]
 
 
@@ -124,10 +136,14 @@ def _figures(groups: Sequence[Group], head: Group | None, told: Run, plots: Path
         plots_curves.incremental_curve(groups),
         plots_retention.forgetting_bars(groups),
         plots_curves.rounds_curve(groups),
+        plots_curves.matching_curve(groups),
         plots_grids.confusion(head) if head else None,
         plots_grids.sites_by_class(told),
         plots_grids.participation(told),
         plots_cost.accuracy_for_upload(groups),
+        plots_cost.accuracy_for_compute(groups),
+        plots_privacy.accuracy_for_copies(groups),
+        plots_privacy.accuracy_for_distance(groups),
         plots_cost.timing(groups),
     ]
     return [render(plot, plots) for plot in wanted if plot]

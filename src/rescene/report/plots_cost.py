@@ -1,17 +1,17 @@
-"""Figures about cost: accuracy for the bytes sent, and where the time went."""
+"""Figures about cost: accuracy for the bytes sent and the work done, and where the time went."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rescene.report.canvas import Plot, legend_above, percent_axis
 from rescene.report.groups import Group, spread
 from rescene.report.look import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, VERMILLION
 from rescene.report.marks import mean_points, name_rows
-from rescene.report.runs import Row, number, table
-from rescene.report.words import bytes_text, seconds_text
+from rescene.report.runs import Row, Run, number, table
+from rescene.report.words import bytes_text, flops_text, seconds_text
 
 _PHASES = {
     "client": (SKY, "sites"),
@@ -25,11 +25,42 @@ _PHASES = {
 
 def accuracy_for_upload(groups: Sequence[Group]) -> Plot | None:
     """AA against the bytes a site sends per round."""
+    caption = (
+        "Further left sends less, further up knows more. "
+        "How much of what is sent resembles real images is another question (see Privacy)."
+    )
+    return _accuracy_for(
+        groups, "upload", "Accuracy for the bytes sent", caption, "upload_bytes", lambda run: run.upload_bytes,
+        "upload per site and round (log scale)", bytes_text,
+    )  # fmt: skip
+
+
+def accuracy_for_compute(groups: Sequence[Group]) -> Plot | None:
+    """AA against the floating-point operations of all sites."""
+    caption = "Operations of all sites over the whole run, as measured. Further left asks less of the sites."
+    return _accuracy_for(
+        groups, "compute", "Accuracy for the work of the sites", caption, "client_flops",
+        lambda run: number(table(run.cost, "measured").get("client_flops")),
+        "operations of all sites (log scale)", flops_text,
+    )  # fmt: skip
+
+
+def _accuracy_for(
+    groups: Sequence[Group],
+    name: str,
+    title: str,
+    caption: str,
+    key: str,
+    pick: Callable[[Run], float | None],
+    xlabel: str,
+    show: Callable[[float | None], str],
+) -> Plot | None:
+    """AA against a cost, on a logarithmic axis: whoever pays nothing is not on it."""
     rows: list[Row] = [
-        {"method": group.label, "seed": run.seed, "upload_bytes": run.upload_bytes, "aa": run.number("aa")}
+        {"method": group.label, "seed": run.seed, key: pick(run), "aa": run.number("aa")}
         for group in groups
         for run in group.finished
-        if run.upload_bytes and run.number("aa") is not None
+        if pick(run) and run.number("aa") is not None
     ]
     if not rows:
         return None
@@ -39,21 +70,17 @@ def accuracy_for_upload(groups: Sequence[Group]) -> Plot | None:
 
         axes = sheet.subplots()
         axes.set_xscale("log")
-        mean_points(axes, groups, rows, "upload_bytes", "aa")
-        sizes = [row["upload_bytes"] for row in rows]
+        mean_points(axes, groups, rows, key, "aa")
+        sizes = [row[key] for row in rows]
         axes.set_xlim(min(sizes) / 2.5, max(sizes) * 2.5)
-        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if max(sizes) < 30 * min(sizes) else (1,)))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: re.sub(r"\.0+ ", " ", bytes_text(value))))
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 3) if max(sizes) < 8 * min(sizes) else (1,)))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: re.sub(r"\.0+ ", " ", show(value))))
         axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.set_xlabel("upload per site and round (log scale)")
+        axes.set_xlabel(xlabel)
         percent_axis(axes.yaxis, "AA (%)")
-        legend_above(sheet, axes)
+        legend_above(sheet, *axes.get_legend_handles_labels())
 
-    caption = (
-        "Further left sends less, further up knows more. "
-        "How much of what is sent resembles real images is another question (see above)."
-    )
-    return Plot("upload", "Accuracy for the bytes sent", caption, rows, draw)
+    return Plot(name, title, caption, rows, draw)
 
 
 def timing(groups: Sequence[Group]) -> Plot | None:
@@ -87,7 +114,7 @@ def timing(groups: Sequence[Group]) -> Plot | None:
         axes.set_xlim(0, max(left) * 1.2)
         axes.set_xlabel("seconds")
         name_rows(axes, drawn)
-        legend_above(sheet, axes)
+        legend_above(sheet, *axes.get_legend_handles_labels())
 
     caption = "Seconds on the machine that simulated all sites together, not what one site would need."
     return Plot("timing", "Where the time went", caption, rows, draw, height_in=1.5 + 0.42 * len(rows))

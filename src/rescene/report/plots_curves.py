@@ -13,8 +13,8 @@ import numpy as np
 from rescene.report.canvas import Plot, legend_above, percent_axis, thinned
 from rescene.report.groups import Group
 from rescene.report.look import MUTED
-from rescene.report.marks import mean_line, stroke
-from rescene.report.runs import Row, Run, number
+from rescene.report.marks import band, mean_line, stroke
+from rescene.report.runs import Row, Run, number, table
 
 
 def ended(groups: Sequence[Group]) -> Sequence[Group]:
@@ -70,35 +70,59 @@ def _curves(
         axes.set_xlabel(xlabel)
         percent_axis(axes.yaxis, "accuracy (%)")
         axes.grid(False, axis="x")
-        legend_above(sheet, axes)
+        legend_above(sheet, *axes.get_legend_handles_labels())
 
     return Plot(name, title, caption, rows, draw)
 
 
 def rounds_curve(groups: Sequence[Group]) -> Plot | None:
     """Accuracy on the seen classes round by round."""
+
+    def scale(axes: Any) -> None:
+        percent_axis(axes.yaxis, "accuracy on seen classes (%)")
+        axes.set_ylim(-3, 110)
+
+    caption = "On all classes seen so far; each vertical line is a new task, where the question becomes harder."
+    return _rounds("rounds", "Round by round", caption, groups, "accuracy", scale)
+
+
+def matching_curve(groups: Sequence[Group]) -> Plot | None:
+    """What condensation has left of the difference between surrogates and real images, round by round."""
+
+    def scale(axes: Any) -> None:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.set_ylabel("matching loss (log scale)")
+
+    caption = "Loss at the last condensation step, mean over classes and sites; networks differ between rounds."
+    return _rounds("matching", "How well surrogates match", caption, groups, "matching_loss", scale)
+
+
+def _rounds(
+    name: str, title: str, caption: str, groups: Sequence[Group], key: str, scale: Callable[[Any], None]
+) -> Plot | None:
     rows = [_round_row(group, run, row) for group in groups for run in group.shown for row in run.rounds]
-    if not any(row["accuracy"] is not None for row in rows):
+    rows = rows if key == "accuracy" else [row for row in rows if row[key]]
+    if not any(row[key] is not None for row in rows):
         return None
     place = {step: i for i, step in enumerate(sorted({(row["task"], row["round"]) for row in rows}))}
     starts = {task: i for (task, _), i in reversed(place.items())}
 
     def draw(sheet: Any) -> None:
         axes = sheet.subplots()
+        scale(axes)
         for task, start in starts.items():
             axes.axvline(start - 0.5, color=MUTED, linewidth=0.6, alpha=0.5)
             if task % thinned(len(starts)) == 0:
-                axes.text(start - 0.35, 101, f"T{task}", color=MUTED, fontsize=8.5, va="bottom")
+                above = axes.get_xaxis_transform()  # x in rounds, y in the height of the axes
+                axes.text(start - 0.35, 0.98, f"T{task}", transform=above, color=MUTED, fontsize=8.5, va="top")
         for group in groups:
-            _round_line(axes, group, [row for row in rows if row["method"] == group.label], place)
+            _round_line(axes, group, [row for row in rows if row["method"] == group.label], place, key)
         axes.set_xlabel("communication round")
         axes.grid(False, axis="x")
-        percent_axis(axes.yaxis, "accuracy on seen classes (%)")
-        axes.set_ylim(-3, 110)
-        legend_above(sheet, axes)
+        legend_above(sheet, *axes.get_legend_handles_labels())
 
-    caption = "On all classes seen so far; each vertical line is a new task, where the question becomes harder."
-    return Plot("rounds", "Round by round", caption, rows, draw, height_in=4.4)
+    return Plot(name, title, caption, rows, draw, height_in=4.0)
 
 
 def _round_row(group: Group, run: Run, row: Row) -> Row:
@@ -108,18 +132,29 @@ def _round_row(group: Group, run: Run, row: Row) -> Row:
         "task": int(row["task"]),
         "round": int(row["round"]),
         "accuracy": number(row.get("accuracy")),
+        "matching_loss": number(table(row, "notes").get("matching_loss")),
         "participants": len(row.get("participants") or ()),
         "uplink_bytes": row.get("uplink_bytes"),
         "downlink_bytes": row.get("downlink_bytes"),
     }
 
 
-def _round_line(axes: Any, group: Group, rows: Sequence[Row], place: dict[tuple[int, int], int]) -> None:
-    """Mean over seeds; rounds that were not evaluated are bridged. Many rounds go without markers."""
+def _round_line(axes: Any, group: Group, rows: Sequence[Row], place: dict[tuple[int, int], int], key: str) -> None:
+    """Mean over seeds with its band, of logarithms on a logarithmic axis.
+
+    Rounds that were not evaluated are bridged; many rounds go without markers.
+    """
     values: dict[int, list[float]] = {}
     for row in rows:
-        if row["accuracy"] is not None:
-            values.setdefault(place[row["task"], row["round"]], []).append(row["accuracy"])
+        if row[key] is not None:
+            values.setdefault(place[row["task"], row["round"]], []).append(row[key])
+    if not values:
+        return
     x = sorted(values)
     style = stroke(group, 4) | ({"marker": ""} if len(x) > 40 else {})
-    axes.plot(x, [float(np.mean(values[i])) for i in x], label=group.label, **style)
+    there, back = (np.log, np.exp) if axes.get_yscale() == "log" else (np.asarray, np.asarray)
+    mean = np.array([np.mean(there(values[i])) for i in x])
+    axes.plot(x, back(mean), label=group.label, **style)
+    if min(len(values[i]) for i in x) > 1:
+        std = np.array([np.std(there(values[i]), ddof=1) for i in x])
+        band(axes, group, x, back(mean - std), back(mean + std))

@@ -116,7 +116,10 @@ def sites_by_class(run: Run) -> Plot | None:
             axes.axvline(j - 0.5, color=MUTED, linewidth=0.8)
 
     height = float(np.clip(1.3 + 0.26 * len(values), 2.4, 6.0))
-    caption = "Training images of each class at each site; vertical lines separate tasks. Faint cells: (almost) none."
+    caption = (
+        "Training images of each class at each site; vertical lines separate tasks. "
+        f"{int((values == 0).sum())} of {values.size} cells are empty."
+    )
     return Plot("sites", "Who holds what", caption, rows, draw, height_in=height)
 
 

@@ -35,7 +35,7 @@ def old_recent(groups: Sequence[Group]) -> Plot | None:
         mean_points(axes, groups, rows, "recent", "old")
         percent_axis(axes.xaxis, "accuracy on recent tasks (%)")
         percent_axis(axes.yaxis, "accuracy on old tasks (%)")
-        legend_above(sheet, axes)
+        legend_above(sheet, *axes.get_legend_handles_labels())
 
     caption = "Up and to the right is better; on the dashed line old and recent tasks do equally well."
     if len(rows) > len({row["method"] for row in rows}):

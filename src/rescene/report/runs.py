@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,10 +127,25 @@ def triangle(rows: list[Any]) -> np.ndarray:
     return square
 
 
+def is_run(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in MARKS)
+
+
+def alive(pid: Any) -> bool:
+    """Whether a process of this number is there."""
+    try:
+        os.kill(int(pid), 0)
+    except PermissionError:  # somebody else's
+        return True
+    except (OSError, TypeError, ValueError, OverflowError):
+        return False
+    return True
+
+
 def load_run(folder: Path) -> Run:
     """Parse one run folder; DataError E208 if it is none, or if its results.json is damaged."""
     folder = Path(folder)
-    if not any((folder / name).is_file() for name in MARKS):
+    if not is_run(folder):
         raise _not_a_run(folder)
     problems: list[str] = []
     results = _results(folder)
@@ -140,7 +156,7 @@ def load_run(folder: Path) -> Run:
         folder=folder,
         method=_method(folder, results, config),
         seed=_seed(folder, results, config),
-        state=str(status.get("state") or ("done" if results else "unknown")),
+        state=_state(status, results),
         results=results,
         status=status,
         timing=_object(folder / "timing.json", problems),
@@ -153,6 +169,12 @@ def load_run(folder: Path) -> Run:
         command=_text(folder / "command.txt"),
         problems=tuple(problems),
     )
+
+
+def _state(status: Row, results: Row) -> str:
+    """A run that says it is going while its process is gone was interrupted."""
+    told = str(status.get("state") or ("done" if results else "unknown"))
+    return "interrupted" if told == "running" and "pid" in status and not alive(status["pid"]) else told
 
 
 def _not_a_run(folder: Path) -> DataError:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rescene.report.canvas import csv_text, data_uri
+from rescene.report.canvas import WIDTH_IN, Plot, data_uri, render
 from rescene.report.groups import Group
-from rescene.report.look import plain
-from rescene.report.runs import Run, number
+from rescene.report.look import INK, MUTED, plain
+from rescene.report.runs import Row, Run, number
 from rescene.report.words import percent
 
 _MOST = 60  # pairs on the page: enough to judge, light enough to mail
+_ACROSS, _MOST_CLASSES = 5, 12  # of the contact sheet
+_SMALL: Any = {"color": MUTED, "fontsize": 6.5}
+_PLACE = (("task", "T"), ("round", "round "))
 NEAR_COPY_DB = 30.0
 
 
@@ -44,20 +46,27 @@ class Gallery:
 
 
 def gallery(group: Group, folder: Path) -> Gallery | None:
-    """Pairs of the group's first run that kept any; also writes surrogates-<slug>.png and .csv into ``folder``."""
-    for run in group.shown:
-        entries, uploads, nearest = _load(run)
-        if not entries:
-            continue
-        (folder / f"surrogates-{group.slug}.csv").write_text(csv_text(entries), "utf-8", newline="")
-        chosen = sorted(_evenly(entries), key=lambda i: (entries[i].get("task") or 0, entries[i].get("label") or 0, i))
-        _sheet(uploads[chosen], nearest[chosen]).save(folder / f"surrogates-{group.slug}.png")
-        pairs = tuple(_pair(entries[i], uploads[i], nearest[i]) for i in chosen)
-        return Gallery(group, pairs, len(entries))
-    return None
+    """Pairs of the group's first run that kept any; also draws its contact sheet into ``folder``."""
+    found = _recorded(group)
+    if found is None:
+        return None
+    entries, uploads, nearest = found
+    render(_sheet(group, entries, uploads, nearest), folder)
+    chosen = sorted(_evenly(entries, _MOST), key=lambda i: (_class_of(entries[i]), i))
+    return Gallery(group, tuple(_pair(entries[i], uploads[i], nearest[i]) for i in chosen), len(entries))
 
 
-def _load(run: Run) -> tuple[list[dict[str, Any]], np.ndarray, np.ndarray]:
+def contact_sheet(group: Group) -> Plot | None:
+    """Uploads beside their nearest real images, one class to a row."""
+    found = _recorded(group)
+    return _sheet(group, *found) if found else None
+
+
+def _recorded(group: Group) -> tuple[list[Row], np.ndarray, np.ndarray] | None:
+    return next((found for run in group.shown if (found := _load(run))[0]), None)
+
+
+def _load(run: Run) -> tuple[list[Row], np.ndarray, np.ndarray]:
     """Entries and the two uint8 [n,3,H,W] arrays; nothing if a file is missing or they do not fit together."""
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
@@ -75,55 +84,72 @@ def _load(run: Run) -> tuple[list[dict[str, Any]], np.ndarray, np.ndarray]:
     return entries, uploads, nearest
 
 
-def _evenly(entries: list[dict[str, Any]]) -> list[int]:
-    """Up to _MOST positions, the same number from every class as far as possible."""
+def _class_of(entry: Row) -> tuple[float, float, str]:
+    """Tasks in order, classes in order inside them."""
+    return (number(entry.get("task")) or 0.0, number(entry.get("label")) or 0.0, str(entry.get("class")))
+
+
+def _evenly(entries: list[Row], most: int) -> list[int]:
+    """Up to ``most`` positions, the same number from every class as far as possible."""
     queues: dict[Any, list[int]] = {}
     for i, entry in enumerate(entries):
         queues.setdefault(str(entry.get("class")), []).append(i)
     turns = [[queue[n] for queue in queues.values() if n < len(queue)] for n in range(max(map(len, queues.values())))]
-    return [i for turn in turns for i in turn][:_MOST]
+    return [i for turn in turns for i in turn][:most]
 
 
-def _pair(entry: dict[str, Any], upload: np.ndarray, nearest: np.ndarray) -> Pair:
+def _pair(entry: Row, upload: np.ndarray, nearest: np.ndarray) -> Pair:
     psnr, rms = number(entry.get("psnr")), number(entry.get("rms"))
-    exact = rms == 0.0  # PSNR is then infinite, which JSON cannot say
     return Pair(
         label=plain(entry.get("class", "?"), 40),
-        place=f"T{plain(entry.get('task', '?'), 6)}, round {plain(entry.get('round', '?'), 6)}",
+        place=", ".join(f"{word}{plain(entry[key], 6)}" for key, word in _PLACE if entry.get(key) is not None),
         surrogate_uri=_png_uri(upload),
         nearest_uri=_png_uri(nearest),
         rms=percent(rms, 3),
-        psnr="∞" if exact else percent(psnr, 1),
-        near_copy=exact or (psnr is not None and psnr > NEAR_COPY_DB),
+        psnr=_decibel(entry),
+        near_copy=rms == 0.0 or (psnr is not None and psnr > NEAR_COPY_DB),
     )
 
 
+def _decibel(entry: Row) -> str:
+    """PSNR as text; that of an exact copy is infinite, which JSON cannot say."""
+    return "∞" if number(entry.get("rms")) == 0.0 else percent(number(entry.get("psnr")), 1)
+
+
 def _png_uri(image: np.ndarray) -> str:
+    from PIL import Image
+
     out = io.BytesIO()
-    _picture(image).save(out, "PNG", optimize=True)
+    Image.fromarray(_pixels(image)).save(out, "PNG", optimize=True)
     return data_uri("image/png", out.getvalue())
 
 
-def _picture(image: np.ndarray) -> Any:
-    """uint8 [3,H,W] (or [1,H,W]) as a PIL image."""
-    from PIL import Image
-
+def _pixels(image: np.ndarray) -> np.ndarray:
+    """uint8 [3,H,W] (or [1,H,W]) as [H,W,3]."""
     pixels = np.moveaxis(image.astype(np.uint8), 0, -1)
-    return Image.fromarray(pixels if pixels.shape[-1] == 3 else np.repeat(pixels[..., :1], 3, axis=-1))
+    return pixels if pixels.shape[-1] == 3 else np.repeat(pixels[..., :1], 3, axis=-1)
 
 
-def _sheet(uploads: np.ndarray, nearest: np.ndarray) -> Any:
-    """Contact sheet, ten pairs a row, upload at the left of each pair."""
-    from PIL import Image
+def _sheet(group: Group, entries: list[Row], uploads: np.ndarray, nearest: np.ndarray) -> Plot:
+    """Five pairs of each of at most twelve classes, upload at the left of each pair, its PSNR below."""
+    classes = sorted({_class_of(entry) for entry in entries})
+    shown = classes[:: -(-len(classes) // _MOST_CLASSES)]
+    lines = [[i for i, entry in enumerate(entries) if _class_of(entry) == own][:_ACROSS] for own in shown]
+    across = max(map(len, lines))
 
-    height, width = uploads.shape[-2:]
-    cell_width, cell_height, across = 2 * width + 6, height + 6, min(10, len(uploads))
-    sheet = Image.new("RGB", (across * cell_width, -(-len(uploads) // across) * cell_height), "white")
-    for i, (left, top) in enumerate(_places(len(uploads), across, cell_width, cell_height)):
-        sheet.paste(_picture(uploads[i]), (left + 2, top + 3))
-        sheet.paste(_picture(nearest[i]), (left + 3 + width, top + 3))
-    return sheet.resize((sheet.width * 2, sheet.height * 2), Image.Resampling.NEAREST)
+    def draw(sheet: Any) -> None:
+        axes = sheet.subplots()
+        for y, line in enumerate(lines):
+            for x, i in enumerate(line):
+                for side, image in enumerate((uploads[i], nearest[i])):
+                    left = 2.2 * x + side
+                    box = (left, left + 0.97, 1.3 * y + 0.97, 1.3 * y)
+                    axes.imshow(_pixels(image), extent=box, interpolation="nearest")
+                axes.text(2.2 * x + 0.98, 1.3 * y + 1.0, f"{_decibel(entries[i])} dB", **_SMALL, va="top", ha="center")
+            axes.text(-0.15, 1.3 * y + 0.5, plain(shown[y][2], 16), ha="right", va="center", color=INK, fontsize=8.5)
+        axes.set(xlim=(-0.05, 2.2 * across - 0.2), ylim=(1.3 * len(lines), -0.1), aspect="equal")
+        axes.set_axis_off()
 
-
-def _places(num: int, across: int, cell_width: int, cell_height: int) -> Iterator[tuple[int, int]]:
-    return ((i % across * cell_width, i // across * cell_height) for i in range(num))
+    height = 0.35 + len(lines) * 1.3 * (WIDTH_IN - 1.0) / (2.2 * across)
+    caption = "Left of each pair what a site uploaded, right the real image nearest to it; PSNR below."
+    return Plot(f"surrogates-{group.slug}", group.label, caption, entries, draw, height_in=height)

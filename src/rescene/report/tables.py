@@ -1,151 +1,158 @@
-"""The comparison and cost tables: cells for the page, and the same numbers as CSV, JSON and LaTeX."""
+"""The comparison table: one row per method and recipe, one figure per metric, best in bold, leakage beside accuracy.
+
+Everything the page, ``rescene table`` and the downloads print comes from ``figures``.
+"""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rescene.report.canvas import csv_text, data_uri
-from rescene.report.groups import Group
-from rescene.report.runs import Row, number, table
-from rescene.report.words import NONE, bytes_text, flops_text, percent
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A number as text, its deviation as text ("" if n = 1), and whether it is the best of its column."""
-
-    text: str
-    std: str = ""
-    best: bool = False
+from rescene.report.formats import Cell, Grid, render
+from rescene.report.groups import Group, differing_settings, near_copies
+from rescene.report.runs import Row, Run, number, table
+from rescene.report.words import bytes_text, percent
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the comparison table. ``better``: +1 more is better, -1 less is better, 0 no winner is named."""
+    """A metric. ``better``: +1 more is better, -1 less is better, 0 no winner is named; ``show``: as the page says it."""
 
     key: str
     title: str
     unit: str
     better: int
-    show: Callable[[float | None], str]
+    pick: Callable[[Run], float | None]
+    show: Callable[[float | None], str] = percent
+    digits: int = 2
 
 
-def _share(value: float | None) -> str:
-    return NONE if value is None else percent(100 * value, 0)
+def _result(key: str) -> Callable[[Run], float | None]:
+    return lambda run: run.number(key)
 
 
-COLUMNS = (
-    Column("aa", "AA", "%", 1, percent),
-    Column("aia", "AIA", "%", 1, percent),
-    Column("old", "Old tasks", "%", 1, percent),
-    Column("recent", "Recent tasks", "%", 1, percent),
-    Column("forgetting", "Forgetting", "points", -1, percent),
-    Column("upload_bytes", "Upload", "per site and round", -1, bytes_text),
-    # No winner: where nothing was measured nothing can win, and a low share is no guarantee.
-    Column("near_copies", "Near-copies", "% of uploaded images", 0, _share),
+def _measured(key: str, scale: float) -> Callable[[Run], float | None]:
+    return lambda run: _times(number(table(run.cost, "measured").get(key)), 1 / scale)
+
+
+def _leaked(key: str) -> Callable[[Run], float | None]:
+    return lambda run: number(run.leakage.get(key))
+
+
+def _times(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor
+
+
+# No winner among near-copies: where nothing was measured nothing can win, and a low share is no guarantee.
+NEAR_COPIES = Column(
+    "near_copies", "Near-copies", "% of uploads", 0, lambda run: _times(near_copies(run), 100),
+    lambda value: percent(value, 0), 0,
+)  # fmt: skip
+_ALL = (
+    Column("aa", "AA", "%", 1, _result("aa")),
+    Column("aia", "AIA", "%", 1, _result("aia")),
+    Column("old", "Old tasks", "%", 1, _result("old")),
+    Column("recent", "Recent tasks", "%", 1, _result("recent")),
+    Column("forgetting", "Forgetting", "points", -1, _result("forgetting")),
+    Column("bwt", "BWT", "points", 1, _result("bwt")),
+    Column("worst_task", "Worst task", "%", 1, _result("worst_task")),
+    Column("balanced_accuracy", "Balanced", "%", 1, _result("balanced_accuracy")),
+    Column("upload", "Upload", "MB per site and round", -1, lambda run: _times(run.upload_bytes, 1e-6),
+           lambda value: bytes_text(_times(value, 1e6)), 3),
+    Column("uplink", "Uplink", "MB, whole run", -1, _measured("uplink_bytes", 1e6)),
+    Column("downlink", "Downlink", "MB, whole run", -1, _measured("downlink_bytes", 1e6)),
+    Column("client_flops", "Site compute", "TFLOP, all sites", -1, _measured("client_flops", 1e12)),
+    Column("server_flops", "Server compute", "TFLOP", -1, _measured("server_flops", 1e12)),
+    Column("client_state", "Site memory", "MB", -1, _measured("client_state_bytes", 1e6)),
+    Column("server_state", "Server memory", "MB", -1, _measured("server_state_bytes", 1e6)),
+    NEAR_COPIES,
+    Column("nearest_rms", "Nearest real image", "median RMS", 0, _leaked("nearest_rms_median"), digits=3),
+    Column("nearest_psnr", "Nearest real image", "median PSNR, dB", 0, _leaked("nearest_psnr_median_db"), digits=1),
+)  # fmt: skip
+METRICS = {column.key: column for column in _ALL}
+PAGE = (
+    *(replace(METRICS[key], digits=1) for key in ("aa", "aia", "old", "recent", "forgetting")),
+    METRICS["upload"],
+    NEAR_COPIES,
 )
 
 
-def cells_of(rows: Sequence[Row]) -> list[list[Cell]]:
-    """Cells [row][column] of the comparison table; the best of a column is marked if at least two rows compete."""
-    winners = {column.key: _winner(rows, column) for column in COLUMNS}
-    return [[_cell(row, column, winners[column.key]) for column in COLUMNS] for row in rows]
+def figures(groups: Sequence[Group], column: Column) -> list[Cell]:
+    """One cell per group, the best marked: among competitors that face the same problem, if there are at least two.
+
+    Reference lines (joint, local, raw upload) frame the comparison and never win. Cells that print the same share the
+    honour.
+    """
+    cells = [_cell(group, column) for group in groups]
+    if not column.better:
+        return cells
+    rivals = [i for i, cell in enumerate(cells) if cell.mean is not None and groups[i].competes]
+    marked = list(cells)
+    for i in rivals:
+        pool = [cells[j] for j in rivals if not differing_settings([groups[i], groups[j]])]
+        top = max(pool, key=lambda cell: column.better * (cell.mean or 0.0))
+        marked[i] = replace(cells[i], best=len(pool) > 1 and cells[i].text == top.text)
+    return marked
 
 
-def _winner(rows: Sequence[Row], column: Column) -> str | None:
-    """The best value as printed: rows that print the same share the honour."""
-    found = [row[column.key] for row in rows if row[column.key] is not None]
-    if len(found) < 2 or not column.better:
-        return None
-    return column.show(max(found) if column.better > 0 else min(found))
+def _cell(group: Group, column: Column) -> Cell:
+    found = group.spread(column.pick)
+    if found is None:
+        return Cell(None, digits=column.digits)
+    return Cell(found.mean, found.std, found.num, digits=column.digits)
 
 
-def _cell(row: Row, column: Column, winner: str | None) -> Cell:
-    text = column.show(row[column.key])
-    return Cell(text, std_text(row, column.key, column.show), text != NONE and text == winner)
+def leak_entry(group: Group, cell: Cell) -> str | Cell:
+    """A near-copy figure, or in words why there is none."""
+    if cell.mean is not None or not group.finished:
+        return cell
+    return "not measured" if "images" in (group.look.sends or "") else "no images"
 
 
-def std_text(row: Row, key: str, show: Callable[[float | None], str]) -> str:
-    """Deviation as text; nothing for one seed, nor for counts that are the same in all seeds."""
-    std = row[f"{key}_std"]
-    return "" if std is None or show(std) in ("0", "0 B") else show(std)
+def comparison_grid(groups: Sequence[Group]) -> Grid:
+    """The page's comparison as a grid."""
+    cells = [figures(groups, column) for column in PAGE]
+    heads = ("Method", "n", *(f"{column.title} ({column.unit})" for column in PAGE))
+    rows = []
+    for i, group in enumerate(groups):
+        entries = [leak_entry(group, own[i]) if own is cells[-1] else own[i] for own in cells]
+        rows.append((group.label, str(len(group.finished)), *entries))
+    return Grid("", heads, tuple(rows))
 
 
-def downloads(rows: Sequence[Row]) -> list[tuple[str, str]]:
+def downloads(groups: Sequence[Group], rows: Sequence[Row]) -> list[tuple[str, str]]:
     """The table for other programs: (file name, data URI), nothing to fetch."""
     texts = {
         "comparison.csv": ("text/csv", csv_text(rows)),
         "comparison.json": ("application/json", json.dumps(rows, indent=1)),
-        "comparison.tex": ("application/x-tex", latex(rows)),
+        "comparison.tex": ("application/x-tex", render(comparison_grid(groups), "latex")),
     }
     return [(name, data_uri(kind, text.encode("utf-8"))) for name, (kind, text) in texts.items()]
 
 
-def latex(rows: Sequence[Row]) -> str:
-    """A booktabs table: best in bold, deviation after the mean."""
-    titles = " & ".join(["Method", "$n$", *(f"{column.title} ({_tex(column.unit)})" for column in COLUMNS)])
-    lines = [r"\begin{tabular}{lr" + "r" * len(COLUMNS) + "}", r"\toprule", titles + r" \\", r"\midrule"]
-    for row, cells in zip(rows, cells_of(rows), strict=True):
-        texts = [_tex_cell(cell) for cell in cells]
-        lines.append(" & ".join([_tex(row["label"]), str(row["num_seeds"]), *texts]) + r" \\")
-    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
-
-
-def _tex_cell(cell: Cell) -> str:
-    if cell.text == NONE:
-        return "--"
-    mean = rf"\textbf{{{_tex(cell.text)}}}" if cell.best else _tex(cell.text)
-    return rf"{mean} $\pm$ {_tex(cell.std)}" if cell.std else mean
-
-
-def _tex(text: str) -> str:
-    """Escape what LaTeX would act on.
-
-    >>> _tex("a_b & 5%")
-    'a\\\\_b \\\\& 5\\\\%'
-    """
-    named = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
-    return re.sub(r"[\\~^&%$#_{}]", lambda match: named.get(match[0], "\\" + match[0]), text)
-
-
-_COSTS: tuple[tuple[str, str, str, Callable[[float | None], str]], ...] = (
-    ("uplink_bytes_per_message", "Up", "per message", bytes_text),
-    ("downlink_bytes_per_message", "Down", "per message", bytes_text),
-    ("uplink_bytes", "Up", "whole run", bytes_text),
-    ("downlink_bytes", "Down", "whole run", bytes_text),
-    ("client_state_bytes", "Site memory", "largest state kept", bytes_text),
-    ("server_state_bytes", "Server memory", "largest state kept", bytes_text),
-    ("client_flops", "Site compute", "all sites, whole run", flops_text),
-    ("server_flops", "Server compute", "whole run", flops_text),
-)
-
-
 @dataclass(frozen=True)
-class CostRow:
-    """Measured and nominal texts of one method, column by column ("" where no nominal figure exists)."""
+class Shown:
+    """A figure as the page prints it; ``value`` is what its column is sorted by."""
 
-    group: Group
-    cells: tuple[tuple[str, str], ...]
-
-
-def cost_titles() -> list[tuple[str, str]]:
-    return [(title, unit) for _, title, unit, _ in _COSTS]
+    text: str
+    std: str
+    best: bool
+    value: float | None
 
 
-def cost_rows(groups: Sequence[Group]) -> list[CostRow]:
-    """One row per method that measured anything, averaged over seeds."""
-    rows = []
-    for group in groups:
-        cells = tuple(_cost_cell(group, key, show) for key, _, _, show in _COSTS)
-        if any(measured != NONE or nominal for measured, nominal in cells):
-            rows.append(CostRow(group, cells))
-    return rows
+def page_cells(groups: Sequence[Group]) -> list[list[Shown]]:
+    """Cells [group][column of PAGE]."""
+    columns = [[shown(cell, column) for cell in figures(groups, column)] for column in PAGE]
+    for i, group in enumerate(groups):
+        entry = leak_entry(group, figures([group], NEAR_COPIES)[0])
+        if isinstance(entry, str):
+            columns[-1][i] = Shown(entry, "", False, None)
+    return [list(row) for row in zip(*columns, strict=True)]
 
 
-def _cost_cell(group: Group, key: str, show: Callable[[float | None], str]) -> tuple[str, str]:
-    measured = group.spread(lambda run: number(table(run.cost, "measured").get(key)))
-    nominal = group.spread(lambda run: number(table(run.cost, "nominal").get(key)))
-    return show(measured.mean if measured else None), show(nominal.mean) if nominal else ""
+def shown(cell: Cell, column: Column) -> Shown:
+    """No deviation is shown for one seed, nor for counts that are the same in all seeds."""
+    std = "" if cell.std is None or column.show(cell.std) in ("0", "0 B") else column.show(cell.std)
+    return Shown(column.show(cell.mean), std, cell.best, cell.mean)

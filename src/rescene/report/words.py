@@ -164,6 +164,7 @@ class Departure:
     group: Group
     sends: str
     upload: str
+    upload_bytes: float | None
     share: float | None  # near-copies, 0 to 1
     finding: str
     statement: str  # what the leakage check itself says
@@ -189,6 +190,7 @@ def departure(group: Group) -> Departure:
         group=group,
         sends=group.look.sends or "not described in the run folder",
         upload=bytes_text(upload.mean if upload else None),
+        upload_bytes=upload.mean if upload else None,
         share=share.mean if share else None,
         finding=_finding(group, share),
         statement=next(

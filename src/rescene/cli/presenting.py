@@ -1,0 +1,96 @@
+"""Tables and figures from run folders."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rescene.cli.frame import verb
+from rescene.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rescene.report import Run
+
+Runs = Annotated[list[Path], typer.Argument(help="run folders, or folders that hold some")]
+_KINDS = {".txt": "text", ".md": "markdown", ".tex": "latex", ".csv": "csv", ".html": "html", ".json": "json"}
+
+
+def loaded(folders: list[Path]) -> list[Run]:
+    """Every run in these folders, each once."""
+    from rescene.cli.listing import find_runs
+    from rescene.report import load_run
+
+    found: dict[Path, None] = {}
+    for folder in folders:
+        runs = find_runs(folder)
+        if not runs:
+            why = "it holds no run" if folder.is_dir() else "there is no such folder"
+            raise ConfigError("E108", "no run folder there", where=str(folder), why=why, fix="rescene runs")
+        found |= dict.fromkeys(runs)
+    return [load_run(run) for run in found]
+
+
+@verb
+def table(
+    folders: Runs,
+    by: Annotated[
+        str, typer.Option("--by", help="settings that head the rows, e.g. beta,lr (default: what differs)")
+    ] = "",
+    metric: Annotated[str, typer.Option("--metric", help="aa, aia, old, recent, forgetting, upload, ...")] = "aa,aia",
+    across: Annotated[str, typer.Option("--across", help="one setting whose values stand side by side")] = "",
+    kind: Annotated[str, typer.Option("--format", help="text, markdown, latex, csv, html or json")] = "",
+    out: Annotated[Path | None, typer.Option("--out", help="file; its ending chooses the format")] = None,
+) -> None:
+    """Mean and deviation over seeds, best in bold, leakage beside accuracy."""
+    from rescene.report.compare import compare
+    from rescene.report.formats import render
+
+    ending = out.suffix if out else ".txt"
+    kind = kind or _KINDS.get(ending, "")
+    if not kind:
+        why = f"known endings are {', '.join(_KINDS)}"
+        raise ConfigError("E140", f"no table format ends in '{ending}'", where="--out", why=why, fix="--format csv")
+    text = render(compare(loaded(folders), by, metric, across), kind)
+    if out is None:
+        print(text, end="")
+        return
+    with _writing(out):
+        out.write_text(text, "utf-8", newline="")
+    print(out)
+
+
+@verb
+def plot(
+    folders: Runs,
+    kind: Annotated[
+        str, typer.Option("--kind", help="old-recent, curves, matrix, rounds, cost, privacy or surrogates")
+    ],
+    out: Annotated[Path | None, typer.Option("--out", help="file.png, .pdf or .svg (default: <kind>.png)")] = None,
+) -> None:
+    """A figure for a paper or a talk, and the CSV behind it."""
+    from rescene.report.figure import figure
+    from rescene.report.groups import differing_settings, group_runs
+
+    groups = group_runs(loaded(folders))
+    out = out or Path(f"{kind}.png")
+    with _writing(out):
+        paths = figure(groups, kind, out)
+    print(*paths, sep="\n")
+    apart = differing_settings(groups)
+    if apart:
+        print(f"note: these runs do not share one setting: {', '.join(apart[:6])}", file=sys.stderr)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """The folder is made; what cannot be written gets a message instead of a traceback."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise ConfigError("E147", f"cannot write '{path}'", where="--out", why=error.strerror) from error

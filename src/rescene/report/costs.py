@@ -1,0 +1,74 @@
+"""The cost table of the page: measured and nominal figures of each method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rescene.report.groups import Group, differing_settings
+from rescene.report.look import key_of
+from rescene.report.runs import number, table
+from rescene.report.words import bytes_text, flops_text
+
+_COSTS: tuple[tuple[str, str, str, Callable[[float | None], str]], ...] = (
+    ("uplink_bytes_per_message", "Up", "per message", bytes_text),
+    ("downlink_bytes_per_message", "Down", "per message", bytes_text),
+    ("uplink_bytes", "Up", "whole run", bytes_text),
+    ("downlink_bytes", "Down", "whole run", bytes_text),
+    ("client_state_bytes", "Site memory", "largest state kept", bytes_text),
+    ("server_state_bytes", "Server memory", "largest state kept", bytes_text),
+    ("client_flops", "Site compute", "all sites, whole run", flops_text),
+    ("server_flops", "Server compute", "whole run", flops_text),
+)
+
+
+_RATIOS = {"uplink_bytes", "client_flops"}
+
+
+@dataclass(frozen=True)
+class CostCell:
+    """One figure: as measured, by the paper's formula, and as a multiple of FedAvg's ("" where there is none)."""
+
+    measured: str
+    nominal: str
+    ratio: str
+    value: float | None  # to sort by
+
+
+@dataclass(frozen=True)
+class CostRow:
+    """One method, column by column."""
+
+    group: Group
+    cells: tuple[CostCell, ...]
+
+
+def cost_titles() -> list[tuple[str, str]]:
+    return [(title, unit) for _, title, unit, _ in _COSTS]
+
+
+def cost_rows(groups: Sequence[Group]) -> list[CostRow]:
+    """One row per method that measured anything, averaged over seeds."""
+    rows = []
+    for group in groups:
+        alike = [
+            other for other in groups if key_of(other.method) == "fedavg" and not differing_settings([group, other])
+        ]
+        cells = tuple(
+            _cell(group, alike[0] if alike and key in _RATIOS else None, key, show) for key, _, _, show in _COSTS
+        )
+        if any(cell.value is not None or cell.nominal for cell in cells):
+            rows.append(CostRow(group, cells))
+    return rows
+
+
+def _cell(group: Group, fedavg: Group | None, key: str, show: Callable[[float | None], str]) -> CostCell:
+    mean, nominal = _mean(group, "measured", key), _mean(group, "nominal", key)
+    base = _mean(fedavg, "measured", key) if fedavg and fedavg is not group else None
+    ratio = f"{mean / base:.2g} ×" if mean is not None and base else ""
+    return CostCell(show(mean), "" if nominal is None else show(nominal), ratio, mean)
+
+
+def _mean(group: Group, kind: str, key: str) -> float | None:
+    found = group.spread(lambda run: number(table(run.cost, kind).get(key)))
+    return found.mean if found else None

@@ -1,0 +1,89 @@
+"""``rescene plot``: one figure file from run folders, drawn by the functions that draw the page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rescene.errors import ConfigError, did_you_mean
+from rescene.report import plots_cost, plots_curves, plots_grids, plots_privacy, plots_retention
+from rescene.report.canvas import ENDINGS, Plot, csv_text, legend_above, save
+from rescene.report.groups import Group
+from rescene.report.look import INK
+from rescene.report.surrogates import contact_sheet
+
+Groups = Sequence[Group]
+_PANEL_IN = 3.6  # two of them are as wide as a printed page
+
+
+def _curves(groups: Groups) -> list[Plot | None]:
+    return [plots_curves.task_curve(groups), plots_curves.incremental_curve(groups)]
+
+
+def _cost(groups: Groups) -> list[Plot | None]:
+    return [plots_cost.accuracy_for_upload(groups), plots_cost.accuracy_for_compute(groups)]
+
+
+def _privacy(groups: Groups) -> list[Plot | None]:
+    return [plots_privacy.accuracy_for_copies(groups), plots_privacy.accuracy_for_distance(groups)]
+
+
+# kind: (what draws its panels, how many stand side by side, what the runs must hold)
+KINDS: dict[str, tuple[Callable[[Groups], Iterable[Plot | None]], int, str]] = {
+    "old-recent": (lambda groups: [plots_retention.old_recent(groups)], 1, "a finished run of two or more tasks"),
+    "curves": (_curves, 2, "a finished task"),
+    "matrix": (lambda groups: map(plots_grids.accuracy_matrix, groups), 3, "a finished task"),
+    "rounds": (lambda groups: [plots_curves.rounds_curve(groups)], 1, "metrics.jsonl with an evaluated round"),
+    "cost": (_cost, 2, "results.json with measured cost"),
+    "privacy": (_privacy, 2, "a finished run of a method that uploads images"),
+    "surrogates": (lambda groups: map(contact_sheet, groups), 1, "surrogates.safetensors and surrogates.json"),
+}
+
+
+def figure(groups: Groups, kind: str, out: Path) -> list[Path]:
+    """Draw one kind into ``out`` (.png, .pdf or .svg), with the numbers behind it as CSV; returns both paths."""
+    if kind not in KINDS:
+        close = did_you_mean(kind, KINDS)
+        what = f"unknown kind of figure {kind!r}" + (f"; did you mean {close}?" if close else "")
+        raise ConfigError("E145", what, where="--kind", why=f"known are {', '.join(KINDS)}")
+    if out.suffix not in ENDINGS:
+        why = f"known endings are {', '.join(ENDINGS)}"
+        raise ConfigError("E145", f"no figure format ends in '{out.suffix}'", where="--out", why=why)
+    panels, across, needs = KINDS[kind]
+    plots = [plot for plot in panels(groups) if plot]
+    if not plots:
+        raise ConfigError("E146", f"nothing to draw for {kind}", where="these runs", why=f"it needs {needs}")
+    save(plots[0] if len(plots) == 1 else together(plots, across), out)
+    table = out.with_suffix(".csv")
+    rows = [{"panel": plot.name, **row} for plot in plots for row in plot.rows]
+    table.write_text(csv_text(rows), "utf-8", newline="")
+    return [out, table]
+
+
+def together(plots: Sequence[Plot], across: int) -> Plot:
+    """Several plots as panels of one, each under its title; a legend they share stands once, above them."""
+    across = min(across, len(plots))
+    down = -(-len(plots) // across)
+    wide = max(plot.width_in for plot in plots) if across == 1 else min(_PANEL_IN, plots[0].width_in)
+    heights = [max(plot.height_in for plot in plots[i : i + across]) for i in range(0, len(plots), across)]
+
+    def draw(sheet: Any) -> None:
+        parts = sheet.subfigures(down, across, squeeze=False, height_ratios=heights).ravel()
+        for part, plot in zip(parts, plots, strict=False):
+            plot.draw(part)
+            part.suptitle(plot.title, fontsize=10, color=INK)
+        _one_legend(sheet, parts)
+
+    return replace(plots[0], draw=draw, width_in=wide * across, height_in=sum(heights) + 0.3 * down)
+
+
+def _one_legend(sheet: Any, parts: Iterable[Any]) -> None:
+    entries: dict[str, Any] = {}
+    for part in parts:
+        for axes in part.axes:
+            entries |= dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
+        for legend in list(part.legends):
+            legend.remove()
+    legend_above(sheet, list(entries.values()), list(entries), width=100)

@@ -1,0 +1,124 @@
+"""The page in a real browser: figures to be seen, no request, tables that sort, a phone that need not scroll sideways."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from browser import CHROMIUM, Tab, browser
+from report_fixtures import cost, write_run, write_running
+
+from rescene.report import write_report
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not CHROMIUM, reason="no Chromium here: apt-get install chromium"),
+]
+PHONE = 390
+
+
+@pytest.fixture(scope="module")
+def tab() -> Iterator[Tab]:
+    with browser() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three methods, two seeds, one of them with a long name; every figure has a deviation."""
+    base = tmp_path_factory.mktemp("page")
+    names = ("rescene", "fedavg", "my-quite-long-method-name-with-words")
+    folders = [write_run(base / f"{name}-{seed}", name, seed) for name in names for seed in (0, 1)]
+    folders.append(write_run(base / "rescene-2", "rescene", 2, cost=cost(68_666, 75, True)))
+    return write_report(folders, base / "report.html")
+
+
+def methods(tab: Tab) -> list[str]:
+    rows = "document.querySelectorAll('#comparison tbody tr')"
+    return tab.ask(f"[...{rows}].map(row => row.cells[0].textContent.trim().replace(/^\\W+/, ''))")
+
+
+def titles(tab: Tab) -> str:
+    return "[...document.querySelectorAll('#comparison th button')]"
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1200, False), (1200, True), (PHONE, False)])
+def test_figures_are_there_and_seen(tab: Tab, page: Path, width: int, dark: bool) -> None:
+    tab.open(page, width, dark)
+    boxes = tab.ask(
+        "[...document.querySelectorAll('svg.plot')].map(plot => {const box = plot.getBoundingClientRect();"
+        "return [plot.closest('figure').id, box.width, box.height, plot.querySelectorAll('path, image').length]})"
+    )
+    assert len(boxes) >= 14
+    for name, wide, high, shapes in boxes:
+        assert min(200, width / 2) < wide <= width and high > 60 and shapes > 3, name
+    ink, paper = (tab.ask(f"getComputedStyle(document.body).{key}") for key in ("color", "backgroundColor"))
+    light = [sum(map(int, text[4:-1].split(","))) for text in (ink, paper)]
+    assert (light[0] > light[1]) == dark  # letters are light on dark, dark on light
+    text = tab.ask("getComputedStyle(document.querySelector('#figure-tasks svg text')).fill")
+    assert (sum(map(int, text[4:-1].split(","))) > 380) == dark  # figures follow
+
+
+def test_no_request_leaves_the_page(tab: Tab, page: Path) -> None:
+    tab.requests.clear()
+    tab.open(page)
+    tab.ask("document.querySelectorAll('details').forEach(box => box.open = true)")
+    tab.ask("window.scrollTo(0, document.body.scrollHeight)")
+    assert [url for url in tab.requests if not url.startswith("data:")] == [page.resolve().as_uri()]
+    # and could not: the page's own policy refuses what a hostile name might smuggle in
+    tab.ask("document.body.append(Object.assign(new Image(), {src: 'http://192.0.2.1/x.png'}))")
+    refused = tab.ask("fetch('http://192.0.2.1/').then(() => 'sent', () => 'refused')")
+    assert refused == "refused"
+    assert (
+        tab.ask("document.body.innerHTML += '<img src=x onerror=\"window.hurt = 1\">'; window.hurt ?? 'unhurt'")
+        == "unhurt"
+    )
+
+
+def test_a_click_on_a_title_sorts_and_a_second_turns_it_round(tab: Tab, page: Path) -> None:
+    tab.open(page)
+    assert methods(tab)[0] == "ReSCENE"
+    tab.ask(f"{titles(tab)}[0].click()")
+    by_name = methods(tab)
+    assert by_name == sorted(by_name, key=str.lower) and by_name[0] == "FedAvg"
+    tab.ask(f"{titles(tab)}[0].click()")
+    assert methods(tab) == by_name[::-1]
+    tab.ask(f"{titles(tab)}.find(one => one.textContent.startsWith('Upload')).click()")
+    assert methods(tab)[0] == "FedAvg" and methods(tab)[-1] == "ReSCENE"  # bytes by size, not by letters
+    assert tab.ask("document.querySelectorAll('#comparison th[aria-sort]').length") == 1
+    tab.ask(f"{titles(tab)}.find(one => one.textContent.startsWith('Near')).click()")
+    assert methods(tab)[0] == "ReSCENE"  # what was not measured stays at the end
+    tab.ask(f"{titles(tab)}.find(one => one.textContent.startsWith('Near')).click()")
+    assert methods(tab)[0] == "ReSCENE"
+
+
+def test_a_phone_need_not_scroll_sideways(tab: Tab, page: Path) -> None:
+    tab.open(page, PHONE)
+    tab.ask("document.querySelectorAll('details').forEach(box => box.open = true)")
+    assert tab.ask("document.documentElement.scrollWidth") <= PHONE
+    tab.ask("window.scrollTo(500, 0)")
+    assert tab.ask("window.scrollX") == 0
+    sizes = tab.ask("[...document.querySelectorAll('p, td, dd')].map(e => parseFloat(getComputedStyle(e).fontSize))")
+    assert min(sizes) >= 12
+
+
+def test_printed_all_is_open_and_the_menu_gone(tab: Tab, page: Path) -> None:
+    tab.open(page, media="print")
+    assert tab.ask("getComputedStyle(document.querySelector('nav')).display") == "none"
+    assert tab.ask("document.querySelector('#setting details table').getBoundingClientRect().height") > 50
+
+
+def test_a_page_of_a_running_run_reads_itself_again(tab: Tab, tmp_path: Path) -> None:
+    going = write_report([write_running(tmp_path / "a" / "rescene-s0")], tmp_path / "a" / "report.html")
+    done = write_report([write_run(tmp_path / "b" / "rescene-s0")], tmp_path / "b" / "report.html")
+    going.write_text(going.read_text("utf-8").replace('content="10"', 'content="1"'), "utf-8")
+    tab.open(going)
+    assert "task 2 of 5" in tab.ask("document.body.innerText")
+    shutil.copy(done, going)  # the run ends and writes its page
+    tab.wait_for_reload()
+    while "task 2 of 5" in tab.ask("document.body.innerText"):  # read just before the copy
+        tab.wait_for_reload()
+    assert "ReSCENE reaches" in tab.ask("document.body.innerText")
+    assert tab.ask("document.querySelectorAll('meta[http-equiv=refresh]').length") == 0

@@ -1,0 +1,91 @@
+"""``rescene plot``: every kind in every format, drawn by the page's functions, with the numbers beside it."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+from report_fixtures import accuracy_matrix, leakage, write_run
+
+from rescene.errors import ConfigError
+from rescene.report import load_run
+from rescene.report.canvas import Plot
+from rescene.report.figure import KINDS, figure, together
+from rescene.report.groups import Group, group_runs
+
+
+@pytest.fixture(scope="module")
+def groups(tmp_path_factory: pytest.TempPathFactory) -> list[Group]:
+    """Three methods, two seeds each; the control sends the images themselves."""
+    base = tmp_path_factory.mktemp("runs")
+    copies = {**leakage(), "near_copies": 1.0, "nearest_rms_median": 0.0}
+    folders = []
+    for seed in (0, 1):
+        folders += [write_run(base / f"{method}-{seed}", method, seed) for method in ("rescene", "fedavg")]
+        folders.append(write_run(base / f"raw-{seed}", "raw-upload", seed, leakage=copies))
+    return group_runs([load_run(folder) for folder in folders])
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_gives_a_figure_and_its_numbers(groups: list[Group], tmp_path: Path, kind: str) -> None:
+    picture, table = figure(groups, kind, tmp_path / f"{kind}.png")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    rows = rows_of(table)
+    assert rows and {"panel"} < set(rows[0])
+
+
+@pytest.mark.parametrize(("ending", "start"), [(".pdf", b"%PDF"), (".svg", b"<?xml")])
+def test_print_formats_repeat_to_the_byte(groups: list[Group], tmp_path: Path, ending: str, start: bytes) -> None:
+    first, _ = figure(groups, "old-recent", tmp_path / f"a{ending}")
+    again, _ = figure(groups, "old-recent", tmp_path / f"b{ending}")
+    assert first.read_bytes() == again.read_bytes() and first.read_bytes().startswith(start)
+
+
+def test_curves_hold_both_panels_and_every_seed(groups: list[Group], tmp_path: Path) -> None:
+    rows = rows_of(figure(groups, "curves", tmp_path / "c.svg")[1])
+    assert {row["panel"] for row in rows} == {"tasks", "incremental"}
+    told = [
+        float(row["accuracy"])
+        for row in rows
+        if (row["panel"], row["method"], row["seed"]) == ("tasks", "ReSCENE", "1")
+    ]
+    assert told == accuracy_matrix("rescene", 1)[-1].tolist()
+
+
+def test_privacy_shows_the_control_and_leaves_out_who_sends_no_images(groups: list[Group], tmp_path: Path) -> None:
+    rows = rows_of(figure(groups, "privacy", tmp_path / "p.svg")[1])
+    assert {row["method"] for row in rows} == {"ReSCENE", "raw upload (control)"}
+    control = [row for row in rows if row["method"].startswith("raw")]
+    assert {row["near_copies_percent"] for row in control} == {"100.0", ""}
+    assert {row["nearest_rms_median"] for row in control} == {"0.0", ""}
+
+
+def test_panels_share_one_legend_in_the_methods_colours(groups: list[Group], tmp_path: Path) -> None:
+    svg = figure(groups, "cost", tmp_path / "c.svg")[0].read_text("utf-8")
+    for label in ("ReSCENE", "FedAvg", "raw upload (control)"):
+        assert svg.count(f">{label}</text>") == 1
+    assert "#0072b2" in svg and ">Accuracy for the bytes sent</text>" in svg
+
+
+def test_panels_fit_the_page() -> None:
+    plots = [Plot(str(i), "", "", [{"a": 1}], lambda sheet: sheet.subplots(), 3.4, 3.6) for i in range(4)]
+    sheet = together(plots, 3)
+    assert (sheet.width_in, sheet.height_in) == (pytest.approx(3 * 3.6), pytest.approx(2 * 3.4 + 0.6))
+
+
+def test_bad_requests_are_explained(groups: list[Group], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="did you mean curves"):
+        figure(groups, "curve", tmp_path / "x.png")
+    with pytest.raises(ConfigError, match="ends in '.gif'"):
+        figure(groups, "curves", tmp_path / "x.gif")
+    weights = [group for group in groups if group.method == "fedavg"]
+    for kind in ("privacy", "surrogates"):
+        with pytest.raises(ConfigError, match="nothing to draw") as caught:
+            figure(weights, kind, tmp_path / "x.png")
+        assert caught.value.code == "E146" and not (tmp_path / "x.png").exists()
