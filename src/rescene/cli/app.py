@@ -81,7 +81,9 @@ def sweep(
     overrides: Annotated[list[str] | None, typer.Argument(help="key=a,b,c: every combination; method=all")] = None,
     seeds: Annotated[str, typer.Option("--seeds", help="comma-separated")] = "0",
     out: Annotated[Path | None, typer.Option("--out", help="folder for the cells (default: runs/<recipe>)")] = None,
-    plan: Annotated[bool, typer.Option("--plan", help="list the cells and run nothing")] = False,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="list the cells with what they will cost, and run nothing")
+    ] = False,
     quiet: Quiet = False,
     as_json: AsJson = False,
     plugin: Plugin = None,
@@ -95,6 +97,29 @@ def sweep(
             raise typer.Exit(4)
 
     interruptible(work, "the same command")
+
+
+@app.command()
+@verb
+def cost(
+    recipe: Annotated[str, typer.Argument(help="shipped recipe or file")],
+    overrides: Overrides = None,
+    uplink_mbps: Annotated[float, typer.Option("--uplink-mbps", help="a site's upload speed, Mbit/s")] = 20.0,
+    client_gflops: Annotated[
+        float | None, typer.Option("--client-gflops", help="a site's speed, GFLOP/s (default: this device's)")
+    ] = None,
+    server_gflops: Annotated[
+        float | None, typer.Option("--server-gflops", help="the server's speed, GFLOP/s (default: this device's)")
+    ] = None,
+    as_json: AsJson = False,
+    plugin: Plugin = None,
+) -> None:
+    """What a run will cost, before it runs: FLOPs, bytes, state, seconds per round, time on this device."""
+    load_plugins(plugin)
+    from rescene.cli.costing import show_cost
+    from rescene.config import resolve
+
+    show_cost(resolve(recipe, overrides or []), uplink_mbps, client_gflops, server_gflops, as_json)
 
 
 @app.command()

@@ -112,6 +112,7 @@ def load_plugin(path: Path) -> None:
 
 def explain(name: str) -> tuple[dict[str, str], list[dict[str, Any]]]:
     """Facts and hyperparameters of a method."""
+    from rescene.engine.asymptotics import compute_facts
     from rescene.methods import method_class
 
     method = method_class(name)
@@ -121,6 +122,7 @@ def explain(name: str) -> tuple[dict[str, str], list[dict[str, Any]]]:
         "paper": method.paper,
         "leaves the site": method.leaves_site,
         "client remembers": method.remembers,
+        **compute_facts(method.name),
         "about": about,
     }
     return facts, method.table()

@@ -63,7 +63,7 @@ def paper_run(
 ) -> None:
     """Run the cells that are not done yet; what cannot run here is listed with its fix (exit code 4)."""
     from rescene.cli.listing import print_rows
-    from rescene.cli.sweeping import plan_rows, run_cells
+    from rescene.cli.sweeping import print_plan, run_cells
     from rescene.paper import paper_recipe
     from rescene.paper.tables import table_grid
     from rescene.report.formats import render
@@ -71,34 +71,30 @@ def paper_run(
     recipe = paper_recipe(name)
     store = _store(runs, out)
     numbers = _seeds(seeds) or recipe.seeds
+    refused = [cell for cell in recipe.chosen(only or ()) if cell.unavailable]
+    wanted = [(fast and cell.fast) or cell for cell in recipe.chosen(only or ()) if not cell.unavailable]
+    if plan:
+        runs_to_plan = [_sweep_cell(cell, seed, store, out) for cell in wanted for seed in numbers]
+        print_plan(runs_to_plan, as_json, _refused_rows(refused))
+        return
     ready: list[Cell] = []
-    blocked: list[PaperCell] = []
-    for cell in recipe.chosen(only or ()):
-        if cell.unavailable:
-            blocked.append(cell)
-            continue
-        cell = (fast and cell.fast) or cell
+    for cell in wanted:
         planned = [_sweep_cell(cell, seed, store, out) for seed in numbers]
         if cell.obstacle and not all(run.done for run in planned):
-            blocked.append(cell)
+            refused.append(cell)
             planned = [run for run in planned if run.done]
         ready += planned
-    if plan:
-        print_rows([*plan_rows(ready), *_blocked_rows(blocked, as_json)], as_json)
-        if not as_json:
-            _tell(blocked)
-        return
 
     def work() -> None:
         results, failures = run_cells(ready, quiet, as_json)
         if as_json:
             rows = [{"folder": str(r.folder), "aa": r.aa, "aia": r.aia} for r in results]
-            print_rows([*rows, *_blocked_rows(blocked, as_json), *failures], as_json)
+            print_rows([*rows, *_refused_rows(refused), *failures], as_json)
         else:
             print(render(table_grid(recipe, _store(runs, out), only or ()), "text"), end="")
         if failures and not as_json:
             print_rows(failures)
-        if blocked or failures:
+        if refused or failures:
             raise typer.Exit(4)
 
     interruptible(work, "the same command")
@@ -177,22 +173,12 @@ def paper_readme(
     print(write)
 
 
-def _blocked_rows(cells: list[PaperCell], full: bool) -> list[dict[str, str]]:
-    """Cells that cannot run here; ``full``: each with its reason and fix."""
-    rows = []
-    for cell in cells:
-        row = {"cell": cell.name, "folder": "-", "state": "cannot run here"}
-        why = {"error": cell.obstacle.reason, "fix": cell.obstacle.fix} if full and cell.obstacle else {}
-        rows.append(row | why)
-    return rows
-
-
-def _tell(blocked: list[PaperCell]) -> None:
-    """Each reason once, with its fix and the cells it holds up."""
-    for obstacle in dict.fromkeys(cell.obstacle for cell in blocked):
-        if obstacle:
-            cells = [cell.name for cell in blocked if cell.obstacle == obstacle]
-            print(f"\ncannot run here: {obstacle.reason}\n  fix    {obstacle.fix}\n  cells  {', '.join(cells)}")
+def _refused_rows(cells: list[PaperCell]) -> list[dict[str, str]]:
+    """Cells that cannot run here, with the reason and the fix."""
+    told = [(cell, cell.obstacle) for cell in cells]
+    return [
+        {"cell": cell.name, "state": "cannot run", "problem": why.reason, "fix": why.fix} for cell, why in told if why
+    ]
 
 
 def _store(runs: list[Path] | None, out: Path | None = None) -> Store:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from rescene.api import Result, default_folder, execute, load
+from rescene.cli.costing import NO_FORECAST, plan_columns, plan_words, price
 from rescene.cli.listing import Row, print_rows
 from rescene.cli.live import watch
 from rescene.cli.livepage import live_page
@@ -45,7 +46,7 @@ def run_sweep(
     """Run every cell that is not done; a cell that fails is listed and the rest goes on. Returns the number that failed."""
     cells = grid(recipe, overrides, seeds, out)
     if plan:
-        print_rows(plan_rows(cells), as_json)
+        print_plan(cells, as_json)
         return 0
     results, failures = run_cells(cells, quiet, as_json, _common(cells) / "report.html")
     if as_json:
@@ -56,12 +57,6 @@ def run_sweep(
     if failures:
         print_rows(failures)
     return len(failures)
-
-
-def plan_rows(cells: Sequence[Cell]) -> list[Row]:
-    return [
-        {"cell": " ".join(c.overrides), "folder": str(c.folder), "state": "done" if c.done else "to run"} for c in cells
-    ]
 
 
 def run_cells(
@@ -94,6 +89,37 @@ def run_cells(
         except (torch.OutOfMemoryError, MemoryError):
             failures.append({"cell": name, "error": "too large for this device: out of memory", "fix": SMALLER})
     return results, failures
+
+
+def print_plan(cells: Sequence[Cell], as_json: bool, refused: Sequence[Row] = ()) -> None:
+    """Every cell with its state, its cost and its time here, and the sum over those not done; problems with their fix."""
+    rows: list[dict[str, Any]] = []
+    total: dict[str, float] = {}
+    problems: dict[str, str] = {}
+    for cell in cells:
+        row: dict[str, Any] = {"cell": " ".join(cell.overrides), "folder": str(cell.folder)}
+        problem: ResceneError | None
+        try:
+            priced = price(cell.resolved)
+            figures, problem = plan_columns(priced), priced.missing
+        except ResceneError as error:
+            figures, problem = {}, None if error.code == NO_FORECAST else error  # a plug-in runs all the same
+        if problem is not None and not cell.done:
+            row["state"] = f"cannot run: {problem.code}"
+            problems[f"[{problem.code}] {problem.what}"] = problem.fix or ""
+            if as_json:
+                row |= {"problem": problem.what, "fix": problem.fix}
+        else:
+            row["state"] = "done" if cell.done else "to run"
+        rows.append(row | (figures if as_json or not figures else plan_words(figures)))
+        if not cell.done:
+            total = {key: total.get(key, 0.0) + value for key, value in figures.items()} or total
+    if not as_json and total:
+        rows.append({"cell": "in all, not done", "folder": "", "state": ""} | plan_words(total))
+    print_rows([*rows, *refused], as_json)
+    if not as_json:
+        for what, fix in problems.items():
+            print(f"{what}\n  fix: {fix}")
 
 
 def grid(recipe: str, overrides: list[str], seeds: str, out: Path | None) -> list[Cell]:

@@ -6,6 +6,7 @@ from rescene.data.images import Dataset, Images, Transform
 from rescene.data.loading import load, prepare
 from rescene.data.partition import dirichlet_partition, iid_partition, partition
 from rescene.data.shard import Shard
+from rescene.data.stand_in import has_stand_in, stand_in
 from rescene.data.tasks import Task, plan_tasks
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "Transform",
     "available",
     "dirichlet_partition",
+    "has_stand_in",
     "iid_partition",
     "inspect",
     "load",
@@ -23,5 +25,6 @@ __all__ = [
     "plan_tasks",
     "prepare",
     "propose_tasks",
+    "stand_in",
     "verify",
 ]

@@ -10,25 +10,35 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Entry:
-    """Facts about one named data set. ``source``: what a user points ``prepare`` at."""
+    """Facts about one named data set. ``source``: what a user points ``prepare`` at; ``per_class``: train and test images
+    of every class, where all classes have the same number."""
 
     name: str
     num_classes: int
     image_size: int
     licence: str
     source: str
+    per_class: tuple[int, int] | None = None
 
 
 CATALOG = {
     entry.name: entry
     for entry in (
-        Entry("fashion-mini", 10, 32, "MIT, Zalando SE 2017; cite Xiao, Rasul, Vollgraf 2017", "part of the package"),
+        Entry(
+            "fashion-mini",
+            10,
+            32,
+            "MIT, Zalando SE 2017; cite Xiao, Rasul, Vollgraf 2017",
+            "part of the package",
+            (600, 200),
+        ),
         Entry(
             "cifar10",
             10,
             32,
             "no formal licence; cite Krizhevsky 2009",
             "cifar-10-python.tar.gz, cifar-10-binary.tar.gz, the parquet files, or a folder with train/ and test/",
+            (5000, 1000),
         ),
         Entry(
             "cifar100",
@@ -36,6 +46,7 @@ CATALOG = {
             32,
             "no formal licence; cite Krizhevsky 2009",
             "cifar-100-python.tar.gz, cifar-100-binary.tar.gz, the parquet files, or a folder with train/ and test/",
+            (500, 100),
         ),
         Entry(
             "tinyimagenet",
@@ -43,6 +54,7 @@ CATALOG = {
             64,
             "ImageNet terms: non-commercial research; cite Le and Yang 2015",
             "the folder tiny-imagenet-200 (train/, val/, wnids.txt)",
+            (500, 50),
         ),
         Entry(
             "office31",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rescene.config import Recipe
+from rescene.config.schema import DataSection
 from rescene.data import Dataset, Shard, Task, load, partition, plan_tasks
 from rescene.errors import ConfigError
 from rescene.methods import Method
@@ -74,20 +75,12 @@ class Experiment:
         return state
 
 
-def prepare(recipe: Recipe) -> Experiment:
-    """Load the data, plan the tasks, draw the split. Everything random has its own address under the seed."""
+def prepare(recipe: Recipe, dataset: Dataset | None = None) -> Experiment:
+    """Load the data unless they are given, plan the tasks, draw the split. Everything random has its own address."""
     device = pick_device(recipe.device)
     rng = Rng(recipe.seed)
     method = recipe.build_method()
-    data = recipe.data
-    dataset = load(
-        data.name,
-        data.path,
-        image_size=data.image_size,
-        test_fraction=data.test_fraction,
-        seed=data.seed,
-        skip_unreadable=data.skip_unreadable,
-    )
+    dataset = load_data(recipe.data) if dataset is None else dataset
     plan = recipe.tasks
     dataset, tasks = plan_tasks(
         dataset,
@@ -116,6 +109,17 @@ def prepare(recipe: Recipe) -> Experiment:
         shards.append([task.train[part.to(device)] for part in parts])
     arch = Arch(recipe.model.name, dataset.image_size, recipe.model.norm, recipe.model.width)
     return Experiment(recipe, method, dataset, tasks, shards, arch, device, rng)
+
+
+def load_data(data: DataSection) -> Dataset:
+    return load(
+        data.name,
+        data.path,
+        image_size=data.image_size,
+        test_fraction=data.test_fraction,
+        seed=data.seed,
+        skip_unreadable=data.skip_unreadable,
+    )
 
 
 def pick_device(name: str) -> torch.device:

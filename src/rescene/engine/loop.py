@@ -24,7 +24,7 @@ from rescene.engine.ledger import FlopMeter, Ledger
 from rescene.engine.results import results_of, write_tables
 from rescene.engine.watch import LeakageWatch, Progress, Timer, warnings_to
 from rescene.errors import RunError
-from rescene.nets import state_bytes
+from rescene.nets import flops_to, state_bytes
 from rescene.record import to_device
 
 
@@ -105,7 +105,7 @@ class Run:
         done = self._restore()
         self._tell("start", done=done, steps=len(self.steps))
         try:
-            with warnings_to(self.note):
+            with warnings_to(self.note), flops_to(self.ledger.meter.add):
                 for number, step in enumerate(self.steps[done:], start=done + 1):
                     self._perform(step)
                     self._commit(number)

@@ -1,7 +1,7 @@
 """Networks with features(x), a head and a forward pass; the head grows with the classes."""
 
 from rescene.nets.base import NAMES, Arch, Net, build, check_fits, grow_head
-from rescene.nets.cost import forward_flops, state_bytes
+from rescene.nets.cost import counted_flops, flops_to, forward_flops, state_bytes, tell_flops
 from rescene.nets.weights import load_weights
 
 __all__ = [
@@ -10,8 +10,11 @@ __all__ = [
     "Net",
     "build",
     "check_fits",
+    "counted_flops",
+    "flops_to",
     "forward_flops",
     "grow_head",
     "load_weights",
     "state_bytes",
+    "tell_flops",
 ]

@@ -1,8 +1,14 @@
-"""What a network costs: bytes of its state and FLOPs of a forward pass, in the paper's conventions."""
+"""What a network costs: bytes of its state and FLOPs of a forward pass, in the paper's conventions.
+
+A hook on the network counts its own work (the engine's ledger). Networks that only a step knows, such as a generator of
+images, tell their FLOPs to whoever listens.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 
 import torch
@@ -26,15 +32,53 @@ def state_bytes(state: Mapping[str, Tensor]) -> int:
     return sum(value.numel() * value.element_size() for key, value in state.items() if not key.endswith(COUNTER))
 
 
-@lru_cache(maxsize=64)
 def forward_flops(arch: Arch, num_classes: int) -> int:
     """FLOPs of one image's forward pass: two per multiply-add, convolutions and linear layers only.
 
     Counted on the meta device, so nothing is computed. A backward pass is twice as much (paper's cost table).
     """
-    net = arch.skeleton(num_classes).eval()
+    body, feature_size = _body_flops(arch)
+    return body + 2 * feature_size * num_classes
+
+
+@lru_cache(maxsize=64)
+def _body_flops(arch: Arch) -> tuple[int, int]:
+    """FLOPs of one image up to its features, and how many features there are: the head is the part that grows."""
+    net = arch.skeleton(1).eval()
     image = torch.empty(1, 3, arch.image_size, arch.image_size, device="meta")
+    return counted_flops(net.features, image), net.feature_size
+
+
+def counted_flops(function: Callable[..., Tensor], *inputs: Tensor) -> int:
+    """FLOPs of one call without gradients; on the meta device nothing is computed."""
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        net(image)
+        function(*inputs)
     counts = counter.get_flop_counts()["Global"]
     return sum(int(counts.get(op, 0)) for op in COUNTED)
+
+
+_listener: ContextVar[Callable[[int], None] | None] = ContextVar("flops listener", default=None)
+
+
+def tell_flops(flops: int) -> None:
+    """Report work that no hook on the global network sees; nobody need listen."""
+    listener = _listener.get()
+    if listener is not None:
+        listener(flops)
+
+
+@contextmanager
+def flops_to(listener: Callable[[int], None]) -> Iterator[None]:
+    """What is told inside goes to ``listener``.
+
+    >>> heard = []
+    >>> with flops_to(heard.append):
+    ...     tell_flops(3)
+    >>> heard
+    [3]
+    """
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)

@@ -7,9 +7,12 @@ gradients (first-order MAML) or the way it went (Reptile).
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
+
+from rescene.nets import counted_flops
 
 LEAK = 0.2
 REDUCTION = 4  # two doublings: the generator starts at a quarter of the image's side
@@ -58,6 +61,13 @@ def fresh_generator(latent_size: int, width: int, image_size: int, source: torch
                 bound = 1 / math.sqrt(module.weight[0].numel())
                 nn.init.uniform_(module.bias, -bound, bound, generator=source)
     return made
+
+
+@lru_cache(maxsize=16)
+def generator_flops(latent_size: int, width: int, image_size: int) -> int:
+    """FLOPs of painting one image, counted on the meta device."""
+    with torch.device("meta"):
+        return counted_flops(ImageGenerator(latent_size, width, image_size).eval(), torch.empty(1, latent_size))
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -18,10 +19,13 @@ from torch.func import grad, vmap
 
 from rescene.data import Transform
 from rescene.hyperparameters import Hyperparameters, hyper
+from rescene.nets import counted_flops, tell_flops
 from rescene.rng import seeded_generator
 
 CHUNK = 32  # prototypes searched for at once; bounds memory, not results
 CHANNELS, KERNEL, STRIDES = 12, 5, (2, 2, 1)
+GRADIENT_PASSES = 3  # of the encoder for a gradient with respect to its weights
+INVERSION_PASSES = 7  # for the gradient of a distance between such gradients with respect to the pixels (counted: 7.1)
 # torch.optim.LBFGS's own constants: when a row pauses, and which curvature it trusts
 GRADIENT_TOLERANCE, CHANGE_TOLERANCE, LEAST_CURVATURE = 1e-7, 1e-9, 1e-10
 
@@ -101,6 +105,13 @@ def encode(encoder: Encoder, x: Tensor) -> Tensor:
     return F.linear(x.flatten(1), encoder["head.weight"], encoder["head.bias"])
 
 
+@lru_cache(maxsize=64)
+def encoder_flops(num_classes: int, height: int, width: int) -> int:
+    """FLOPs of encoding one picture, counted on the meta device."""
+    encoder = {name: value.to("meta") for name, value in encoder_weights(0, num_classes, height, width).items()}
+    return counted_flops(lambda x: encode(encoder, x), torch.empty(1, 3, height, width, device="meta"))
+
+
 def encoder_gradients(encoder: Encoder, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
     """Gradient of the cross-entropy with respect to the encoder's weights, for each picture by itself.
 
@@ -110,6 +121,8 @@ def encoder_gradients(encoder: Encoder, images: Tensor, labels: Tensor) -> dict[
     def loss(encoder: Encoder, image: Tensor, label: Tensor) -> Tensor:
         return F.cross_entropy(encode(encoder, image.unsqueeze(0)), label.unsqueeze(0))
 
+    forward = encoder_flops(len(encoder["head.bias"]), *images.shape[2:])
+    tell_flops(GRADIENT_PASSES * len(images) * forward)
     gradients: dict[str, Tensor] = vmap(grad(loss), in_dims=(None, 0, 0))(dict(encoder), images, labels)
     return gradients
 
@@ -158,6 +171,8 @@ def _gradient_distance(
         terms = [(found[name] - wanted[name][rows]).square().flatten(1).sum(dim=1) for name in found]
         values = torch.stack(terms).sum(dim=0)
         (slope,) = torch.autograd.grad(values.sum(), x)
+        forward = encoder_flops(len(encoder["head.bias"]), *shape)
+        tell_flops((INVERSION_PASSES - GRADIENT_PASSES) * len(points) * forward)
         return values.detach(), slope
 
     return objective

@@ -23,8 +23,9 @@ from rescene.errors import RunError
 from rescene.functional.distillation import distillation_loss
 from rescene.functional.inversion import Moments, adversarial_loss, blend, channel_moments, statistics_loss
 from rescene.hyperparameters import Hyperparameters, hyper
+from rescene.nets import tell_flops
 from rescene.rng import Rng
-from rescene.steps.generator import add_gradients, fresh_generator, reptile_gradients
+from rescene.steps.generator import add_gradients, fresh_generator, generator_flops, reptile_gradients
 
 BETAS = (0.5, 0.999)  # of every Adam here
 NORM_STD = 0.02  # spread of the student's first BatchNorm weights around 1
@@ -125,6 +126,7 @@ class Search:
         self.generator = fresh_generator(settings.latent_size, settings.generator_width, image_size, source)
         # The base takes one step where the copy took many, hence the factor.
         meta_lr = settings.generator_lr * settings.generator_steps
+        self.painting_flops = 3 * generator_flops(settings.latent_size, settings.generator_width, image_size)
         self.meta = torch.optim.Adam(self.generator.parameters(), meta_lr, betas=BETAS)
 
     def round(self, r: int) -> tuple[Tensor, float]:
@@ -139,6 +141,7 @@ class Search:
         best, best_loss = None, float("inf")
         for _ in range(s.generator_steps):
             images = copy(z)
+            tell_flops(s.synthesis_batch * self.painting_flops)  # both ways: the generator is not the global network
             # Rounds count from 1 in this rule: L_adv joins in round `warmup_rounds`, the student learns a round later.
             loss = self.loss(images, labels, adversarial=r + 1 >= s.warmup_rounds, source=source)
             if (value := float(loss.detach())) < best_loss:

@@ -1,0 +1,139 @@
+"""How fast a device works, and how long a round and a run take at that speed.
+
+A rate is measured in about a second by the very steps that a run consists of, on random pictures: SGD on a shard or
+condensation for the clients, SGD on a pool for the server. Times are estimates: a client with few images is slower per FLOP,
+and checkpoints and the search for near-copies are left out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from statistics import fmean
+
+import torch
+
+from rescene.data import Images, Shard, Task, Transform
+from rescene.engine.experiment import Experiment
+from rescene.engine.forecast.world import Moment
+from rescene.engine.ledger import FlopMeter
+from rescene.nets import Arch
+from rescene.rng import Rng, seeded_generator
+from rescene.steps import Condensation, Training, condense, fit_pool, fit_shard
+
+LONG_ENOUGH_S = 0.4
+CLASSES = 10
+PLAIN = Transform((0.5, 0.5, 0.5), (0.25, 0.25, 0.25), 4)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """FLOP/s of one client and of the server."""
+
+    client: float
+    server: float
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Seconds of one round: the slowest client's work and upload, exchange by exchange, then the server."""
+
+    client_s: float
+    upload_s: float
+    server_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.client_s + self.upload_s + self.server_s
+
+
+def measured_rates(experiment: Experiment) -> Rates:
+    """This device's rates for the recipe's network, batch size and precision."""
+    arch, device, train = experiment.arch, str(experiment.device), experiment.recipe.train
+    condenses = isinstance(experiment.method, Condensation)
+    client = _condensation_rate(arch, device) if condenses else _shard_rate(arch, device, train)
+    trains_pool = condenses or experiment.method.name in ("raw-upload", "joint")
+    return Rates(client, _pool_rate(arch, device, train) if trains_pool else client)
+
+
+def round_latency(moment: Moment, rates: Rates, uplink_mbps: float) -> Latency:
+    """Clients work at the same time and wait for each other at every exchange (synchronous learning, App. E)."""
+    client_s = upload_s = 0.0
+    for exchange in moment.exchanges:
+        times = [(exchange.flops[k] / rates.client, 8 * up / (1e6 * uplink_mbps)) for k, up in exchange.up.items()]
+        work, upload = max(times, key=sum, default=(0.0, 0.0))
+        client_s, upload_s = client_s + work, upload_s + upload
+    return Latency(client_s, upload_s, moment.server_flops / rates.server)
+
+
+def mean_latency(rounds: list[Moment], rates: Rates, uplink_mbps: float) -> Latency:
+    found = [round_latency(moment, rates, uplink_mbps) for moment in rounds]
+    return Latency(*(fmean(getattr(one, key) for one in found) for key in ("client_s", "upload_s", "server_s")))
+
+
+@lru_cache(maxsize=32)
+def _shard_rate(arch: Arch, device: str, train: Training) -> float:
+    once = train.model_copy(update={"local_epochs": 1})
+    generator = seeded_generator(0)
+
+    def work(meter: FlopMeter, num_images: int) -> None:
+        shard = _shard(meter, arch, device, num_images)
+        fit_shard(_net(meter, arch, device), shard, once, generator)
+
+    return _rate(work, arch, device, 4 * train.batch_size)
+
+
+@lru_cache(maxsize=32)
+def _condensation_rate(arch: Arch, device: str) -> float:
+    settings = Condensation(num_steps=1)
+
+    def work(meter: FlopMeter, num_images: int) -> None:
+        shard = _shard(meter, arch, device, num_images)
+        condense(_net(meter, arch, device), [shard], [Rng(0)], settings, 0)
+
+    return _rate(work, arch, device, 1024)
+
+
+@lru_cache(maxsize=32)
+def _pool_rate(arch: Arch, device: str, train: Training) -> float:
+    once = train.model_copy(update={"server_epochs": 1})
+    generator = seeded_generator(0, device)
+
+    def work(meter: FlopMeter, num_images: int) -> None:
+        shard = _shard(meter, arch, device, num_images)
+        pictures, net = shard.pictures(shard.index), _net(meter, arch, device)
+        fit_pool(net, pictures, shard.labels, PLAIN, once, generator, num_classes=CLASSES, alpha=0.5, tau=1.0)
+
+    return _rate(work, arch, device, 16 * train.batch_size)
+
+
+def _rate(work: Callable[[FlopMeter, int], None], arch: Arch, device: str, most: int) -> float:
+    """FLOP/s of ``work`` on as many images as make a call long enough to be timed, at most as many as in a run."""
+    num_images, flops, seconds = min(4, most), 0, 0.0
+    work(FlopMeter(arch), num_images)  # the first call loads kernels
+    while seconds < LONG_ENOUGH_S:
+        meter, begin = FlopMeter(arch), time.perf_counter()
+        work(meter, num_images)
+        if torch.device(device).type == "cuda":
+            torch.cuda.synchronize()
+        took = time.perf_counter() - begin
+        if took < LONG_ENOUGH_S / 4 and num_images < most:
+            num_images = min(most, 3 * num_images)
+            continue
+        flops, seconds = flops + sum(meter.flops.values()), seconds + took
+    return flops / seconds
+
+
+def _net(meter: FlopMeter, arch: Arch, device: str) -> torch.nn.Module:
+    return meter.attach(arch.build(CLASSES).to(device), CLASSES)
+
+
+def _shard(meter: FlopMeter, arch: Arch, device: str, num_images: int) -> Shard:
+    shape = (num_images, 3, arch.image_size, arch.image_size)
+    pixels = torch.randint(256, shape, dtype=torch.uint8, generator=seeded_generator(0)).to(device)
+    labels = torch.arange(num_images, device=device) % 2
+    index = torch.arange(num_images, device=device)
+    task = Task(0, (0, 1), CLASSES, None, index, index)
+    return Shard(Images(pixels, labels), index, task, PLAIN, lambda model: meter.attach(arch.restore(model), CLASSES))
