@@ -69,13 +69,13 @@ def test_run_goes_on_where_a_cell_cannot(here, tiny):
     assert blocked.exit_code == 4 and "'cifar10' is not on this machine" in blocked.output
     assert "rescene data prepare cifar10" in blocked.output and "15.00" in blocked.output
     told = json.loads(invoke("run", "privacy", "--plan", "--runs", "kept", "--json").output)
-    assert {row["state"] for row in told} == {"cannot run here"} and "not available yet" in told[0]["error"]
+    assert {row["state"] for row in told} == {"cannot run"} and "not available yet" in told[0]["problem"]
 
 
 def test_fast_plans_a_tenth_of_the_server_epochs(here):
     write_run(here / "kept", cell_of(MAIN, "cifar10/0.5/rescene"), overrides=("train.server_epochs=10",))
     args = ("run", "main", "--only", "cifar10/0.5/rescene", "--seeds", "0", "--runs", "kept", "--plan", "--json")
-    assert [row["state"] for row in json.loads(invoke(*args).output)] == ["cannot run here"]
+    assert [row["state"] for row in json.loads(invoke(*args).output)] == ["cannot run: E201"]
     assert [row["state"] for row in json.loads(invoke(*args, "--fast").output)] == ["done"]
 
 
@@ -98,10 +98,10 @@ def test_a_cell_too_large_for_the_device_is_listed_and_the_rest_goes_on(here, ti
 def test_check_fails_where_a_result_falls_out_of_its_band(here):
     assert invoke("check", "main", "--runs", "kept").exit_code == 0
     write_run(here / "kept", cell_of(MAIN, "cifar10/0.5/rescene"), aa=70.0, aia=75.0)
-    good = invoke("check", "main", "--runs", "kept")
-    assert good.exit_code == 0 and "in band" in good.output
+    good = invoke("check", "main", "--runs", "kept", "--all")
+    assert good.exit_code == 0 and "2 figures have a band: 2 in band" in good.output and "67.96" in good.output
     write_run(here / "kept", cell_of(MAIN, "cifar10/1.0/rescene"), aa=60.0, aia=75.0)
-    bad = invoke("check", "all", "--runs", "kept")
+    bad = invoke("check", "main", "--runs", "kept")
     assert bad.exit_code == 5 and "out of band" in bad.output and "at least 68.80" in bad.output
 
 

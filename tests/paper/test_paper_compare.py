@@ -8,7 +8,7 @@ import pytest
 from paper_runs import cell_of, write_run
 
 from rescene.paper import Store, paper_recipe, printed
-from rescene.paper.compare import RUN_TO_RUN, band, compare, findings
+from rescene.paper.compare import RUN_TO_RUN, band, compare, explanation, findings
 from rescene.paper.metrics import over_seeds, read
 from rescene.paper.tables import results_grid, status_grid, table_grid
 from rescene.report.formats import render
@@ -97,28 +97,39 @@ def test_verdicts_on_stored_results(tmp_path, method, aa, verdict):
     assert found["aa"] == verdict
 
 
-def test_a_registered_reason_explains(tmp_path):
-    cost = {"nominal": {"client_flops": 4.44e15, "uplink_bytes_per_message": 245760}, "measured": {}}
-    write_run(tmp_path, cell_of(MAIN, "cifar10/0.5/rescene"), cost=cost)
-    found = {f.metric: f for f in findings(paper_recipe("cost-client"), Store([tmp_path]))}
-    assert found["uplink_mb"].verdict == "in band"
-    assert found["client_pflop"].verdict == "explained" and "16,763" in found["client_pflop"].why
-
-
-def test_costs_nominal_and_measured_and_relative(tmp_path):
-    def cost(nominal, measured):
-        return {"nominal": {"client_flops": nominal}, "measured": {"client_flops": measured, "server_flops": measured}}
-
-    write_run(tmp_path, cell_of(MAIN, "cifar10/0.5/fedavg"), cost=cost(40e15, 30e15))
-    folder = write_run(tmp_path, cell_of(MAIN, "cifar10/0.5/rescene"), cost=cost(10e15, 6e15))
-    rounds = [
-        {"kind": "round", "task": t, "round": 0, "notes": {"pool_size": size}} for t, size in ((0, 100), (1, 300))
+def test_nominal_costs_need_no_run_and_known_differences_are_explained(tmp_path):
+    recipe = paper_recipe("cost-client")
+    only = [
+        line for line in compare(recipe, Store([tmp_path]), ["cifar10"]) if line.cell.method in ("fedavg", "rescene")
     ]
+    fedavg, rescene = only
+    assert not fedavg.runs and f"{fedavg.ours['uplink_mb'].mean:.2f}" == "44.73"
+    assert fedavg.ours["client_pflop"].mean == pytest.approx(32.68, rel=0.03)
+    assert rescene.ours["client_compute_ratio"].mean == pytest.approx(0.11, abs=0.005)
+    assert compare(recipe, Store([tmp_path]), ["cifar10/0.5/fedavg"], costs=False)[0].ours == {}
+    why = explanation("cost-client:cifar10/0.5/rescene", "client_pflop")
+    assert "16,763" in why and not explanation("cost-client:cifar10/0.5/fedavg", "client_pflop")
+
+
+def test_an_explained_figure_is_not_out_of_band(tmp_path, monkeypatch):
+    write_run(tmp_path, cell_of(MAIN, "cifar10/0.5/refed"), aa=20.0)
+    assert {f.verdict for f in findings(MAIN, Store([tmp_path])) if f.metric == "aa"} == {"out of band"}
+    known = (("main:cifar10/*/refed", "aa", "another scoring"),)
+    monkeypatch.setattr("rescene.paper.compare._explained", lambda: known)
+    (found,) = [f for f in findings(MAIN, Store([tmp_path])) if f.metric == "aa"]
+    assert (found.verdict, found.why) == ("explained", "another scoring")
+
+
+def test_measured_costs_stand_beside_the_nominal_ones(tmp_path):
+    write_run(tmp_path, cell_of(MAIN, "cifar10/0.5/fedavg"), cost={"measured": {"client_flops": 30e15}})
+    measured = {"client_flops": 6e15, "server_flops": 6e15}
+    folder = write_run(tmp_path, cell_of(MAIN, "cifar10/0.5/rescene"), cost={"measured": measured})
+    rounds = [{"kind": "round", "task": t, "notes": {"pool_size": size}} for t, size in ((0, 100), (1, 300))]
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rounds)))
     store = Store([tmp_path])
-    line = line_of(compare(paper_recipe("cost-client"), store), "cifar10/0.5/rescene")
-    assert line.ours["client_pflop"].mean == 10 and line.measured["client_pflop"].mean == 6
-    assert line.ours["client_compute_ratio"].mean == 0.25 and line.measured["client_compute_ratio"].mean == 0.2
+    line = line_of(compare(paper_recipe("cost-client"), store, ["cifar10"]), "cifar10/0.5/rescene")
+    assert line.measured["client_pflop"].mean == 6 and line.measured["client_compute_ratio"].mean == 0.2
+    assert line.ours["client_pflop"].mean == pytest.approx(3.72, rel=0.02)
     # two tasks: clients 6 / 2; server 6 * 300 / 400
     total = line_of(compare(paper_recipe("cost-total"), store), "cifar10/0.5/rescene").measured
     assert (total["task_client_pflop"].mean, total["task_server_pflop"].mean) == (3.0, 4.5)

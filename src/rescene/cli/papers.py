@@ -120,6 +120,7 @@ def paper_table(name: Name, only: Only = None, runs: Runs = None, kind: Format =
 @verb
 def paper_check(
     name: Annotated[str, typer.Argument(help="a table, claims, or all")] = "all",
+    everything: Annotated[bool, typer.Option("--all", help="list the figures inside their band, too")] = False,
     runs: Runs = None,
     kind: Format = "text",
 ) -> None:
@@ -131,7 +132,7 @@ def paper_check(
 
     store = _store(runs)
     names = recipe_names(lite=False) if name == "all" else [] if name == "claims" else [name]
-    grids = [band_grid([paper_recipe(n) for n in names], store)] if names else []
+    grids = [band_grid([paper_recipe(n) for n in names], store, everything)] if names else []
     grids += [claims_grid(store)] if name in ("all", "claims") else []
     print("\n".join(render(grid, kind) for grid in grids), end="")
     verdicts = {str(row[grid.columns.index("verdict")]) for grid in grids for row in grid.rows}

@@ -45,33 +45,38 @@ def paper_book(where: str, metric: str) -> float | None:
     """The paper's own figures."""
     table, _, cell = where.partition(":")
     own = {n.metric: n.mean for n in printed(table) if n.cell == cell}
-    return _old(own) if metric == "old" else own.get(metric)
+    return _old(own) if metric == "old" else own.get(metric.removeprefix("measured "))
 
 
 class OurBook:
-    """Figures of the stored runs; where a cell was run with E_srv=10 only, those. ``fast`` lists such cells."""
+    """Our figures; where a cell was run with E_srv=10 only, those (``fast`` lists such cells).
+
+    Costs follow the paper's conventions and need no run, unless the metric says ``measured``, as in measured client_pflop.
+    """
 
     def __init__(self, store: Store) -> None:
         self.store = store
         self.fast: set[str] = set()
-        self._lines: dict[str, dict[str, Line]] = {}
+        self._lines: dict[str, Line | None] = {}
 
     def __call__(self, where: str, metric: str) -> float | None:
-        table, _, cell = where.partition(":")
-        line = self._table(table).get(cell)
+        line = self._line(where)
         if line is None:
             return None
         if line.variant:
             self.fast.add(where)
-        own = {key: value.mean for key, value in line.ours.items()}
-        return _old(own) if metric == "old" else own.get(metric)
+        figures = line.measured if metric.startswith("measured ") else line.ours
+        own = {key: value.mean for key, value in figures.items()}
+        return _old(own) if metric == "old" else own.get(metric.removeprefix("measured "))
 
-    def _table(self, table: str) -> dict[str, Line]:
-        if table not in self._lines:
-            lines = [line for line in compare(paper_recipe(table), self.store) if line.runs]
-            exact = {line.cell.name: line for line in lines if not line.variant}
-            self._lines[table] = {line.cell.name: line for line in lines if line.variant} | exact
-        return self._lines[table]
+    def _line(self, where: str) -> Line | None:
+        """The cell's own line, or that of its E_srv=10 form if only that was run."""
+        if where not in self._lines:
+            table, _, cell = where.partition(":")
+            lines = [line for line in compare(paper_recipe(table), self.store, [cell]) if line.cell.name == cell]
+            run = [line for line in lines if line.runs]
+            self._lines[where] = next(iter(run or lines), None)
+        return self._lines[where]
 
 
 @lru_cache

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import lru_cache
 from importlib.resources import files
 
-from rescene.paper.metrics import BYTES, COSTS, over_seeds
+from rescene.paper.costs import nominal
+from rescene.paper.metrics import BYTES, COSTS, NOMINAL, over_seeds
 from rescene.paper.numbers import Printed, printed
 from rescene.paper.recipes import FAST_LABEL, PaperCell, PaperRecipe, paper_recipe
 from rescene.paper.store import Store, Stored, identity
@@ -30,7 +31,7 @@ class Line:
     runs: tuple[Stored, ...]
     seeds: tuple[int, ...]
     ours: dict[str, Spread]
-    measured: dict[str, Spread]  # costs as counted, beside the nominal ones in ``ours``
+    measured: dict[str, Spread]  # costs as counted; in ``ours`` they follow the paper's conventions
     paper: dict[str, Printed]
 
     @property
@@ -55,38 +56,40 @@ class Line:
         return None
 
 
-def compare(recipe: PaperRecipe, store: Store, only: Iterable[str] = (), seeds: Sequence[int] = ()) -> list[Line]:
-    """One line per cell, and one more where it was run with E_srv=10."""
+def compare(recipe: PaperRecipe, store: Store, only: Iterable[str] = (), costs: bool = True) -> list[Line]:
+    """One line per cell, and one more where it was run with E_srv=10. ``costs=False`` leaves the nominal ones out."""
     lines = []
     own = {identity(cell.resolve().recipe) for cell in recipe.cells if not cell.unavailable}
     for cell in recipe.chosen(only):
         numbers = {n.metric: n for n in printed(recipe.table) if n.cell == cell.name and not recipe.lite}
-        wanted = tuple(seeds) or recipe.seeds
         if cell.unavailable:
-            lines.append(Line(cell, "", (), wanted, {}, {}, numbers))
+            lines.append(Line(cell, "", (), recipe.seeds, {}, {}, numbers))
             continue
-        lines.append(_line(recipe, cell, "", store, wanted, numbers))
+        lines.append(_line(recipe, cell, "", store, numbers, costs))
         fast = None if recipe.lite else cell.fast
         if fast and identity(fast.resolve().recipe) not in own:
             exact = _printed_for(identity(fast.resolve().recipe))
             exact = {metric: number for metric, number in exact.items() if metric in recipe.metrics}
-            line = _line(recipe, fast, FAST_LABEL, store, wanted, numbers | exact)
+            line = _line(recipe, fast, FAST_LABEL, store, numbers | exact, costs)
             if line.runs:
                 lines.append(line)
     return lines
 
 
 def _line(
-    recipe: PaperRecipe, cell: PaperCell, variant: str, store: Store, seeds: tuple[int, ...], paper: dict[str, Printed]
+    recipe: PaperRecipe, cell: PaperCell, variant: str, store: Store, paper: dict[str, Printed], costs: bool
 ) -> Line:
-    runs = store.find(cell.resolve().recipe, seeds)
+    runs = store.find(cell.resolve().recipe, recipe.seeds)
     other = recipe.reference(cell)
     if other and variant:
         other = other.fast or other
-    reference = store.find(other.resolve().recipe, seeds) if other else ()
-    ours = {m: over_seeds(runs, m, reference=reference) for m in recipe.metrics}
-    measured = {m: over_seeds(runs, m, "measured", reference) for m in recipe.metrics if m in COSTS}
-    return Line(cell, variant, runs, seeds, _known(ours), _known(measured), paper)
+    reference = store.find(other.resolve().recipe, recipe.seeds) if other else ()
+    ours = _known({m: over_seeds(runs, m, reference) for m in recipe.metrics})
+    measured: dict[str, Spread] = {}
+    if costs and not recipe.lite and any(m in NOMINAL for m in recipe.metrics):
+        measured = {m: value for m, value in ours.items() if m in COSTS}
+        ours |= {m: value for m, value in nominal(cell, recipe.seeds, other).items() if m in recipe.metrics}
+    return Line(cell, variant, runs, recipe.seeds, ours, measured, paper)
 
 
 def _known(values: dict[str, Spread | None]) -> dict[str, Spread]:

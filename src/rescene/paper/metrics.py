@@ -1,7 +1,7 @@
 """The columns of the paper's tables, read from a finished run.
 
-Costs have two columns: ``nominal`` follows the paper's conventions, ``measured`` is what the ledger counted. A value that a
-run does not hold is None.
+Costs are what the run's ledger counted; costs.py has them in the paper's conventions. A value that a run does not hold is
+None.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ COSTS = (
     *("client_compute_ratio", "server_compute_ratio"),
     *("task_client_pflop", "task_server_pflop", "task_total_pflop", "client_share", "server_share"),
 )
-_RELATIVE = {  # metric -> (what is compared with the reference cell, in which column)
-    "aa_change": ("aa", "nominal"),
-    "aia_change": ("aia", "nominal"),
-    "client_compute_ratio": ("client_pflop", "nominal"),
-    "server_compute_ratio": ("server_pflop", "measured"),
+NOMINAL = tuple(metric for metric in COSTS if metric not in ("server_pflop", "server_compute_ratio"))  # see costs.py
+_RELATIVE = {  # to the reference cell
+    "aa_change": "aa",
+    "aia_change": "aia",
+    "client_compute_ratio": "client_pflop",
+    "server_compute_ratio": "server_pflop",
 }
 _LABELS = {
     "aa": "AA", "aia": "AIA", "aa_change": "AA change", "aia_change": "AIA change", "old": "old", "recent": "recent",
@@ -48,56 +49,50 @@ def label(metric: str) -> str:
     return _LABELS.get(metric) or ("T" + metric.removeprefix("task_") if metric.startswith("task_") else metric)
 
 
-def read(run: Stored, metric: str, column: str = "nominal") -> float | None:
+def read(run: Stored, metric: str) -> float | None:
     """One figure of one run."""
     if metric in _LEDGER:
-        return _ledger(run, *_LEDGER[metric], column)
+        return _measured(run, *_LEDGER[metric])
     if metric.startswith("task_") and metric[5:].isdigit():
         final = run.results["accuracy_matrix"][-1]
         task = int(metric[5:])
         return final[task] if task < len(final) else None
     if metric.startswith("task_") or metric.endswith("_share"):
-        return _second_task(run, column).get(metric)
+        return _second_task(run).get(metric)
     value = run.results.get(metric)
     return float(value) if isinstance(value, (int, float)) else None
 
 
-def over_seeds(
-    runs: Sequence[Stored], metric: str, column: str = "nominal", reference: Sequence[Stored] = ()
-) -> Spread | None:
+def over_seeds(runs: Sequence[Stored], metric: str, reference: Sequence[Stored] = ()) -> Spread | None:
     """Mean and deviation over the runs; ratios and changes are between the means, relative to the reference's runs."""
     if metric not in _RELATIVE:
-        return spread(read(run, metric, column) for run in runs)
-    inner, own = _RELATIVE[metric]
-    column = "measured" if column == "measured" else own
-    ours, other = (spread(read(run, inner, column) for run in group) for group in (runs, reference))
+        return spread(read(run, metric) for run in runs)
+    ours, other = (spread(read(run, _RELATIVE[metric]) for run in group) for group in (runs, reference))
     if ours is None or other is None or (metric.endswith("_ratio") and not other.mean):
         return None
     value = ours.mean / other.mean if metric.endswith("_ratio") else ours.mean - other.mean
     return Spread(value, None, ours.num)
 
 
-def _ledger(run: Stored, key: str, unit: float, column: str) -> float | None:
-    value = ((run.results.get("cost") or {}).get(column) or {}).get(key)
+def _measured(run: Stored, key: str, unit: float) -> float | None:
+    value = ((run.results.get("cost") or {}).get("measured") or {}).get(key)
     return value / unit if isinstance(value, (int, float)) else None
 
 
-def _second_task(run: Stored, column: str) -> dict[str, float]:
+def _second_task(run: Stored) -> dict[str, float]:
     """PFLOP of the second task (Table 12): clients a T-th of the run, the server by the images it trained on."""
-    clients = _ledger(run, "client_flops", 1e15, column)
-    server = _ledger(run, "server_flops", 1e15, column)
-    found: dict[str, float] = {}
-    if clients is not None:
-        found["task_client_pflop"] = clients / len(run.results["tasks"])
-    if server is not None:
-        share = _trained_on(run.rounds(), task=1) if server else 0.0
-        if share is not None:
-            found["task_server_pflop"] = server * share
-    if len(found) == 2:
-        found["task_total_pflop"] = total = sum(found.values())
-        found["client_share"] = 100 * found["task_client_pflop"] / total
-        found["server_share"] = 100 * found["task_server_pflop"] / total
-    return found
+    clients, server = (_measured(run, key, 1e15) for key in ("client_flops", "server_flops"))
+    share = _trained_on(run.rounds(), task=1) if server else 0.0
+    if clients is None or server is None or share is None:
+        return {}
+    clients, server = clients / len(run.results["tasks"]), server * share
+    return {
+        "task_client_pflop": clients,
+        "task_server_pflop": server,
+        "task_total_pflop": clients + server,
+        "client_share": 100 * clients / ((clients + server) or 1),
+        "server_share": 100 * server / ((clients + server) or 1),
+    }
 
 
 def _trained_on(rounds: Sequence[dict[str, Any]], task: int) -> float | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rescene.paper.compare import Line, compare
-from rescene.paper.metrics import label
+from rescene.paper.metrics import NOMINAL, label
 from rescene.paper.numbers import printed
 from rescene.paper.recipes import FAST_LABEL, PaperRecipe, paper_recipe, recipe_names
 from rescene.paper.store import Store
@@ -80,13 +80,13 @@ def _side_by_side(
 
 
 def _stacked(recipe: PaperRecipe, lines: Sequence[Line], metrics: Sequence[str], best: set[Any]) -> tuple[Any, Any]:
-    """Rows ours, paper, difference; costs also as measured, since ours is the paper's convention."""
+    """Rows ours, paper, difference; costs also as measured, since in ``ours`` they follow the paper's conventions."""
     rows: list[list[Entry]] = []
     for line in lines:
         tail: list[Entry] = _tail(recipe, line)
         blank: list[Entry] = ["" for _ in tail]
         own = [_ours(line.ours.get(m), (id(line), m) in best, _digits(line, m)) for m in metrics]
-        rows.append([*_head(line), "nominal" if line.measured else "ours", *own, *tail])
+        rows.append([*_head(line), "ours", *own, *tail])
         if line.measured:
             rows.append(
                 [
@@ -98,7 +98,7 @@ def _stacked(recipe: PaperRecipe, lines: Sequence[Line], metrics: Sequence[str],
             )
         if not recipe.lite:
             rows.append([*_head(line), _whose_paper(line), *(_paper(line, m) for m in metrics), *blank])
-            if line.runs:
+            if line.ours:
                 rows.append([*_head(line), "difference", *(_difference(line, m) for m in metrics), *blank])
     return [*_HEAD, "whose", *map(label, metrics), *_TAIL], rows
 
@@ -117,7 +117,9 @@ def _paper(line: Line, metric: str, note: str = "") -> Cell:
 
 
 def _difference(line: Line, metric: str) -> Cell:
-    return Cell(line.difference(metric), digits=_digits(line, metric))
+    value, digits = line.difference(metric), _digits(line, metric)
+    nothing = value is not None and round(value, digits) == 0
+    return Cell(0.0 if nothing else value, digits=digits)
 
 
 def _digits(line: Line, metric: str) -> int:
@@ -146,8 +148,8 @@ def _notes(recipe: PaperRecipe, lines: Sequence[Line], store: Store) -> Iterable
         yield NOT_COMPARABLE
     if any(line.variant for line in lines):
         yield OTHER_EPOCHS
-    if any(line.measured for line in lines):
-        yield "nominal: the paper's conventions of counting; measured: what the ledger of our runs counted."
+    if not recipe.lite and any(metric in NOMINAL for metric in recipe.metrics):
+        yield "Costs: ours in the paper's conventions, on our split, which needs no run; measured is what our runs counted."
     if any(line.near_copies is not None for line in lines):
         yield COPIES
     exact = [line for line in lines if not line.variant]
@@ -168,7 +170,7 @@ def status_grid(store: Store, lite: bool = False) -> Grid:
     rows: list[tuple[Entry, ...]] = []
     for name in recipe_names(lite):
         recipe = paper_recipe(name)
-        lines = compare(recipe, store)
+        lines = compare(recipe, store, costs=False)
         exact = [line for line in lines if not line.variant]
         fast = sum(len(line.runs) for line in lines if line.variant)
         done, wanted = sum(len(line.runs) for line in exact), sum(len(line.seeds) for line in exact)
@@ -184,7 +186,7 @@ def results_grid(store: Store, root: str = "results") -> Grid:
     rows: list[tuple[Entry, ...]] = []
     seen: set[Any] = set()
     for name in recipe_names(lite=False):
-        for line in compare(paper_recipe(name), store):
+        for line in compare(paper_recipe(name), store, costs=False):
             key = tuple(run.folder for run in line.runs)
             if not key or key in seen or not any(n.metric == "aa" for n in printed(name)):
                 continue
