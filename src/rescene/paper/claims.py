@@ -12,6 +12,7 @@ import yaml
 
 from rescene.functional import old_and_recent
 from rescene.paper.compare import Line, compare, explanation
+from rescene.paper.metrics import NOMINAL
 from rescene.paper.numbers import printed
 from rescene.paper.recipes import paper_recipe
 from rescene.paper.store import Store
@@ -57,10 +58,10 @@ class OurBook:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.fast: set[str] = set()
-        self._lines: dict[str, Line | None] = {}
+        self._lines: dict[tuple[str, bool], Line | None] = {}
 
     def __call__(self, where: str, metric: str) -> float | None:
-        line = self._line(where)
+        line = self._line(where, costs=metric.removeprefix("measured ") in NOMINAL)
         if line is None:
             return None
         if line.variant:
@@ -69,14 +70,15 @@ class OurBook:
         own = {key: value.mean for key, value in figures.items()}
         return _old(own) if metric == "old" else own.get(metric.removeprefix("measured "))
 
-    def _line(self, where: str) -> Line | None:
+    def _line(self, where: str, costs: bool) -> Line | None:
         """The cell's own line, or that of its E_srv=10 form if only that was run."""
-        if where not in self._lines:
+        if (where, costs) not in self._lines:
             table, _, cell = where.partition(":")
-            lines = [line for line in compare(paper_recipe(table), self.store, [cell]) if line.cell.name == cell]
-            run = [line for line in lines if line.runs]
-            self._lines[where] = next(iter(run or lines), None)
-        return self._lines[where]
+            lines = compare(paper_recipe(table), self.store, [cell], costs)
+            own = [line for line in lines if line.cell.name == cell]
+            run = [line for line in own if line.runs]
+            self._lines[where, costs] = next(iter(run or own), None)
+        return self._lines[where, costs]
 
 
 @lru_cache
