@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from rescene.config import Recipe
 from rescene.config.compose import flatten
-from rescene.engine.nominal import SURROGATE_METHODS
+from rescene.engine.nominal import AVERAGING_METHODS, SURROGATE_METHODS
 from rescene.errors import ResceneError
 
 # May differ between two runs of the same experiment: where and how it ran, not what.
@@ -42,9 +42,10 @@ class Stored:
 
 def identity(recipe: Recipe) -> str:
     """The experiment as text, without what may vary between its runs and the epochs that its method never uses."""
-    unused = "train.local_epochs" if recipe.method["name"] in SURROGATE_METHODS else "train.server_epochs"
+    name = recipe.method["name"]
+    unused = {"train.local_epochs": name in SURROGATE_METHODS, "train.server_epochs": name in AVERAGING_METHODS}
     flat = flatten(recipe.model_dump(mode="json"))
-    return json.dumps({key: flat[key] for key in sorted(flat) if key not in VOLATILE and key != unused})
+    return json.dumps({key: flat[key] for key in sorted(flat) if key not in VOLATILE and not unused.get(key)})
 
 
 class Store:
