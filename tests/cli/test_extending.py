@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import pytest
 from typer.testing import CliRunner
 
 from rescene.cli.app import app
@@ -77,3 +78,49 @@ def test_a_sweep_skips_what_is_done_and_goes_on_after_a_failure(tmp_path):
     bad = invoke(app, [*args, f"data.path=null,{tmp_path / 'missing'}"])
     assert bad.exit_code == 4 and "E201" in bad.output
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "s").glob("*/results.json")} == before
+
+
+def test_cost_before_a_run():
+    facts = json.loads(invoke(app, ["cost", "smoke", "model.width=2", "--uplink-mbps", "8", "--json"]).output)
+    assert facts["method"] == "ReSCENE" and facts["forecast"]["client_flops"] > 0
+    assert facts["nominal"]["uplink_bytes_per_message"] == 2 * 2 * 3 * 32 * 32 * 4
+    assert facts["latency"]["upload_s"] == pytest.approx(facts["forecast"]["uplink_bytes_per_message"] / 1e6, rel=0.3)
+    assert facts["time"]["total_s"] > 0 and facts["data_missing"] is None
+    given = ["--client-gflops", "1", "--server-gflops", "2000"]
+    facts = json.loads(invoke(app, ["cost", "smoke", "method=fedavg", "model.width=2", *given, "--json"]).output)
+    assert facts["latency"]["client_flops_per_s"] == 1e9 and facts["latency"]["server_flops_per_s"] == 2e12
+    output = invoke(app, ["cost", "smoke", "method=glfc", "model.width=2"]).output
+    for text in ("client state", "upload per site and round", "paper's convention", "at most", "the run, simulated"):
+        assert text in output
+
+
+def test_cost_without_the_images(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RESCENE_DATA", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    output = invoke(app, ["cost", "cifar100", "model=convnet", "model.width=2"]).output
+    assert "Sizes as published: data set 'cifar100' is not on this machine" in output
+    found = invoke(app, ["cost", "office31"])
+    assert found.exit_code == 3 and "'office31' is not on this machine" in found.output
+    plan = ["sweep", "office31", "method=fedavg", "data.name=office31,fashion-mini", "--plan"]
+    rows = json.loads(invoke(app, [*plan, "--json"]).output)
+    assert rows[0]["state"] == "cannot run: E201" and "data prepare office31" in rows[0]["fix"]
+
+
+def test_mistakes_in_asking_for_a_cost(tmp_path):
+    for option in ("--uplink-mbps", "--client-gflops", "--server-gflops"):
+        found = invoke(app, ["cost", "smoke", option, "-1"])
+        assert found.exit_code == 2 and f"{option} -1 is not possible" in found.output
+    invoke(app, ["new", "method", "priceless", "--in", str(tmp_path)])
+    plugin = ["--plugin", str(tmp_path / "priceless.py")]
+    found = invoke(app, ["cost", "smoke", "method=priceless", *plugin])
+    assert found.exit_code == 2 and "not known in advance" in found.output
+    rows = json.loads(invoke(app, ["sweep", "smoke", "method=priceless", "--plan", "--json", *plugin]).output)
+    assert rows[0]["state"] == "to run" and "seconds" not in rows[0]
+
+
+def test_explain_has_the_papers_asymptotics():
+    facts = json.loads(invoke(app, ["explain", "glfc", "--json"]).output)
+    assert facts["server compute per task"] == "O(R K P + I K |C_{t-1}| F_enc)"
+    assert "|C_{t-1}| classes of the previous task" in facts["where"] and "E_srv" not in facts["where"]
+    assert "where" not in json.loads(invoke(app, ["explain", "joint", "--json"]).output)

@@ -50,7 +50,7 @@ class Glfc(FedAvg):
     def _prototype_flops(self, task: int, client: int) -> int:
         world = self.world
         images, prototypes = self._candidates(task, client)
-        own = images + prototypes * self.settings.num_perturbations * PIXELS
+        own = images + prototypes * int(self.settings.num_perturbations) * PIXELS
         side = world.experiment.arch.image_size
         return own * world.flops(world.seen(task)) + prototypes * TRAINING * encoder_flops(world.seen(task), side, side)
 

@@ -33,10 +33,10 @@ class Condensing(Pricer):
         return {c: m for c, m in counts.items() if m}
 
     def condensation_flops(self, task: int, client: int) -> int:
-        held, passes = self.world.held[task][client], 0
+        held, passes, steps = self.world.held[task][client], 0, int(self.settings.num_steps)
         for label, m in self.made(task, client).items():
             passes += self.settings.real_batch_size(held[label], m) + PIXELS * m
-        return self.settings.num_steps * passes * self.world.flops(self.world.seen(task))
+        return steps * passes * self.world.flops(self.world.seen(task))
 
     def upload_bytes(self, num_images: int) -> int:
         return num_images * (self.world.image_values * FLOAT + LABEL)

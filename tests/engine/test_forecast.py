@@ -1,0 +1,134 @@
+"""What a run will cost, against the ledger of the run itself: bytes and FLOPs to the last unit, for every method."""
+
+import pytest
+
+import rescene
+from rescene.cli.sweeping import REFERENCES
+from rescene.config import resolve
+from rescene.data import stand_in
+from rescene.engine import ledger as ledger_module
+from rescene.engine import prepare
+from rescene.engine.cost_tables import client_resource_rows, paper_experiment, total_compute_rows
+from rescene.engine.forecast import forecast
+from rescene.engine.forecast.rates import Rates, mean_latency, measured_rates, round_latency
+from rescene.engine.forecast.world import Exchange, Moment
+from rescene.methods.registry import ORDER
+from rescene.record import tensors
+
+# few and unequal images: sites without any, with a single one, batches of one at the end of an epoch
+SMALL = {"federation.num_clients": 5, "federation.per_round": 3, "federation.num_rounds": 2, "federation.beta": 0.3,
+         "federation.min_size": 0, "model.width": 2, "train.batch_size": 8, "train.local_epochs": 2,
+         "train.server_epochs": 2, "tasks.limit": None}  # fmt: skip
+METHODS = (*ORDER, *REFERENCES)
+VARIANTS = [
+    ("rescene", {"method.buffer": "keep-all", "method.real_batch": "ipc"}),
+    ("rescene", {"method.buffer": "none", "method.literal": True}),
+    ("rescene", {"method.accumulate": False, "method.surrogates_per_class": "fixed", "method.budget": 3}),
+    ("fedaf", {"method.soft_labels": "condensed"}),
+    ("fedaf", {"method.cdc_weight": 0, "method.lgkm_weight": 0}),
+    ("fedewc", {"method.anchor": "last_round"}),
+    ("fedewc", {"method.fisher": "batch_mean"}),
+    ("target", {"method.images_per_client": 21, "method.synthetic_batch": 10, "method.warmup_rounds": 0}),
+    ("target", {"method.adversarial_weight": 0, "method.kd_weight": 0}),
+    ("glfc", {"method.prototype_classes": "previous"}),
+    ("refed", {"method.storage": 12}),
+    ("refed", {"method.storage": 12, "method.importance": "last-layer"}),
+    ("local", {"method.site": 1}),
+]
+
+
+def only_tensors(tree):
+    """Bytes without plain numbers, whose length as text nobody can foresee."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors(tree))
+
+
+def ledger_and_forecast(monkeypatch, folder, images, method, more=None):
+    monkeypatch.setattr(ledger_module, "num_bytes", only_tensors)
+    settings = {**SMALL, "data.path": str(images), "method": method, **(more or {})}
+    result = rescene.run("smoke", out=folder, **settings)
+    assert result.values["events_summary"]["client_failures"] == 0
+    return result.values["cost"]["measured"], forecast(prepare(resolve("smoke", settings).recipe))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_costs_what_was_forecast(monkeypatch, tmp_path, image_folder, method):
+    measured, found = ledger_and_forecast(monkeypatch, tmp_path / "r", image_folder, method)
+    assert found.measured() == {key: pytest.approx(measured[key], rel=1e-12) for key in found.measured()}
+    assert measured["client_flops"] + measured["server_flops"] > 0
+
+
+@pytest.mark.parametrize(("method", "more"), VARIANTS, ids=lambda v: v if isinstance(v, str) else ",".join(v))
+def test_options_that_change_the_cost(monkeypatch, tmp_path, image_folder, method, more):
+    measured, found = ledger_and_forecast(monkeypatch, tmp_path / "r", image_folder, method, more)
+    assert not found.unsure.get("client_flops")
+    assert found.measured() == {key: pytest.approx(measured[key], rel=1e-12) for key in found.measured()}
+
+
+@pytest.mark.parametrize("method", ["rescene", "glfc", "refed", "fedcbdr"])
+def test_domains(monkeypatch, tmp_path, image_folder, method):
+    (tmp_path / "sites").mkdir()
+    (image_folder / "train").rename(tmp_path / "sites" / "day")
+    (image_folder / "test").rename(tmp_path / "sites" / "night")
+    more = {"tasks.scenario": "domain", "tasks.per_task": None}
+    measured, found = ledger_and_forecast(monkeypatch, tmp_path / "r", tmp_path / "sites", method, more)
+    assert found.measured() == {key: pytest.approx(measured[key], rel=1e-12) for key in found.measured()}
+
+
+def test_what_training_decides_is_a_bound(monkeypatch, tmp_path, image_folder):
+    measured, found = ledger_and_forecast(
+        monkeypatch, tmp_path / "svd", image_folder, "fedcbdr", {"method.form": "svd", "model.width": 8}
+    )
+    assert found.unsure["downlink_bytes"].startswith("at most")
+    assert found.measured()["downlink_bytes"] >= measured["downlink_bytes"]
+    assert found.measured()["client_flops"] == measured["client_flops"]
+    measured, found = ledger_and_forecast(
+        monkeypatch, tmp_path / "global", image_folder, "fedcbdr", {"method.budget_scope": "global"}
+    )
+    assert found.unsure["client_flops"].startswith("about")
+    assert found.measured()["client_flops"] == pytest.approx(measured["client_flops"], rel=0.03)
+    more = {"method.trigger": "entropy"}
+    measured, found = ledger_and_forecast(monkeypatch, tmp_path / "glfc", image_folder, "glfc", more)
+    assert found.unsure["server_flops"].startswith("at most")
+    assert found.measured()["server_flops"] >= measured["server_flops"]
+
+
+def test_sizes_need_no_pictures():
+    recipe = resolve("demo").recipe
+    real, sizes = prepare(recipe), prepare(recipe, stand_in("fashion-mini"))
+    assert [t["counts"] for t in real.counts()["tasks"]] == [t["counts"] for t in sizes.counts()["tasks"]]
+    assert forecast(real).measured() == forecast(sizes).measured()
+    assert sizes.dataset.train.pixels.untyped_storage().nbytes() == 1
+    with pytest.raises(rescene.errors.DataError, match="not known without"):
+        stand_in("office31")
+
+
+def test_a_round_lasts_as_long_as_its_slowest_site_and_the_server():
+    exchange = Exchange({0: 4_000, 1: 10_000}, {0: 5_000_000, 1: 0}, 7, "client_round")
+    moment = Moment(0, 0, [exchange, Exchange({0: 1_000}, {0: 0}, 0)], server_flops=600)
+    found = round_latency(moment, Rates(client=1_000, server=200), uplink_mbps=4)
+    # site 0 works 4 s and sends 40 Mbit in 10 s, site 1 works 10 s; then one second more; then 3 s on the server
+    assert (found.client_s, found.upload_s, found.server_s, found.total_s) == (5.0, 10.0, 3.0, 18.0)
+    empty = Moment(0, 1, [Exchange({}, {}, 0)])
+    assert mean_latency([moment, empty], Rates(1_000, 200), 4).total_s == 9.0
+
+
+@pytest.mark.parametrize("method", ["rescene", "fedavg"])
+def test_the_speed_of_this_device_is_measured(method):
+    experiment = prepare(resolve("smoke", {"method": method, "model.width": 2}).recipe)
+    rates = measured_rates(experiment)
+    assert rates.client > 0 and rates.server > 0
+    assert (rates.client == rates.server) == (method == "fedavg")
+
+
+def test_tables_keep_both_conventions_apart():
+    (row,) = client_resource_rows(["cifar10"], ["rescene"], seeds=[0])
+    assert row["nominal"]["uplink_bytes_per_message"] == 245_760
+    assert row["forecast"]["uplink_bytes_per_message"] < 245_760  # half of a small class, absent classes
+    assert (
+        row["forecast"]["client_flops"] > 2 * row["nominal"]["client_flops"]
+    )  # 256 real images where the paper fits 10
+    ipc = paper_experiment("cifar10", "rescene", overrides=["method.real_batch=ipc", "method.literal=true"])
+    # 3F a surrogate and step: half of the paper's two passes over synthetic and real, less the weights' gradient
+    assert forecast(ipc).measured()["client_flops"] == pytest.approx(row["nominal"]["client_flops"] * 3 / 8, rel=0.05)
+    (total,) = total_compute_rows(methods=["rescene"], seeds=[0])
+    assert total["nominal"]["client_share"] == pytest.approx(0.026, abs=0.002)
