@@ -65,8 +65,16 @@ def cost_rows(groups: Sequence[Group]) -> list[CostRow]:
 def _cell(group: Group, fedavg: Group | None, key: str, show: Callable[[float | None], str]) -> CostCell:
     mean, nominal = _mean(group, "measured", key), _mean(group, "nominal", key)
     base = _mean(fedavg, "measured", key) if fedavg and fedavg is not group else None
-    ratio = f"{mean / base:.2g} ×" if mean is not None and base else ""
+    ratio = f"{times(mean / base)} ×" if mean is not None and base else ""
     return CostCell(show(mean), "" if nominal is None else show(nominal), ratio, mean)
+
+
+def times(ratio: float) -> str:
+    """
+    >>> times(0.4312), times(2.0), times(1790.4)
+    ('0.43', '2.00', '1,790')
+    """
+    return f"{ratio:.2f}" if ratio < 10 else f"{ratio:,.0f}"
 
 
 def _mean(group: Group, kind: str, key: str) -> float | None:

@@ -30,9 +30,12 @@ def setting(run: Run, runs: Sequence[Run]) -> Pairs:
         ("Data", run.env.get("data") or _first(flat, "data.name", "data.path", "data", "data.source", "data.kind")),
         ("Tasks", len(tasks) or run.status.get("num_tasks")),
         ("Classes", len(set(map(str, names))) or None),
-        ("Sites", number(run.partition.get("num_clients"))),
-        ("Sites per round", max(turns, default=None)),
-        ("Rounds per task", run.status.get("num_rounds") or max(per_task.values(), default=None)),
+        ("Sites", number(run.partition.get("num_clients")) or flat.get("federation.num_clients")),
+        ("Sites per round", max(turns, default=flat.get("federation.per_round"))),
+        (
+            "Rounds per task",
+            run.status.get("num_rounds") or max(per_task.values(), default=flat.get("federation.num_rounds")),
+        ),
         ("Skew β", next((value for key, value in flat.items() if key.split(".")[-1] == "beta"), None)),
         ("Model", _first(flat, "model.name", "model", "model.arch", "model.kind")),
         ("Seeds", ", ".join(map(str, seeds)) or None),
@@ -193,67 +196,3 @@ def _words(value: Any) -> str:
 def commands(runs: Sequence[Run]) -> list[str]:
     """The command lines that made these runs, each once."""
     return list(dict.fromkeys(plain(run.command, 400) for run in runs if run.command))
-
-
-# a[i][j]: accuracy on task j after learning task i; T tasks, numbered 0 to T-1.
-GLOSSARY: tuple[tuple[str, str, str], ...] = (
-    (
-        "a(i, j)",
-        "",
-        "Accuracy on the test images of task j after task i was learned, in percent. "
-        "The answer is one of all classes seen so far; the model is not told the task.",
-    ),
-    (
-        "AA",
-        "Σⱼ nⱼ a(T−1, j) / Σⱼ nⱼ",
-        "Average accuracy over all tasks after the last one. nⱼ: test images of task j; domains count equally.",
-    ),
-    (
-        "AIA",
-        "(1/T) Σᵢ Aᵢ",
-        "Average incremental accuracy. Aᵢ is the accuracy over everything seen after task i.",
-    ),
-    (
-        "Old, recent",
-        "mean of a(T−1, j) over j < ⌊T/2⌋, over j ≥ ⌊T/2⌋",
-        "Final accuracy on the first ⌊T/2⌋ tasks and on the rest, the split of the paper.",
-    ),
-    (
-        "Forgetting",
-        "mean over j < T−1 of maxᵢ a(i, j) − a(T−1, j)",
-        "Points each task but the last has lost since its best moment; 0 is best.",
-    ),
-    (
-        "BWT",
-        "mean over j < T−1 of a(T−1, j) − a(j, j)",
-        "Backward transfer: what later tasks did to earlier ones. Negative means forgetting.",
-    ),
-    (
-        "Within-task accuracy",
-        "",
-        "Accuracy when the choice is only among the classes of the image's own task. "
-        "What separates it from AA is lost between tasks, what separates it from 100 inside them.",
-    ),
-    (
-        "Upload per site and round",
-        "bytes sent up / participations",
-        "Counted on what was really sent, tensors as they are. 1 MB is 10⁶ bytes.",
-    ),
-    (
-        "Nominal cost",
-        "",
-        "What the paper's formulas give for this setting: all classes present, labels not counted.",
-    ),
-    (
-        "Nearest real image",
-        "",
-        "For an uploaded image, the real training image with the smallest root-mean-square pixel difference (RMS).",
-    ),
-    (
-        "PSNR",
-        "10 log₁₀(peak² / mean squared difference)",
-        "Likeness of two images in decibel. An upload above 30 dB counts as a near-copy: "
-        "to most people such a pair looks the same.",
-    ),
-    ("±", "√(Σ(x − x̄)² / (n−1))", "Standard deviation over n seeds; none is shown for one seed."),
-)

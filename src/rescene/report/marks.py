@@ -31,9 +31,9 @@ def mark(group: Group, size: float) -> dict[str, Any]:
 
 
 def stroke(group: Group, size: float) -> dict[str, Any]:
-    """Line with markers; ReSCENE's is the strong one, reference lines are fine and dotted."""
+    """Line with markers; ReSCENE's is the strong one, reference lines are thin, dashed and on top."""
     if not group.competes:
-        return {**mark(group, 0.75 * size), "linewidth": 1.1, "linestyle": (0, (1.5, 1.5)), "zorder": 3}
+        return {**mark(group, size + 1), "linewidth": 1.2, "linestyle": (0, (2, 1.5))}
     return {**mark(group, size), "linewidth": 2.6 if group.ours else 1.5, "linestyle": dash_of(group.variant)}
 
 

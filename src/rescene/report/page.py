@@ -18,6 +18,7 @@ from rescene.errors import DataError
 from rescene.report import facts, plots_cost, plots_curves, plots_grids, plots_privacy, plots_retention
 from rescene.report.canvas import Figure, Plot, render
 from rescene.report.costs import cost_rows, cost_titles
+from rescene.report.glossary import GLOSSARY
 from rescene.report.groups import Group, comparison_rows, differing_settings, group_runs, headline_group
 from rescene.report.runs import Run, load_run
 from rescene.report.surrogates import gallery
@@ -98,7 +99,7 @@ def _view(runs: Sequence[Run], plots: Path) -> dict[str, Any]:
         "event_summary": facts.event_summary(runs),
         "environment": facts.environment(runs),
         "commands": facts.commands(runs),
-        "glossary": facts.GLOSSARY,
+        "glossary": GLOSSARY,
         "problems": [(run.folder.name, problem) for run in runs for problem in run.problems],
         "repeats": [run.folder.name for group in groups for run in group.repeats],
         "percent": percent,

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from rescene.errors import DataError
+from rescene.report.reading import Row, json_lines, json_object, text_of, yaml_object
 
 MARKS = ("results.json", "status.json", "metrics.jsonl", "config.yaml")
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -149,9 +148,9 @@ def load_run(folder: Path) -> Run:
         raise _not_a_run(folder)
     problems: list[str] = []
     results = _results(folder)
-    status = _object(folder / "status.json", problems)
-    config = table(results, "config") or _config(folder / "config.yaml", problems)
-    metrics = _lines(folder / "metrics.jsonl", problems)
+    status = json_object(folder / "status.json", problems)
+    config = table(results, "config") or yaml_object(folder / "config.yaml", problems)
+    metrics = json_lines(folder / "metrics.jsonl", problems)
     return Run(
         folder=folder,
         method=_method(folder, results, config),
@@ -159,14 +158,14 @@ def load_run(folder: Path) -> Run:
         state=_state(status, results),
         results=results,
         status=status,
-        timing=_object(folder / "timing.json", problems),
-        env=_object(folder / "env.json", problems),
+        timing=json_object(folder / "timing.json", problems),
+        env=json_object(folder / "env.json", problems),
         config=config,
-        partition=_object(folder / "partition.json", problems),
+        partition=json_object(folder / "partition.json", problems),
         rounds=_in_order(metrics, "round", ("task", "round")),
         task_rows=_in_order(metrics, "task", ("task",)),
-        events=tuple(_lines(folder / "events.jsonl", problems)),
-        command=_text(folder / "command.txt"),
+        events=tuple(json_lines(folder / "events.jsonl", problems)),
+        command=text_of(folder / "command.txt"),
         problems=tuple(problems),
     )
 
@@ -204,54 +203,6 @@ def _results(folder: Path) -> Row:
     return found
 
 
-def _object(path: Path, problems: list[str]) -> Row:
-    """A JSON object; empty if the file is missing, empty and noted if it is damaged."""
-    try:
-        found = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError):
-        found = None
-    if not isinstance(found, dict):
-        problems.append(f"{path.name} could not be read")
-        return {}
-    return found
-
-
-def _config(path: Path, problems: list[str]) -> Row:
-    try:
-        found = yaml.safe_load(path.read_text("utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, yaml.YAMLError):
-        found = None
-    if not isinstance(found, dict):
-        problems.append(f"{path.name} could not be read")
-        return {}
-    return found
-
-
-def _lines(path: Path, problems: list[str]) -> list[Row]:
-    """JSON lines. The last one may be half written while a run is going; a bad line elsewhere is noted."""
-    try:
-        lines = path.read_text("utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
-    rows, bad = [], []
-    for i, line in enumerate(lines):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        if isinstance(row, dict):
-            rows.append(row)
-        elif line.strip():
-            bad.append(i)
-    if bad and bad != [len(lines) - 1]:
-        problems.append(f"{path.name}: {len(bad)} unreadable line(s) left out")
-    return rows
-
-
 def _in_order(rows: list[Row], kind: str, keys: tuple[str, ...]) -> tuple[Row, ...]:
     """Rows of one kind, sorted; a round written twice (a resumed run) counts once, the later one wins."""
     last: dict[tuple[float, ...], Row] = {}
@@ -275,10 +226,3 @@ def _seed(folder: Path, results: Row, config: Row) -> int | None:
         return int(told)
     match = re.search(r"-s(\d+)(?:-|$)", folder.name)
     return int(match.group(1)) if match else None
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text("utf-8", errors="replace").strip()
-    except OSError:
-        return ""

@@ -1,0 +1,66 @@
+"""Files of a run folder as plain values: what is missing is empty, what is damaged is empty and noted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+Row = dict[str, Any]
+
+
+def json_object(path: Path, problems: list[str]) -> Row:
+    """A JSON object; empty if the file is missing, empty and noted if it is damaged."""
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError):
+        found = None
+    if not isinstance(found, dict):
+        problems.append(f"{path.name} could not be read")
+        return {}
+    return found
+
+
+def yaml_object(path: Path, problems: list[str]) -> Row:
+    try:
+        found = yaml.safe_load(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, yaml.YAMLError):
+        found = None
+    if not isinstance(found, dict):
+        problems.append(f"{path.name} could not be read")
+        return {}
+    return found
+
+
+def json_lines(path: Path, problems: list[str]) -> list[Row]:
+    """JSON lines. The last one may be half written while a run is going; a bad line elsewhere is noted."""
+    try:
+        lines = path.read_text("utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    rows, bad = [], []
+    for i, line in enumerate(lines):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if isinstance(row, dict):
+            rows.append(row)
+        elif line.strip():
+            bad.append(i)
+    if bad and bad != [len(lines) - 1]:
+        problems.append(f"{path.name}: {len(bad)} unreadable line(s) left out")
+    return rows
+
+
+def text_of(path: Path) -> str:
+    try:
+        return path.read_text("utf-8", errors="replace").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,24 @@
+"""The cost table: measured beside nominal, and ratios only to FedAvg in the same setting."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from report_fixtures import config, write_run
+
+from rescene.report import load_run
+from rescene.report.costs import cost_rows, cost_titles
+from rescene.report.groups import group_runs
+
+
+def test_ratios_are_to_fedavg_in_the_same_setting(tmp_path: Path) -> None:
+    other = config("refed", 0)
+    other["federation"]["beta"] = 0.1
+    folders = [write_run(tmp_path / name, name) for name in ("rescene", "fedavg")]
+    folders.append(write_run(tmp_path / "refed", "refed", config=other))
+    rows = {row.group.label: row.cells for row in cost_rows(group_runs([load_run(folder) for folder in folders]))}
+    up = cost_titles().index(("Up", "whole run"))
+    ours = rows["ReSCENE"]
+    assert (ours[up].measured, ours[up].ratio) == ("4.61 MB", "0.23 ×")  # 61,440 x 75 bytes, of 268,000 x 75
+    assert ours[0].nominal == "76.8 kB" and ours[0].ratio == ""
+    assert rows["FedAvg"][up].ratio == "" and rows["Re-Fed"][up].ratio == ""  # itself; another beta
