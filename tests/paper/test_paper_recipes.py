@@ -59,6 +59,8 @@ def test_the_protocol_of_the_main_table():
         ("office31", "office31/1.0/rescene", "federation.per_round", 4),
         ("server-epochs-lite", "fashion-mini/0.1/rescene/E_srv=10", "train.server_epochs", 2),
         ("main-lite", "fashion-mini/0.1/glfc", "federation.num_rounds", 2),
+        ("main-lite", "fashion-mini/0.1/target", "method.synthesis_rounds", 4),
+        ("office31-lite", "office31/1.0/target", "method.synthesis_rounds", 4),
     ],
 )
 def test_settings_mean_what_the_paper_says(recipe, cell, key, value):

@@ -24,6 +24,10 @@ FAST_LABEL = "E_srv=10"
 LITE = "-lite"
 LITE_BASE = "demo"
 LITE_OVERRIDES = ("tasks.limit=3", "federation.num_rounds=2", "train.local_epochs=2", "train.server_epochs=5")
+LITE_METHODS = (  # the two that would take most of the time
+    *("methods.target.synthesis_rounds=4", "methods.target.warmup_rounds=1", "methods.target.generator_width=16"),
+    "methods.glfc.num_inversions=4",
+)
 
 
 @dataclass(frozen=True)
@@ -183,9 +187,8 @@ def _cell(spec: Mapping[str, Any], lite: bool, data: str, beta: str, method: str
         settings = settings | small.get("settings", {})
         base = small.get("base", LITE_BASE)
         data = "fashion-mini" if base == LITE_BASE else base
-        shared = (
-            tuple(small.get("overrides", ())) if base != LITE_BASE else (*LITE_OVERRIDES, *small.get("overrides", ()))
-        )
+        sizes = LITE_OVERRIDES if base == LITE_BASE else ()
+        shared = (*LITE_METHODS, *sizes, *small.get("overrides", ()))
     own = settings.get(setting, [])
     if own is None:
         return None
