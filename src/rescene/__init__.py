@@ -19,6 +19,7 @@ _SUBMODULES = {
     "config",
     "engine",
     "report",
+    "paper",
     "cli",
     "errors",
 }

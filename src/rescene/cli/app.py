@@ -12,6 +12,7 @@ import typer
 
 from rescene.cli.data_verbs import data_app
 from rescene.cli.frame import AsJson, Out, Overrides, Plugin, Quiet, interruptible, load_plugins, verb
+from rescene.cli.papers import paper_app
 from rescene.cli.presenting import plot, table
 from rescene.errors import ConfigError, did_you_mean
 
@@ -24,6 +25,7 @@ app = typer.Typer(
     add_completion=True,
 )
 app.add_typer(data_app, name="data")
+app.add_typer(paper_app, name="paper")
 new_app = typer.Typer(help="Start something of your own.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(new_app, name="new")
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rescene.api import Result, default_folder, execute
+import torch
+
+from rescene.api import Result, default_folder, execute, load
 from rescene.cli.costing import NO_FORECAST, plan_columns, plan_words, price
-from rescene.cli.listing import print_rows
+from rescene.cli.listing import Row, print_rows
 from rescene.cli.live import watch
 from rescene.cli.livepage import live_page
 from rescene.cli.running import print_summary
@@ -25,6 +27,7 @@ from rescene.methods.registry import ORDER
 from rescene.report import write_report
 
 REFERENCES = ("joint", "local", "raw-upload")
+SMALLER = "a device with more memory, or smaller train.batch_size or method.real_batch"
 
 
 @dataclass(frozen=True)
@@ -55,20 +58,7 @@ def run_sweep(
     if plan:
         print_plan(cells, as_json)
         return 0
-    results: list[Result] = []
-    failures: list[dict[str, Any]] = []
-    for number, (cell, outcome) in enumerate(_outcomes(cells, jobs, quiet or as_json), start=1):
-        if jobs > 1 and not quiet:
-            print(f"[{number}/{len(cells)}] {' '.join(cell.overrides)} done", file=sys.stderr)
-        if isinstance(outcome, Result):
-            results.append(outcome)
-        elif isinstance(outcome, ResceneError):
-            error = outcome
-            failures.append(
-                {"cell": " ".join(cell.overrides), "error": f"[{error.code}] {error.what}", "fix": error.fix or ""}
-            )
-        else:
-            raise outcome
+    results, failures = run_cells(cells, quiet, as_json, _common(cells) / "report.html", jobs)
     if as_json:
         print_rows([{"folder": str(r.folder), **_headline(r)} for r in results], as_json=True)
     elif results:
@@ -79,18 +69,51 @@ def run_sweep(
     return len(failures)
 
 
-def _outcomes(cells: list[Cell], jobs: int, quiet: bool) -> Iterator[tuple[Cell, Result | Exception]]:
-    """Each cell with its result or what stopped it: one after the other, or several at a time on one GPU."""
-    if jobs == 1:
-        for number, cell in enumerate(cells, start=1):
-            if not quiet:
-                state = "done before" if cell.done else ""
-                print(f"[{number}/{len(cells)}] {' '.join(cell.overrides)} {state}", file=sys.stderr)
-            folders = [other.folder for other in cells[:number]]
-            with watch(quiet) as show, live_page(show, folders, _common(cells) / "report.html") as progress:
-                outcome = attempt(partial(execute, cell.resolved, cell.folder), progress)
-            yield cell, outcome
-        return
+def run_cells(
+    cells: Sequence[Cell], quiet: bool, as_json: bool, page: Path | None = None, jobs: int = 1
+) -> tuple[list[Result], list[Row]]:
+    """Results of all cells that are done or could be run, and a row with the reason and the fix for each that failed.
+
+    While a cell runs, ``page`` shows it beside the ones before it; without a page, each run has its own.
+    """
+    results: list[Result] = []
+    failures: list[Row] = []
+    outcomes = _in_turn(cells, quiet, as_json, page) if jobs == 1 else _side_by_side(cells, quiet, jobs)
+    for cell, outcome in outcomes:
+        name = " ".join(cell.overrides)
+        match outcome:
+            case Result():
+                results.append(outcome)
+            case ResceneError():
+                failures.append({"cell": name, "error": f"[{outcome.code}] {outcome.what}", "fix": outcome.fix or ""})
+            case torch.OutOfMemoryError() | MemoryError():
+                failures.append({"cell": name, "error": "too large for this device: out of memory", "fix": SMALLER})
+            case _:
+                raise outcome
+    return results, failures
+
+
+Outcomes = Iterator[tuple[Cell, Result | Exception]]
+
+
+def _in_turn(cells: Sequence[Cell], quiet: bool, as_json: bool, page: Path | None) -> Outcomes:
+    for number, cell in enumerate(cells, start=1):
+        if not quiet:
+            state = "done before" if cell.done else ""
+            print(f"[{number}/{len(cells)}] {' '.join(cell.overrides)} {state}", file=sys.stderr)
+        if cell.done:
+            yield cell, load(cell.folder)
+            continue
+        shown = [other.folder for other in cells[:number]] if page else [cell.folder]
+        with watch(quiet or as_json) as show, live_page(show, shown, page or cell.folder / "report.html") as progress:
+            outcome = attempt(partial(execute, cell.resolved, cell.folder), progress)
+        if page is None and isinstance(outcome, Result):
+            write_report([cell.folder], cell.folder / "report.html")
+        yield cell, outcome
+
+
+def _side_by_side(cells: Sequence[Cell], quiet: bool, jobs: int) -> Outcomes:
+    """Several at a time on one GPU, a thread and a stream for each."""
     device = pick_device(cells[0].resolved.recipe.device)
     if device.type != "cuda":
         raise ConfigError(
@@ -101,13 +124,17 @@ def _outcomes(cells: list[Cell], jobs: int, quiet: bool) -> Iterator[tuple[Cell,
         )
     streams = Streams(device, jobs)
     try:
-        yield from zip(cells, streams.outcomes(lambda cell: execute(cell.resolved, cell.folder), cells), strict=True)
+        outcomes = streams.outcomes(lambda cell: execute(cell.resolved, cell.folder), cells)
+        for number, (cell, outcome) in enumerate(zip(cells, outcomes, strict=True), start=1):
+            if not quiet:
+                print(f"[{number}/{len(cells)}] {' '.join(cell.overrides)}", file=sys.stderr)
+            yield cell, outcome
     except KeyboardInterrupt:
         print("interrupted; the same command continues every cell where it stands", file=sys.stderr)
         os._exit(130)  # threads cannot be interrupted, and a run can be stopped at any moment without loss
 
 
-def print_plan(cells: list[Cell], as_json: bool) -> None:
+def print_plan(cells: Sequence[Cell], as_json: bool, refused: Sequence[Row] = ()) -> None:
     """Every cell with its state, its cost and its time here, and the sum over those not done; problems with their fix."""
     rows: list[dict[str, Any]] = []
     total: dict[str, float] = {}
@@ -132,7 +159,7 @@ def print_plan(cells: list[Cell], as_json: bool) -> None:
             total = {key: total.get(key, 0.0) + value for key, value in figures.items()} or total
     if not as_json and total:
         rows.append({"cell": "in all, not done", "folder": "", "state": ""} | plan_words(total))
-    print_rows(rows, as_json)
+    print_rows([*rows, *refused], as_json)
     if not as_json:
         for what, fix in problems.items():
             print(f"{what}\n  fix: {fix}")

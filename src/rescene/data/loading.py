@@ -140,6 +140,6 @@ def _not_found(name: str) -> DataError:
         "E201",
         f"data set {name!r} is not on this machine",
         where="looked in " + ", ".join(looked) + unset,
-        fix=f"rescene data prepare {name} SOURCE, where SOURCE is {CATALOG[name].source};\n"
+        fix=f"rescene data prepare {name} --from SOURCE, where SOURCE is {CATALOG[name].source};\n"
         "or give its path (data.path=...); fashion-mini needs no download",
     )

@@ -1,0 +1,47 @@
+"""Stored results against the paper's bands, as a table."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+
+from rescene.paper.compare import Finding, findings
+from rescene.paper.metrics import label
+from rescene.paper.recipes import PaperRecipe
+from rescene.paper.store import Store
+from rescene.report.formats import Cell, Entry, Grid
+
+
+def band_grid(recipes: Iterable[PaperRecipe], store: Store, everything: bool = False) -> Grid:
+    """One row per figure of ours that lies outside the band the paper leaves; ``everything``: also those inside."""
+    found = [finding for recipe in recipes for finding in findings(recipe, store)]
+    counts = Counter(finding.verdict for finding in found)
+    notes = [
+        f"{len(found)} figures have a band: " + ", ".join(f"{n} {verdict}" for verdict, n in sorted(counts.items()))
+    ]
+    if not found:
+        notes = ["no stored result belongs to these tables; rescene paper list says how to make one"]
+    if any(finding.line.other_epochs for finding in found):
+        notes.append("E_srv=10 is compared with E_srv=100: the paper prints it for CIFAR-10 at beta 0.1 only")
+    rows = [_row(finding) for finding in found if everything or finding.verdict != "in band"]
+    columns = ("table", "cell", "metric", "ours", "paper", "allowed", "verdict", "why")
+    return Grid("", columns, tuple(rows), tuple(notes))
+
+
+def _row(finding: Finding) -> tuple[Entry, ...]:
+    line, metric = finding.line, finding.metric
+    ours, paper = line.ours[metric], line.paper[metric]
+    low, high = finding.allowed
+    allowed = f"at least {low:.2f}" if math.isinf(high) else f"{low:.2f} to {high:.2f}"
+    name = line.cell.name + (f" {line.variant}" if line.variant else "")
+    return (
+        finding.table,
+        name,
+        label(metric),
+        Cell(ours.mean, ours.std, ours.num, digits=paper.digits),
+        Cell(paper.mean, paper.std, digits=paper.digits),
+        allowed,
+        finding.verdict,
+        finding.why,
+    )

@@ -1,0 +1,166 @@
+"""What the paper's text claims, held against numbers: the paper's own (they must agree with it) or ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any
+
+import yaml
+
+from rescene.functional import old_and_recent
+from rescene.paper.compare import Line, compare, explanation
+from rescene.paper.metrics import NOMINAL
+from rescene.paper.numbers import printed
+from rescene.paper.recipes import paper_recipe
+from rescene.paper.store import Store
+
+BASELINES = ("fedavg", "fedewc", "fedlwf", "target", "glfc", "fedcbdr", "refed")
+Book = Callable[[str, str], float | None]  # (TABLE:CELL, metric) -> figure, None if not measured
+Spec = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``known`` of ``needed`` figures are measured; ``figure`` is None until enough of them are."""
+
+    claim: str
+    says: str
+    place: str
+    bound: str
+    figure: float | None
+    known: int
+    needed: int
+    verdict: str  # supported, not supported, explained or not yet measured
+    why: str = ""
+
+
+def judge(book: Book) -> list[Verdict]:
+    """Every claim against one book of figures."""
+    return [_judge(name, spec, book) for name, spec in _claims().items()]
+
+
+def paper_book(where: str, metric: str) -> float | None:
+    """The paper's own figures."""
+    table, _, cell = where.partition(":")
+    own = {n.metric: n.mean for n in printed(table) if n.cell == cell}
+    return _old(own) if metric == "old" else own.get(metric.removeprefix("measured "))
+
+
+class OurBook:
+    """Our figures; where a cell was run with E_srv=10 only, those (``fast`` lists such cells).
+
+    Costs follow the paper's conventions and need no run, unless the metric says ``measured``, as in measured client_pflop.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.fast: set[str] = set()
+        self._lines: dict[tuple[str, bool], Line | None] = {}
+
+    def __call__(self, where: str, metric: str) -> float | None:
+        line = self._line(where, costs=metric.removeprefix("measured ") in NOMINAL)
+        if line is None:
+            return None
+        if line.variant:
+            self.fast.add(where)
+        figures = line.measured if metric.startswith("measured ") else line.ours
+        own = {key: value.mean for key, value in figures.items()}
+        return _old(own) if metric == "old" else own.get(metric.removeprefix("measured "))
+
+    def _line(self, where: str, costs: bool) -> Line | None:
+        """The cell's own line, or that of its E_srv=10 form if only that was run."""
+        if (where, costs) not in self._lines:
+            table, _, cell = where.partition(":")
+            lines = compare(paper_recipe(table), self.store, [cell], costs)
+            own = [line for line in lines if line.cell.name == cell]
+            run = [line for line in own if line.runs]
+            self._lines[where, costs] = next(iter(run or own), None)
+        return self._lines[where, costs]
+
+
+@lru_cache
+def _claims() -> dict[str, Spec]:
+    return dict(yaml.safe_load((files("rescene.paper") / "claims.yaml").read_text(encoding="utf-8")))
+
+
+def _old(tasks: dict[str, float]) -> float | None:
+    final = [tasks[f"task_{j}"] for j in range(len(tasks)) if f"task_{j}" in tasks]
+    return old_and_recent([final] * len(final))[0] if len(final) > 1 else None
+
+
+def _judge(name: str, claim: Spec, book: Book) -> Verdict:
+    kind = next(kind for kind in KINDS if kind in claim)
+    spec = claim[kind]
+    seen: dict[tuple[str, str], float | None] = {}
+
+    def look(where: str, metric: str) -> float | None:
+        return seen.setdefault((where, metric), book(where, metric))
+
+    figure, settled = KINDS[kind](spec, look)
+    figure = figure if settled else None
+    known, needed = sum(value is not None for value in seen.values()), len(seen)
+    sign = "at least" if "at_least" in spec else "at most"
+    limit = spec[sign.replace(" ", "_")]
+    verdict, why = "not yet measured", ""
+    if figure is not None:
+        verdict = "supported" if _holds(figure, sign, limit) else "not supported"
+        why = explanation(f"claims:{name}", kind) if verdict == "not supported" else ""
+    verdict = "explained" if why else verdict
+    return Verdict(name, claim["says"], claim["place"], f"{sign} {limit}", figure, known, needed, verdict, why)
+
+
+def _holds(figure: float, sign: str, limit: float) -> bool:
+    """The figure is rounded to the digits of the claim first, as its authors did."""
+    shown = round(figure, len(str(limit).partition(".")[2]))
+    return shown >= limit if sign == "at least" else shown <= limit
+
+
+def _margins(spec: Spec, places: list[str], look: Book) -> Iterator[float | None]:
+    """At each place: ours minus the best of the others; None unless all of them are known."""
+    for place in places:
+        own = look(place.replace("*", spec.get("who", "rescene")), spec["metric"])
+        others = [look(place.replace("*", name), spec["metric"]) for name in spec.get("over", BASELINES)]
+        complete = own is not None and None not in others
+        yield own - max(others) if complete else None  # type: ignore[operator, type-var]
+
+
+def _lead(spec: Spec, look: Book) -> tuple[float | None, bool]:
+    margins = list(_margins(spec, spec["at"], look))
+    return (None, False) if None in margins else (min(margins), True)  # type: ignore[type-var]
+
+
+def _first(spec: Spec, look: Book) -> tuple[float | None, bool]:
+    """Settled early if the places still open cannot change the answer."""
+    margins = list(_margins(spec, spec["at"], look))
+    wins, unknown = sum(m is not None and m > 0 for m in margins), margins.count(None)
+    return float(wins), wins >= spec["at_least"] or wins + unknown < spec["at_least"]
+
+
+def _widest(spec: Spec, look: Book) -> tuple[float | None, bool]:
+    groups = [list(_margins(spec, places, look)) for places in spec["at"]]
+    if any(None in group for group in groups):
+        return None, False
+    return float(sum(group[0] == max(group) for group in groups)), True  # type: ignore[type-var]
+
+
+def _share(spec: Spec, look: Book) -> tuple[float | None, bool]:
+    part, whole = look(spec["of"], spec["metric"]), look(spec["to"], spec["metric"])
+    if part is None or not whole:
+        return None, False
+    return part / whole * (100 if spec.get("percent") else 1), True
+
+
+def _lowest(spec: Spec, look: Book) -> tuple[float | None, bool]:
+    values = [look(where, spec["metric"]) for where in spec["of"]]
+    return (None, False) if None in values else (min(values), True)  # type: ignore[type-var]
+
+
+def _highest(spec: Spec, look: Book) -> tuple[float | None, bool]:
+    values = [look(where, spec["metric"]) for where in spec["of"]]
+    return (None, False) if None in values else (max(values), True)  # type: ignore[type-var]
+
+
+KINDS = {"lead": _lead, "first": _first, "widest": _widest, "share": _share, "lowest": _lowest, "highest": _highest}

@@ -1,0 +1,155 @@
+"""Our runs beside the paper's numbers, and whether they lie in the band that the paper leaves."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import lru_cache
+from importlib.resources import files
+
+from rescene.paper.costs import nominal
+from rescene.paper.metrics import BYTES, COSTS, NOMINAL, over_seeds
+from rescene.paper.numbers import Printed, printed
+from rescene.paper.recipes import FAST_LABEL, PaperCell, PaperRecipe, paper_recipe
+from rescene.paper.store import Store, Stored, identity
+from rescene.report.groups import Spread, spread
+
+# The paper's B=2000 is its full accumulation by its own words, and prints 68.36 against 69.19 (App. D.4, Table 4b).
+RUN_TO_RUN = 0.83
+FLOP_TOLERANCE = 0.03
+
+
+@dataclass(frozen=True)
+class Line:
+    """A cell, or its E_srv=10 form (``variant``), with our runs and what the paper prints for it."""
+
+    cell: PaperCell
+    variant: str
+    runs: tuple[Stored, ...]
+    seeds: tuple[int, ...]
+    ours: dict[str, Spread]
+    measured: dict[str, Spread]  # costs as counted; in ``ours`` they follow the paper's conventions
+    paper: dict[str, Printed]
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        done = {run.seed for run in self.runs}
+        return tuple(seed for seed in self.seeds if seed not in done)
+
+    @property
+    def other_epochs(self) -> bool:
+        """Ran with E_srv=10 where the paper prints E_srv=100 only."""
+        return bool(self.variant) and not any(number.setting == self.variant for number in self.paper.values())
+
+    @property
+    def near_copies(self) -> float | None:
+        """Share of uploaded images that are near-copies of real ones, in percent; None if no images are sent."""
+        found = spread((run.results.get("leakage") or {}).get("near_copies") for run in self.runs)
+        return None if found is None else 100 * found.mean
+
+    def difference(self, metric: str) -> float | None:
+        if metric in self.ours and metric in self.paper:
+            return self.ours[metric].mean - self.paper[metric].mean
+        return None
+
+
+def compare(recipe: PaperRecipe, store: Store, only: Iterable[str] = (), costs: bool = True) -> list[Line]:
+    """One line per cell, and one more where it was run with E_srv=10. ``costs=False`` leaves the nominal ones out."""
+    lines = []
+    own = {identity(cell.resolve().recipe) for cell in recipe.cells if not cell.unavailable}
+    for cell in recipe.chosen(only):
+        numbers = {n.metric: n for n in printed(recipe.table) if n.cell == cell.name and not recipe.lite}
+        if cell.unavailable:
+            lines.append(Line(cell, "", (), recipe.seeds, {}, {}, numbers))
+            continue
+        lines.append(_line(recipe, cell, "", store, numbers, costs))
+        fast = None if recipe.lite else cell.fast
+        if fast and identity(fast.resolve().recipe) not in own:
+            exact = _printed_for(identity(fast.resolve().recipe))
+            exact = {metric: number for metric, number in exact.items() if metric in recipe.metrics}
+            line = _line(recipe, fast, FAST_LABEL, store, numbers | exact, costs)
+            if line.runs:
+                lines.append(line)
+    return lines
+
+
+def _line(
+    recipe: PaperRecipe, cell: PaperCell, variant: str, store: Store, paper: dict[str, Printed], costs: bool
+) -> Line:
+    runs = store.find(cell.resolve().recipe, recipe.seeds)
+    other = recipe.reference(cell)
+    if other and variant:
+        other = other.fast or other
+    reference = store.find(other.resolve().recipe, recipe.seeds) if other else ()
+    ours = _known({m: over_seeds(runs, m, reference) for m in recipe.metrics})
+    measured: dict[str, Spread] = {}
+    if costs and not recipe.lite and any(m in NOMINAL for m in recipe.metrics):
+        measured = {m: value for m, value in ours.items() if m in COSTS}
+        ours |= {m: value for m, value in nominal(cell, recipe.seeds, other).items() if m in recipe.metrics}
+    return Line(cell, variant, runs, recipe.seeds, ours, measured, paper)
+
+
+def _known(values: dict[str, Spread | None]) -> dict[str, Spread]:
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _printed_for(experiment: str) -> dict[str, Printed]:
+    """What the paper prints for an experiment with fewer server epochs: Table 5 has a few."""
+    for cell in paper_recipe("server-epochs").cells:
+        if identity(cell.resolve().recipe) == experiment:
+            return {n.metric: n for n in printed("server-epochs") if n.cell == cell.name}
+    return {}
+
+
+def band(number: Printed) -> tuple[float, float] | None:
+    """What ours may be: ReSCENE not below the paper's spread, a baseline inside it, bytes to the digit, FLOPs in 3 %."""
+    if number.metric in ("aa", "aia"):
+        room = RUN_TO_RUN if number.std is None else number.std
+        return number.mean - room, math.inf if number.method == "rescene" else number.mean + room
+    if number.metric in BYTES:
+        half = 0.5 * 10**-number.digits
+        return number.mean - half, number.mean + half
+    if number.metric == "client_pflop":
+        return number.mean * (1 - FLOP_TOLERANCE), number.mean * (1 + FLOP_TOLERANCE)
+    return None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One stored figure held against its band. ``verdict``: in band, explained or out of band."""
+
+    table: str
+    line: Line
+    metric: str
+    allowed: tuple[float, float]
+    verdict: str
+    why: str
+
+
+def findings(recipe: PaperRecipe, store: Store) -> list[Finding]:
+    """Every stored figure of a table that has a band."""
+    found = []
+    for line in compare(recipe, store):
+        for metric, number in line.paper.items():
+            allowed = band(number)
+            if allowed is None or metric not in line.ours:
+                continue
+            inside = allowed[0] - 1e-9 <= line.ours[metric].mean <= allowed[1] + 1e-9
+            why = "" if inside else explanation(f"{recipe.table}:{line.cell.name}", metric)
+            verdict = "in band" if inside else "explained" if why else "out of band"
+            found.append(Finding(recipe.table, line, metric, allowed, verdict, why))
+    return found
+
+
+def explanation(where: str, metric: str) -> str:
+    """The registered reason of a difference, or nothing."""
+    return next((why for pattern, name, why in _explained() if name == metric and fnmatch(where, pattern)), "")
+
+
+@lru_cache
+def _explained() -> tuple[tuple[str, str, str], ...]:
+    text = (files("rescene.paper") / "explained.csv").read_text(encoding="utf-8")
+    return tuple((row["where"], row["metric"], row["why"]) for row in csv.DictReader(text.splitlines()))

@@ -1,0 +1,102 @@
+"""The columns of the paper's tables, read from a finished run.
+
+Costs are what the run's ledger counted; costs.py has them in the paper's conventions. A value that a run does not hold is
+None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rescene.paper.store import Stored
+from rescene.report.groups import Spread, spread
+
+_LEDGER = {
+    "client_pflop": ("client_flops", 1e15),
+    "state_mb": ("client_state_bytes", 1e6),
+    "uplink_mb": ("uplink_bytes_per_message", 1e6),
+    "downlink_mb": ("downlink_bytes_per_message", 1e6),
+    "server_pflop": ("server_flops", 1e15),
+}
+BYTES = ("state_mb", "uplink_mb", "downlink_mb")
+COSTS = (
+    *_LEDGER,
+    *("client_compute_ratio", "server_compute_ratio"),
+    *("task_client_pflop", "task_server_pflop", "task_total_pflop", "client_share", "server_share"),
+)
+NOMINAL = tuple(metric for metric in COSTS if metric not in ("server_pflop", "server_compute_ratio"))  # see costs.py
+_RELATIVE = {  # to the reference cell
+    "aa_change": "aa",
+    "aia_change": "aia",
+    "client_compute_ratio": "client_pflop",
+    "server_compute_ratio": "server_pflop",
+}
+_LABELS = {
+    "aa": "AA", "aia": "AIA", "aa_change": "AA change", "aia_change": "AIA change", "old": "old", "recent": "recent",
+    "client_pflop": "client PFLOP", "state_mb": "state MB", "uplink_mb": "up MB", "downlink_mb": "down MB",
+    "client_compute_ratio": "client ratio", "server_compute_ratio": "server ratio", "samples_ratio": "sample ratio",
+    "task_client_pflop": "clients PFLOP", "task_server_pflop": "server PFLOP", "task_total_pflop": "total PFLOP",
+    "client_share": "clients %", "server_share": "server %", "images_per_client": "images/client", "images_in_all": "images in all",
+}  # fmt: skip
+
+
+def label(metric: str) -> str:
+    """
+    >>> label("aa"), label("task_3"), label("budget")
+    ('AA', 'T3', 'budget')
+    """
+    return _LABELS.get(metric) or ("T" + metric.removeprefix("task_") if metric.startswith("task_") else metric)
+
+
+def read(run: Stored, metric: str) -> float | None:
+    """One figure of one run."""
+    if metric in _LEDGER:
+        return _measured(run, *_LEDGER[metric])
+    if metric.startswith("task_") and metric[5:].isdigit():
+        final = run.results["accuracy_matrix"][-1]
+        task = int(metric[5:])
+        return final[task] if task < len(final) else None
+    if metric.startswith("task_") or metric.endswith("_share"):
+        return _second_task(run).get(metric)
+    value = run.results.get(metric)
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def over_seeds(runs: Sequence[Stored], metric: str, reference: Sequence[Stored] = ()) -> Spread | None:
+    """Mean and deviation over the runs; ratios and changes are between the means, relative to the reference's runs."""
+    if metric not in _RELATIVE:
+        return spread(read(run, metric) for run in runs)
+    ours, other = (spread(read(run, _RELATIVE[metric]) for run in group) for group in (runs, reference))
+    if ours is None or other is None or (metric.endswith("_ratio") and not other.mean):
+        return None
+    value = ours.mean / other.mean if metric.endswith("_ratio") else ours.mean - other.mean
+    return Spread(value, None, ours.num)
+
+
+def _measured(run: Stored, key: str, unit: float) -> float | None:
+    value = ((run.results.get("cost") or {}).get("measured") or {}).get(key)
+    return value / unit if isinstance(value, (int, float)) else None
+
+
+def _second_task(run: Stored) -> dict[str, float]:
+    """PFLOP of the second task (Table 12): clients a T-th of the run, the server by the images it trained on."""
+    clients, server = (_measured(run, key, 1e15) for key in ("client_flops", "server_flops"))
+    share = _trained_on(run.rounds(), task=1) if server else 0.0
+    if clients is None or server is None or share is None:
+        return {}
+    clients, server = clients / len(run.results["tasks"]), server * share
+    return {
+        "task_client_pflop": clients,
+        "task_server_pflop": server,
+        "task_total_pflop": clients + server,
+        "client_share": 100 * clients / ((clients + server) or 1),
+        "server_share": 100 * server / ((clients + server) or 1),
+    }
+
+
+def _trained_on(rounds: Sequence[dict[str, Any]], task: int) -> float | None:
+    """Share of the server's training images that fell into one task; None if the pool's size was not recorded."""
+    sizes = [(row["task"], (row.get("notes") or {}).get("pool_size")) for row in rounds]
+    total = sum(size or 0 for _, size in sizes)
+    return sum(size or 0 for own, size in sizes if own == task) / total if total else None

@@ -1,0 +1,54 @@
+"""Tables inside documents, kept up to date by a command: whatever stands between two marks is replaced.
+
+<!-- rescene paper: results --> ... <!-- end --> and the same with status or claims
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from rescene.errors import ConfigError
+from rescene.paper.claims import OurBook, judge
+from rescene.paper.store import Store
+from rescene.paper.tables import results_grid, status_grid
+from rescene.report.formats import Entry, Grid, render
+
+_BLOCK = re.compile(r"(<!-- rescene paper: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def claims_grid(store: Store) -> Grid:
+    """Every claim with its verdict on our results."""
+    book = OurBook(store)
+    rows: list[tuple[Entry, ...]] = [
+        (
+            v.says,
+            v.place,
+            "–" if v.figure is None else f"{v.figure:.2f}",
+            f"{v.known}/{v.needed}",
+            v.verdict + (f": {v.why}" if v.why else ""),
+        )
+        for v in judge(book)
+    ]
+    notes = (f"at E_srv=10, where E_srv=100 was not run: {', '.join(sorted(book.fast))}",) if book.fast else ()
+    return Grid("", ("claim", "in the paper", "ours", "figures measured", "verdict"), tuple(rows), notes)
+
+
+BLOCKS: dict[str, Callable[[Store], Grid]] = {"results": results_grid, "status": status_grid, "claims": claims_grid}
+
+
+def refreshed(text: str, store: Store) -> str:
+    """The document with every marked table made anew."""
+    if not _BLOCK.search(text):
+        raise ConfigError(
+            "E152",
+            "the document has no place for a table",
+            why=f"a line <!-- rescene paper: NAME --> and a line <!-- end -->, NAME one of {', '.join(BLOCKS)}",
+        )
+
+    def fill(match: re.Match[str]) -> str:
+        if match[2] not in BLOCKS:
+            raise ConfigError("E152", f"unknown table {match[2]!r} in the document", why=f"known: {', '.join(BLOCKS)}")
+        return match[1] + render(BLOCKS[match[2]](store), "markdown") + match[3]
+
+    return _BLOCK.sub(fill, text)

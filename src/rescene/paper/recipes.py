@@ -1,0 +1,198 @@
+"""From a name such as ``main`` or ``main-lite`` to the experiments behind that table of the paper."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from functools import cache, lru_cache
+from importlib.resources import files
+from typing import Any
+
+import yaml
+
+from rescene.config import Resolved, resolve
+from rescene.data import available
+from rescene.engine.nominal import SURROGATE_METHODS
+from rescene.errors import ConfigError, ResceneError, did_you_mean
+from rescene.paper.numbers import cell_name, printed
+
+SEEDS = (0, 1, 2)  # Sec. 4.1
+FAST = "train.server_epochs=10"  # a tenth of the server's work; the paper prints it for one cell only (Table 5)
+FAST_LABEL = "E_srv=10"
+LITE = "-lite"
+LITE_BASE = "demo"
+LITE_OVERRIDES = ("tasks.limit=3", "federation.num_rounds=2", "train.local_epochs=2", "train.server_epochs=5")
+LITE_METHODS = (  # the two that would take most of the time
+    *("methods.target.synthesis_rounds=4", "methods.target.warmup_rounds=1", "methods.target.generator_width=16"),
+    "methods.glfc.num_inversions=4",
+)
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """Why a cell cannot run here, and what helps."""
+
+    reason: str
+    fix: str
+
+
+@dataclass(frozen=True)
+class PaperCell:
+    """One experiment: a shipped recipe and the overrides that turn it into this cell of the paper."""
+
+    data: str
+    beta: str
+    method: str
+    setting: str
+    base: str
+    overrides: tuple[str, ...]
+    needs: str = ""
+
+    @property
+    def name(self) -> str:
+        return cell_name(self.data, self.beta, self.method, self.setting)
+
+    def resolve(self, *more: str) -> Resolved:
+        return _resolved(self.base, (*self.overrides, *more))
+
+    @property
+    def fast(self) -> PaperCell | None:
+        """The same with E_srv=10, where the server trains and the paper's cell says 100."""
+        if self.method not in SURROGATE_METHODS or self.resolve().recipe.train.server_epochs != 100:
+            return None
+        return replace(self, overrides=(*self.overrides, FAST))
+
+    @property
+    def unavailable(self) -> Obstacle | None:
+        """A cell that this version cannot set up on any machine."""
+        try:
+            self.resolve()
+        except ResceneError as error:
+            return Obstacle(f"not available yet: {self.needs or error.what}", "a later version")
+        return None
+
+    @property
+    def obstacle(self) -> Obstacle | None:
+        """What keeps this cell from running on this machine, as far as can be told without loading anything."""
+        if self.unavailable:
+            return self.unavailable
+        data = self.resolve().recipe.data
+        row = next((row for row in available() if row["name"] == data.name), None)
+        if row and not row["found"] and data.path is None:
+            fix = f"rescene data prepare {data.name} --from SOURCE; SOURCE is {row['source']}"
+            return Obstacle(f"data set {data.name!r} is not on this machine", fix)
+        return None
+
+
+@dataclass(frozen=True)
+class PaperRecipe:
+    """A table of the paper as experiments. ``table`` names its numbers; a lite recipe has none to compare with."""
+
+    name: str
+    table: str
+    title: str
+    place: str
+    seeds: tuple[int, ...]
+    cells: tuple[PaperCell, ...]
+    spec: Mapping[str, Any]
+
+    @property
+    def lite(self) -> bool:
+        return self.name.endswith(LITE)
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        names = tuple(dict.fromkeys(number.metric for number in printed(self.table)))
+        return tuple(name for name in ("aa", "aia") if name in names) if self.lite else names
+
+    def reference(self, cell: PaperCell) -> PaperCell | None:
+        """The cell that this one's ratios and changes are relative to."""
+        changed = self.spec.get("reference")
+        if changed is None:
+            return None
+        return _cell(self.spec, self.lite, **{**_identity(cell), **changed})
+
+    def chosen(self, patterns: Iterable[str]) -> tuple[PaperCell, ...]:
+        """Cells whose name matches one of the patterns (``cifar10/*/rescene``) or has it as a part; no pattern: all."""
+        patterns = list(patterns)
+        picked = [cell for cell in self.cells if not patterns or any(_matches(cell.name, p) for p in patterns)]
+        if not picked:
+            raise ConfigError(
+                "E151",
+                f"no cell of {self.name} matches {', '.join(patterns)}",
+                why=f"a cell is called like {self.cells[0].name}",
+                fix=f"rescene paper run {self.name} --plan lists them",
+            )
+        return tuple(picked)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """
+    >>> _matches("cifar10/0.5/rescene/B=500", "cifar10/*/rescene/*"), _matches("cifar100/0.5/rescene", "cifar10")
+    (True, False)
+    """
+    return fnmatch(name, pattern) or f"/{pattern}/" in f"/{name}/"
+
+
+def recipe_names(lite: bool = True) -> list[str]:
+    """All recipes, in the paper's order; the lite forms after them."""
+    names = list(_specs())
+    return names + [name + LITE for name in names] if lite else names
+
+
+@lru_cache
+def paper_recipe(name: str) -> PaperRecipe:
+    """``main``, ``paper/main`` or ``main-lite``."""
+    name = name.removeprefix("paper/")
+    if name not in recipe_names():
+        close = did_you_mean(name, recipe_names())
+        raise ConfigError(
+            "E150",
+            f"the paper has no table {name!r}" + (f"; did you mean {close}?" if close else ""),
+            why=f"known: {', '.join(recipe_names(lite=False))}, each also with {LITE}",
+            fix="rescene paper list",
+        )
+    table, lite = name.removesuffix(LITE), name.endswith(LITE)
+    spec = _specs()[table]
+    wanted = [(n.data, n.beta, n.method, n.setting) for n in printed(table)]
+    for block in spec.get("extra", ()):
+        wanted += [(*place, "") for place in itertools.product(block["data"], block["beta"], block["method"])]
+    made = [_cell(spec, lite, *place) for place in dict.fromkeys(wanted)]
+    cells = tuple(dict.fromkeys(cell for cell in made if cell))
+    return PaperRecipe(name, table, spec["title"], spec["place"], SEEDS[:1] if lite else SEEDS, cells, spec)
+
+
+@lru_cache
+def _specs() -> dict[str, Any]:
+    text = (files("rescene.paper") / "recipes.yaml").read_text(encoding="utf-8")
+    return dict(yaml.safe_load(text))
+
+
+@cache
+def _resolved(base: str, overrides: tuple[str, ...]) -> Resolved:
+    return resolve(base, overrides)
+
+
+def _identity(cell: PaperCell) -> dict[str, str]:
+    return {"data": cell.data, "beta": cell.beta, "method": cell.method, "setting": cell.setting}
+
+
+def _cell(spec: Mapping[str, Any], lite: bool, data: str, beta: str, method: str, setting: str) -> PaperCell | None:
+    """The experiment behind a cell; None where the lite form leaves it out."""
+    settings, base, shared = spec.get("settings", {}), data, ()
+    if lite:
+        small = spec.get("lite", {})
+        settings = settings | small.get("settings", {})
+        base = small.get("base", LITE_BASE)
+        data = "fashion-mini" if base == LITE_BASE else base
+        sizes = LITE_OVERRIDES if base == LITE_BASE else ()
+        shared = (*LITE_METHODS, *sizes, *small.get("overrides", ()))
+    own = settings.get(setting, [])
+    if own is None:
+        return None
+    if isinstance(own, Mapping):  # differs by method
+        own = own.get(method, own.get("default", []))
+    overrides = (f"federation.beta={beta}", f"method={method}", *shared, *own)
+    return PaperCell(data, beta, method, setting, base, overrides, spec.get("needs", ""))

@@ -1,0 +1,87 @@
+"""Finished runs on disk, found by what they are and not by what their folder is called."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from rescene.config import Recipe
+from rescene.config.compose import flatten
+from rescene.engine.nominal import AVERAGING_METHODS, SURROGATE_METHODS
+from rescene.errors import ResceneError
+
+# May differ between two runs of the same experiment: where and how it ran, not what.
+VOLATILE = {
+    *("seed", "device", "data.path", "data.skip_unreadable"),
+    *("train.precision", "method.precision", "federation.engine", "federation.evaluate_every"),
+}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A finished run: its folder and the whole of its results.json."""
+
+    folder: Path
+    seed: int
+    results: dict[str, Any]
+
+    def rounds(self) -> list[dict[str, Any]]:
+        """The rounds as recorded in metrics.jsonl; none if that file was not kept."""
+        try:
+            lines = (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+            return [row for row in map(json.loads, lines) if row.get("kind") == "round"]
+        except (OSError, ValueError):
+            return []
+
+
+def identity(recipe: Recipe) -> str:
+    """The experiment as text, without what may vary between its runs and the epochs that its method never uses."""
+    name = recipe.method["name"]
+    unused = {"train.local_epochs": name in SURROGATE_METHODS, "train.server_epochs": name in AVERAGING_METHODS}
+    flat = flatten(recipe.model_dump(mode="json"))
+    return json.dumps({key: flat[key] for key in sorted(flat) if key not in VOLATILE and not unused.get(key)})
+
+
+class Store:
+    """All finished runs below some folders. ``unreadable``: results that are damaged or of another version."""
+
+    def __init__(self, roots: Iterable[Path]) -> None:
+        self.runs: dict[str, dict[int, Stored]] = {}  # identity -> seed -> run; the first one found counts
+        self.unreadable: list[Path] = []
+        for file in _result_files(roots):
+            self._enter(file)
+
+    def _enter(self, file: Path) -> None:
+        try:
+            results = json.loads(file.read_text(encoding="utf-8"))
+            recipe = Recipe.model_validate(results["config"])
+            if not isinstance(results["aa"], (int, float)):
+                raise ValueError("no accuracy")
+        except (OSError, ValueError, KeyError, TypeError, ValidationError, ResceneError):
+            self.unreadable.append(file.parent)
+            return
+        stored = Stored(file.parent, recipe.seed, results)
+        self.runs.setdefault(identity(recipe), {}).setdefault(recipe.seed, stored)
+
+    def find(self, recipe: Recipe, seeds: Sequence[int] | None = None) -> tuple[Stored, ...]:
+        """Runs of this experiment, by seed."""
+        found = self.runs.get(identity(recipe), {})
+        return tuple(found[seed] for seed in sorted(found) if seeds is None or seed in seeds)
+
+
+def default_roots() -> list[Path]:
+    """results/ here and in the checkout this package runs from, then the run folder."""
+    checkout = Path(__file__).parents[3]
+    kept = [Path("results")] + ([checkout / "results"] if (checkout / "pyproject.toml").is_file() else [])
+    return [*kept, Path(os.environ.get("RESCENE_RUNS", "runs"))]
+
+
+def _result_files(roots: Iterable[Path]) -> list[Path]:
+    files = [file for root in roots if root.is_dir() for file in sorted(root.rglob("results.json"))]
+    return list({file.resolve(): file for file in reversed(files)}.values())[::-1]

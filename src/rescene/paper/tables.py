@@ -1,0 +1,208 @@
+"""The comparison as grids: a table of the paper with our figures beside it, the status of all tables, stored results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rescene.paper.compare import Line, compare
+from rescene.paper.metrics import NOMINAL, label
+from rescene.paper.numbers import printed
+from rescene.paper.recipes import FAST_LABEL, PaperRecipe, paper_recipe, recipe_names
+from rescene.paper.store import Store
+from rescene.report.formats import Cell, Entry, Grid
+from rescene.report.groups import Spread
+from rescene.report.look import REFERENCES, key_of, look_of
+
+SIDE_BY_SIDE = 2  # more metrics than this, and ours and the paper's stand one below the other
+DATA = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "tinyimagenet": "TinyImageNet", "office31": "Office-31"}
+NOT_COMPARABLE = "A lite form: small images, few tasks and rounds. Not comparable with the paper."
+OTHER_EPOCHS = (
+    "E_srv=10 is compared with the paper's E_srv=100, except CIFAR-10 at beta 0.1, where it prints both (Table 5)."
+)
+COPIES = "near-copies: uploaded images with PSNR > 30 dB to a real training image; read accuracy together with it."
+
+
+def table_grid(recipe: PaperRecipe, store: Store, only: Iterable[str] = (), commands: bool = True) -> Grid:
+    """Ours, the paper's and the difference, cell by cell. ``commands``: with a column that says how to run what is missing."""
+    lines = compare(recipe, store, only)
+    metrics = [m for m in recipe.metrics if not recipe.lite or any(m in line.ours for line in lines)] or ["aa", "aia"]
+    best = _best(lines, metrics)
+    if len(metrics) <= SIDE_BY_SIDE:
+        columns, rows = _side_by_side(recipe, lines, metrics, best)
+    else:
+        columns, rows = _stacked(recipe, lines, metrics, best)
+    if not commands:
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
+    title = f"paper/{recipe.name}: {recipe.title} ({recipe.place})"
+    return Grid(title, tuple(columns), tuple(map(tuple, rows)), tuple(_notes(recipe, lines, store)))
+
+
+def command(recipe: PaperRecipe, line: Line) -> str:
+    """How to run what is missing of a line, or why that cannot be done; empty when nothing is."""
+    if not line.missing:
+        return ""
+    if line.cell.unavailable:
+        return "not available yet"
+    fast = " --fast" if line.variant else ""
+    return f"rescene paper run {recipe.name} --only {line.cell.name}{fast}"
+
+
+def _head(line: Line) -> list[Entry]:
+    setting = " ".join(filter(None, (line.cell.setting, line.variant)))
+    return [DATA.get(line.cell.data, line.cell.data), line.cell.beta, look_of(line.cell.method).label, setting]
+
+
+def _tail(recipe: PaperRecipe, line: Line) -> list[Entry]:
+    copies = f"{line.near_copies:.0f} %" if line.near_copies is not None else "no images" if line.runs else "–"
+    return [f"{len(line.runs)}/{len(line.seeds)}", copies, command(recipe, line)]
+
+
+_HEAD = ["data", "beta", "method", "setting"]
+_TAIL = ["seeds", "near-copies", "to run"]
+
+
+def _side_by_side(
+    recipe: PaperRecipe, lines: Sequence[Line], metrics: Sequence[str], best: set[Any]
+) -> tuple[Any, Any]:
+    columns = list(_HEAD)
+    for m in metrics:
+        columns += [label(m)] if recipe.lite else [label(m), f"paper {label(m)}", f"{label(m)} diff"]
+    rows = []
+    for line in lines:
+        row = _head(line)
+        for m in metrics:
+            row.append(_ours(line.ours.get(m), (id(line), m) in best))
+            if not recipe.lite:
+                row += [_paper(line, m, "E_srv=100" if line.other_epochs else ""), _difference(line, m)]
+        rows.append(row + _tail(recipe, line))
+    return [*columns, *_TAIL], rows
+
+
+def _stacked(recipe: PaperRecipe, lines: Sequence[Line], metrics: Sequence[str], best: set[Any]) -> tuple[Any, Any]:
+    """Rows ours, paper, difference; costs also as measured, since in ``ours`` they follow the paper's conventions."""
+    rows: list[list[Entry]] = []
+    for line in lines:
+        tail: list[Entry] = _tail(recipe, line)
+        blank: list[Entry] = ["" for _ in tail]
+        own = [_ours(line.ours.get(m), (id(line), m) in best, _digits(line, m)) for m in metrics]
+        rows.append([*_head(line), "ours", *own, *tail])
+        if line.measured:
+            rows.append(
+                [
+                    *_head(line),
+                    "measured",
+                    *(_ours(line.measured.get(m), False, _digits(line, m)) for m in metrics),
+                    *blank,
+                ]
+            )
+        if not recipe.lite:
+            rows.append([*_head(line), _whose_paper(line), *(_paper(line, m) for m in metrics), *blank])
+            if line.ours:
+                rows.append([*_head(line), "difference", *(_difference(line, m) for m in metrics), *blank])
+    return [*_HEAD, "whose", *map(label, metrics), *_TAIL], rows
+
+
+def _whose_paper(line: Line) -> str:
+    return "paper, E_srv=100" if line.other_epochs else "paper"
+
+
+def _ours(value: Spread | None, best: bool, digits: int = 2) -> Cell:
+    return Cell(value.mean, value.std, value.num, best=best, digits=digits) if value else Cell(None, digits=digits)
+
+
+def _paper(line: Line, metric: str, note: str = "") -> Cell:
+    number = line.paper.get(metric)
+    return Cell(number.mean, number.std, note=note, digits=number.digits) if number else Cell(None)
+
+
+def _difference(line: Line, metric: str) -> Cell:
+    value, digits = line.difference(metric), _digits(line, metric)
+    nothing = value is not None and round(value, digits) == 0
+    return Cell(0.0 if nothing else value, digits=digits)
+
+
+def _digits(line: Line, metric: str) -> int:
+    number = line.paper.get(metric)
+    return number.digits if number else 2
+
+
+def _best(lines: Sequence[Line], metrics: Sequence[str]) -> set[tuple[int, str]]:
+    """Our best AA and AIA among competitors in one setting (among settings, where a table has a single method)."""
+    one_method = len({line.cell.method for line in lines}) == 1
+    found = set()
+    for metric in (m for m in metrics if m in ("aa", "aia")):
+        groups: dict[Any, list[Line]] = {}
+        for line in lines:
+            if metric in line.ours and key_of(line.cell.method) not in REFERENCES:
+                key = (line.cell.data, line.cell.beta, "" if one_method else line.cell.setting)
+                groups.setdefault(key, []).append(line)
+        for group in groups.values():
+            if len(group) > 1:
+                found.add((id(max(group, key=lambda line: line.ours[metric].mean)), metric))
+    return found
+
+
+def _notes(recipe: PaperRecipe, lines: Sequence[Line], store: Store) -> Iterable[str]:
+    if recipe.lite:
+        yield NOT_COMPARABLE
+    if any(line.variant for line in lines):
+        yield OTHER_EPOCHS
+    if not recipe.lite and any(metric in NOMINAL for metric in recipe.metrics):
+        yield "Costs: ours in the paper's conventions, on our split, which needs no run; measured is what our runs counted."
+    if any(line.near_copies is not None for line in lines):
+        yield COPIES
+    exact = [line for line in lines if not line.variant]
+    done, wanted = sum(len(line.runs) for line in exact), sum(len(line.seeds) for line in exact)
+    fast = sum(len(line.runs) for line in lines if line.variant)
+    yield f"{done} of {wanted} runs are stored" + (f", and {fast} at {FAST_LABEL}." if fast else ".")
+    if done < wanted and not all(line.cell.unavailable for line in exact):
+        yield f"The rest: rescene paper run {recipe.name}"
+    for obstacle in dict.fromkeys(line.cell.obstacle for line in exact if line.missing):
+        if obstacle:
+            yield f"cannot run here: {obstacle.reason}. fix: {obstacle.fix}"
+    if store.unreadable:
+        yield f"not readable as results: {', '.join(map(str, store.unreadable))}"
+
+
+def status_grid(store: Store, lite: bool = False) -> Grid:
+    """Every table of the paper, and how much of it is there."""
+    rows: list[tuple[Entry, ...]] = []
+    for name in recipe_names(lite):
+        recipe = paper_recipe(name)
+        lines = compare(recipe, store, costs=False)
+        exact = [line for line in lines if not line.variant]
+        fast = sum(len(line.runs) for line in lines if line.variant)
+        done, wanted = sum(len(line.runs) for line in exact), sum(len(line.seeds) for line in exact)
+        waiting = all(line.cell.unavailable for line in lines)
+        to_run = "not available yet" if waiting else f"rescene paper run {name}" if done < wanted else ""
+        shown = f"{done}/{wanted}" + (f" (+{fast} at {FAST_LABEL})" if fast else "")
+        rows.append((f"paper/{name}", recipe.place, recipe.title, str(len(recipe.cells)), shown, to_run))
+    return Grid("", ("recipe", "in the paper", "what", "cells", "runs done", "command"), tuple(rows))
+
+
+def results_grid(store: Store, root: str = "results") -> Grid:
+    """Every stored run that is a cell of the paper, once, in the paper's order."""
+    rows: list[tuple[Entry, ...]] = []
+    seen: set[Any] = set()
+    for name in recipe_names(lite=False):
+        for line in compare(paper_recipe(name), store, costs=False):
+            key = tuple(run.folder for run in line.runs)
+            if not key or key in seen or not any(n.metric == "aa" for n in printed(name)):
+                continue
+            seen.add(key)
+            data, beta, method, setting = _head(line)
+            paper = f"{line.paper['aa'].mean:.2f} / {line.paper['aia'].mean:.2f}" if "aa" in line.paper else "–"
+            paper += " at E_srv=100" if line.other_epochs and "aa" in line.paper else ""
+            places = ", ".join(sorted({_below(run.folder, root) for run in line.runs}))
+            figures = [_ours(line.ours.get(m), best=False) for m in ("aa", "aia")]
+            copies = _tail(paper_recipe(name), line)[1]
+            rows.append((data, beta, method, setting, str(len(line.runs)), *figures, paper, copies, places))
+    columns = ("data", "beta", "method", "setting", "seeds", "AA", "AIA", "paper AA / AIA", "near-copies", "where")
+    return Grid("", columns, tuple(rows))
+
+
+def _below(folder: Any, root: str) -> str:
+    """The folder from ``results`` on: the same text on every machine."""
+    parts = folder.parts
+    return "/".join(parts[parts.index(root) :] if root in parts else parts[-2:])

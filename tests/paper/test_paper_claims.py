@@ -1,0 +1,68 @@
+"""The paper's claims hold on the paper's own tables, and are judged soberly on ours."""
+
+import pytest
+from paper_runs import cell_of, write_run
+
+from rescene.paper import Store, paper_recipe, printed
+from rescene.paper.claims import OurBook, judge, paper_book
+
+MAIN = paper_recipe("main")
+
+
+def verdicts(book):
+    return {v.claim: v for v in judge(book)}
+
+
+def test_the_papers_tables_support_every_claim_of_its_text():
+    found = verdicts(paper_book)
+    assert {v.claim: (v.verdict, v.known, v.needed) for v in found.values() if v.verdict != "supported"} == {}
+    assert found["up-to-31"].figure == pytest.approx(31.11)
+    assert (found["first-aa"].figure, found["first-aia"].figure) == (9, 7)
+    assert found["upload"].figure == pytest.approx(44.73 / 0.25)
+    assert found["kept-under-noise"].figure == pytest.approx(81.24, abs=0.01)
+
+
+def test_one_wrong_digit_is_noticed():
+    def book(where, metric):
+        value = paper_book(where, metric)
+        return 47.5 if (where, metric) == ("main:cifar100/0.5/fedcbdr", "aa") else value
+
+    found = verdicts(book)
+    assert {name for name, v in found.items() if v.verdict == "not supported"} == {"lead-cifar100", "over-fedcbdr"}
+
+
+def test_nothing_measured_is_nothing_said(tmp_path):
+    found = verdicts(OurBook(Store([tmp_path])))
+    costs = [found.pop(name) for name in ("client-compute", "upload", "n100-compute")]  # follow from the recipes alone
+    assert [v.verdict for v in costs] == ["supported", "supported", "explained"]
+    assert {v.verdict for v in found.values()} == {"not yet measured"}
+    assert all(v.figure is None and v.known == 0 for v in found.values())
+
+
+def test_our_runs_decide(tmp_path):
+    for n in printed("main"):
+        if (n.data, n.beta, n.metric) == ("cifar10", "0.1", "aa"):
+            aa = 60.0 if n.method == "rescene" else n.mean
+            write_run(tmp_path, cell_of(MAIN, n.cell), aa=aa, aia=50.0)
+    found = verdicts(OurBook(Store([tmp_path])))
+    assert found["up-to-31"].verdict == "not supported"
+    assert found["up-to-31"].figure == pytest.approx(60 - 30.67) and found["up-to-31"].known == 8
+    assert found["first-aa"].verdict == "not yet measured"  # one of nine places is known, and won
+    # AIA is level everywhere, so this place is not won: seven of nine are still possible
+    assert found["first-aia"].verdict == "not yet measured"
+
+
+def test_a_count_is_settled_once_it_cannot_be_reached(tmp_path):
+    for n in printed("main"):
+        if (n.data, n.beta, n.metric) == ("cifar10", "0.1", "aa"):
+            write_run(tmp_path, cell_of(MAIN, n.cell), aa=10.0)
+    assert verdicts(OurBook(Store([tmp_path])))["first-aa"].verdict == "not supported"
+
+
+def test_runs_with_few_server_epochs_stand_in_and_are_named(tmp_path):
+    write_run(tmp_path, cell_of(MAIN, "cifar10/0.5/rescene"), aa=70.0, overrides=("train.server_epochs=10",))
+    book = OurBook(Store([tmp_path]))
+    assert verdicts(book)["cifar10-aa"].verdict == "supported" and "main:cifar10/0.5/rescene" in book.fast
+    write_run(tmp_path, cell_of(MAIN, "cifar10/0.5/rescene"), aa=60.0)
+    book = OurBook(Store([tmp_path]))
+    assert verdicts(book)["cifar10-aa"].verdict == "not supported" and not book.fast

@@ -1,0 +1,153 @@
+"""`rescene paper` as a person uses it, the figures, and the documents it writes."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from paper_runs import cell_of, write_run
+from typer.testing import CliRunner
+
+from rescene.cli import sweeping
+from rescene.cli.app import app
+from rescene.paper import Store, paper_recipe, recipes
+from rescene.paper.pages import refreshed
+
+ROOT = Path(__file__).parents[2]
+MAIN = paper_recipe("main")
+
+
+def invoke(*args):
+    return CliRunner().invoke(app, ["paper", *map(str, args)])
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder without data sets, where runs go."""
+    for name in ("RESCENE_DATA", "XDG_CACHE_HOME", "RESCENE_RUNS"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "kept").mkdir()
+    return tmp_path
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """Lite forms of seconds."""
+    sizes = ("tasks.limit=2", "federation.num_clients=3", "federation.per_round=2", "federation.num_rounds=1")
+    small = (*sizes, "train.server_epochs=1", "method.num_steps=1", "method.ipc=2")
+    monkeypatch.setattr(recipes, "LITE_OVERRIDES", small)
+    paper_recipe.cache_clear()
+    yield "imbalance-lite"
+    paper_recipe.cache_clear()
+
+
+def test_list_and_table(here):
+    write_run(here / "kept", cell_of(MAIN, "cifar10/0.5/fedavg"), aa=15.0)
+    listed = json.loads(invoke("list", "--runs", "kept", "--format", "json").output)["rows"]
+    assert listed[0]["recipe"] == "paper/main" and listed[0]["runs done"] == "1/243" and len(listed) == 16
+    assert len(json.loads(invoke("list", "--lite", "--runs", "kept", "--format", "json").output)["rows"]) == 32
+    for kind in ("text", "markdown", "latex", "csv", "html", "json"):
+        result = invoke("table", "main", "--only", "cifar10/0.5/fedavg", "--runs", "kept", "--format", kind)
+        assert result.exit_code == 0 and "15.84" in result.output, result.output
+    assert invoke("table", "main", "--runs", "kept", "--out", "main.tex", "--format", "latex").exit_code == 0
+    assert "toprule" in (here / "main.tex").read_text()
+
+
+def test_run_goes_on_where_a_cell_cannot(here, tiny):
+    first = invoke("run", tiny, "--only", "*alpha=0.5+tau=0.0", "--out", "made", "-q", "--runs", "kept")
+    assert first.exit_code == 0 and "1 of 1 runs are stored" in first.output, first.output
+    (folder,) = (here / "made").iterdir()
+    before = (folder / "results.json").stat().st_mtime_ns
+    plan = json.loads(invoke("run", tiny, "--out", "made", "--runs", "kept", "--plan", "--json").output)
+    assert sorted(row["state"] for row in plan) == ["done", "to run", "to run", "to run"]
+    again = invoke("run", tiny, "--only", "*alpha=0.5+tau=0.0", "--runs", "made")
+    assert again.exit_code == 0 and (folder / "results.json").stat().st_mtime_ns == before
+
+    write_run(here / "kept", cell_of(MAIN, "cifar10/0.5/fedavg"), aa=15.0)
+    blocked = invoke("run", "main", "--only", "cifar10/0.5/f*", "--seeds", "0", "--runs", "kept", "-q")
+    assert blocked.exit_code == 4 and "'cifar10' is not on this machine" in blocked.output
+    assert "rescene data prepare cifar10" in blocked.output and "15.00" in blocked.output
+    told = json.loads(invoke("run", "privacy", "--plan", "--runs", "kept", "--json").output)
+    assert {row["state"] for row in told} == {"cannot run"} and "not available yet" in told[0]["problem"]
+
+
+def test_fast_plans_a_tenth_of_the_server_epochs(here):
+    write_run(here / "kept", cell_of(MAIN, "cifar10/0.5/rescene"), overrides=("train.server_epochs=10",))
+    args = ("run", "main", "--only", "cifar10/0.5/rescene", "--seeds", "0", "--runs", "kept", "--plan", "--json")
+    assert [row["state"] for row in json.loads(invoke(*args).output)] == ["cannot run: E201"]
+    assert [row["state"] for row in json.loads(invoke(*args, "--fast").output)] == ["done"]
+
+
+def test_a_cell_too_large_for_the_device_is_listed_and_the_rest_goes_on(here, tiny, monkeypatch):
+    real = sweeping.execute
+
+    def execute(resolved, folder, progress):
+        if resolved.recipe.method["tau"] == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(resolved, folder, progress)
+
+    monkeypatch.setattr(sweeping, "execute", execute)
+    result = invoke("run", tiny, "--only", "*alpha=0.5*", "--out", "made", "--runs", "kept", "-q")
+    assert (
+        result.exit_code == 4 and "too large for this device" in result.output and "method.real_batch" in result.output
+    )
+    assert "1 of 2 runs are stored" in result.output
+
+
+def test_check_fails_where_a_result_falls_out_of_its_band(here):
+    assert invoke("check", "main", "--runs", "kept").exit_code == 0
+    write_run(here / "kept", cell_of(MAIN, "cifar10/0.5/rescene"), aa=70.0, aia=75.0)
+    good = invoke("check", "main", "--runs", "kept", "--all")
+    assert good.exit_code == 0 and "2 figures have a band: 2 in band" in good.output and "67.96" in good.output
+    write_run(here / "kept", cell_of(MAIN, "cifar10/1.0/rescene"), aa=60.0, aia=75.0)
+    bad = invoke("check", "main", "--runs", "kept")
+    assert bad.exit_code == 5 and "out of band" in bad.output and "at least 68.80" in bad.output
+
+
+def test_check_claims(here):
+    assert invoke("check", "claims", "--runs", "kept").exit_code == 0
+    write_run(here / "kept", cell_of(MAIN, "cifar10/0.5/rescene"), aa=50.0)
+    result = invoke("check", "claims", "--runs", "kept", "--format", "json")
+    assert result.exit_code == 5
+    rows = {row["claim"]: row for row in json.loads(result.output)["rows"]}
+    assert rows["reaches 67.96 % AA on CIFAR-10"]["verdict"] == "not supported"
+
+
+def test_mistakes_get_an_answer(here):
+    for args, says in [
+        (("table", "mian"), "did you mean main"),
+        (("table", "main", "--only", "mnist"), "no cell of main matches"),
+        (("table", "main", "--format", "htm"), "did you mean html"),
+        (("table", "main", "--runs", "nowhere"), "no such folder"),
+        (("run", "main", "--seeds", "a"), "cannot read the seeds"),
+        (("figure", "curves"), "task-curves"),
+        (("check", "claim"), "no table 'claim'"),
+        (("readme", "--write", "none.md"), "no such document"),
+    ]:
+        result = invoke(*args)
+        assert result.exit_code == 2 and says in result.output and "Traceback" not in result.output, result.output
+    (here / "plain.md").write_text("# nothing\n")
+    assert "no place for a table" in invoke("readme", "--write", "plain.md", "--runs", "kept").output
+    (here / "odd.md").write_text("<!-- rescene paper: weather -->\n<!-- end -->\n")
+    assert "unknown table 'weather'" in invoke("readme", "--write", "odd.md", "--runs", "kept").output
+
+
+@pytest.mark.parametrize(("name", "rows"), [("old-recent", 30), ("task-curves", 600)])
+def test_figures(here, name, rows):
+    # paper: 10 methods x 3 sets at beta .1; curves of 8 methods x 3 betas x (5 + 10 + 10) tasks; and one run of ours each
+    matrix = [[50.0 if j <= i else None for j in range(5)] for i in range(5)]
+    write_run(here / "kept", cell_of(MAIN, "cifar10/0.1/rescene"), matrix=matrix)
+    assert invoke("figure", name, "--runs", "kept", "--out", "drawn").exit_code == 0
+    lines = (here / "drawn" / f"paper-{name}.csv").read_text().splitlines()
+    ours = [line for line in lines if ",ours," in line]
+    assert len(lines) - 1 - len(ours) == rows and len(ours) == (1 if name == "old-recent" else 5)
+    svg = (here / "drawn" / f"paper-{name}.svg").read_text()
+    assert all(text in svg for text in ("CIFAR-100", "TinyImageNet", "ReSCENE (ours)", "ReSCENE (paper)"))
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/paper.md"])
+def test_documents_are_up_to_date(name):
+    text = (ROOT / name).read_text(encoding="utf-8")
+    fresh = refreshed(text, Store([ROOT / "results"]))
+    assert fresh == text, f"rescene paper readme --write {name}"

@@ -1,0 +1,182 @@
+"""Our runs beside the paper's numbers: found by what they are, averaged over seeds, held against bands."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from paper_runs import cell_of, write_run
+
+from rescene.paper import Store, paper_recipe, printed
+from rescene.paper.compare import RUN_TO_RUN, band, compare, explanation, findings
+from rescene.paper.metrics import over_seeds, read
+from rescene.paper.tables import results_grid, status_grid, table_grid
+from rescene.report.formats import render
+
+MAIN = paper_recipe("main")
+
+
+def line_of(lines, name, variant=""):
+    return next(line for line in lines if (line.cell.name, line.variant) == (name, variant))
+
+
+def test_a_run_is_found_whatever_its_folder_device_precision_and_unused_epochs(tmp_path):
+    cell = cell_of(MAIN, "cifar10/0.5/fedavg")
+    other = ("train.precision=float32", "federation.engine=one-by-one", "data.path=x", "train.server_epochs=10")
+    write_run(tmp_path, cell, seed=0, aa=14.0, overrides=other)
+    write_run(tmp_path, cell, seed=2, aa=16.0)
+    line = line_of(compare(MAIN, Store([tmp_path])), cell.name)
+    assert [run.seed for run in line.runs] == [0, 2] and line.missing == (1,)
+    assert line.ours["aa"].mean == 15.0 and line.ours["aa"].std == pytest.approx(math.sqrt(2))
+    assert line.difference("aa") == pytest.approx(15.0 - 15.84)
+
+
+def test_a_run_that_differs_in_what_matters_is_not_taken(tmp_path):
+    for override in ("method.budget=999", "federation.num_rounds=19", "train.server_epochs=99", "method.literal=true"):
+        write_run(tmp_path, cell_of(MAIN, "cifar10/0.5/rescene"), overrides=(override,))
+    write_run(tmp_path, cell_of(MAIN, "cifar10/0.5/rescene"), seed=7)
+    assert not any(line.runs for line in compare(MAIN, Store([tmp_path])))
+
+
+def test_one_run_serves_every_table_it_belongs_to(tmp_path):
+    write_run(tmp_path, cell_of(MAIN, "cifar10/0.5/rescene"))
+    store = Store([tmp_path])
+    found = {n for n in ("main", "per-task", "buffers", "lambda", "budget", "imbalance", "cost-client", "matched-memory")
+             if any(line.runs for line in compare(paper_recipe(n), store, costs=False))}  # fmt: skip
+    assert len(found) == 8
+
+
+def test_old_results_without_a_newer_key_and_damaged_ones(tmp_path):
+    cell = cell_of(MAIN, "cifar10/0.5/fedavg")
+    config = cell.resolve("seed=0").recipe.model_dump(mode="json", exclude={"device"})
+    del config["federation"]["evaluate_every"], config["train"]["augment"]
+    write_run(tmp_path, cell, config=config)
+    write_run(tmp_path, cell, config={"no": "recipe"})
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / "results.json").write_text('{"aa": 1')
+    store = Store([tmp_path])
+    assert len(store.find(cell.resolve().recipe)) == 1
+    assert sorted(path.name for path in store.unreadable) == ["run-1", "torn"]
+    assert any("torn" in note for note in table_grid(MAIN, store, [cell.name]).notes)
+
+
+def test_fewer_server_epochs_are_compared_with_what_the_paper_prints(tmp_path):
+    for beta in ("0.1", "0.5"):
+        write_run(tmp_path, cell_of(MAIN, f"cifar10/{beta}/rescene"), overrides=("train.server_epochs=10",), aa=70.0)
+    lines = compare(MAIN, Store([tmp_path]))
+    at_01, at_05 = (line_of(lines, f"cifar10/{beta}/rescene", "E_srv=10") for beta in ("0.1", "0.5"))
+    assert (at_01.paper["aa"].mean, at_01.other_epochs) == (53.45, False)
+    assert (at_05.paper["aa"].mean, at_05.other_epochs) == (67.96, True)
+    assert not line_of(lines, "cifar10/0.5/rescene").runs
+    text = render(table_grid(MAIN, Store([tmp_path]), ["cifar10/0.5/rescene"]), "text")
+    assert "67.96 ± 1.33 (E_srv=100)" in text and "--only cifar10/0.5/rescene --fast" in text
+
+
+def number(method="fedavg", metric="aa", mean=50.0, std=2.0):
+    return replace(printed("main")[0], method=method, metric=metric, mean=mean, std=std)
+
+
+def test_bands():
+    assert band(number("rescene")) == (48.0, math.inf)
+    assert band(number("fedavg")) == (48.0, 52.0)
+    assert band(number("fedavg", std=None)) == pytest.approx((50 - RUN_TO_RUN, 50 + RUN_TO_RUN))
+    assert band(number(metric="uplink_mb", mean=0.25)) == pytest.approx((0.245, 0.255))
+    assert band(number(metric="client_pflop", mean=100.0)) == pytest.approx((97.0, 103.0))
+    assert band(number(metric="task_0")) is None
+
+
+@pytest.mark.parametrize(
+    ("method", "aa", "verdict"),
+    [("rescene", 66.63, "in band"), ("rescene", 66.62, "out of band"), ("rescene", 90.0, "in band"),
+     ("refed", 53.75, "in band"), ("refed", 53.76, "out of band"), ("refed", 47.70, "out of band")],
+)  # fmt: skip
+def test_verdicts_on_stored_results(tmp_path, method, aa, verdict):
+    # Table 1, CIFAR-10, beta .5: ReSCENE 67.96 +- 1.33, Re-Fed 50.73 +- 3.02
+    write_run(tmp_path, cell_of(MAIN, f"cifar10/0.5/{method}"), aa=aa)
+    found = {f.metric: f.verdict for f in findings(MAIN, Store([tmp_path]))}
+    assert found["aa"] == verdict
+
+
+def test_nominal_costs_need_no_run_and_known_differences_are_explained(tmp_path):
+    recipe = paper_recipe("cost-client")
+    only = [
+        line for line in compare(recipe, Store([tmp_path]), ["cifar10"]) if line.cell.method in ("fedavg", "rescene")
+    ]
+    fedavg, rescene = only
+    assert not fedavg.runs and f"{fedavg.ours['uplink_mb'].mean:.2f}" == "44.73"
+    assert fedavg.ours["client_pflop"].mean == pytest.approx(32.68, rel=0.03)
+    assert rescene.ours["client_compute_ratio"].mean == pytest.approx(0.11, abs=0.005)
+    assert compare(recipe, Store([tmp_path]), ["cifar10/0.5/fedavg"], costs=False)[0].ours == {}
+    why = explanation("cost-client:cifar10/0.5/rescene", "client_pflop")
+    assert "16,763" in why and not explanation("cost-client:cifar10/0.5/fedavg", "client_pflop")
+
+
+def test_an_explained_figure_is_not_out_of_band(tmp_path, monkeypatch):
+    write_run(tmp_path, cell_of(MAIN, "cifar10/0.5/refed"), aa=20.0)
+    assert {f.verdict for f in findings(MAIN, Store([tmp_path])) if f.metric == "aa"} == {"out of band"}
+    known = (("main:cifar10/*/refed", "aa", "another scoring"),)
+    monkeypatch.setattr("rescene.paper.compare._explained", lambda: known)
+    (found,) = [f for f in findings(MAIN, Store([tmp_path])) if f.metric == "aa"]
+    assert (found.verdict, found.why) == ("explained", "another scoring")
+
+
+def test_measured_costs_stand_beside_the_nominal_ones(tmp_path):
+    write_run(tmp_path, cell_of(MAIN, "cifar10/0.5/fedavg"), cost={"measured": {"client_flops": 30e15}})
+    measured = {"client_flops": 6e15, "server_flops": 6e15}
+    folder = write_run(tmp_path, cell_of(MAIN, "cifar10/0.5/rescene"), cost={"measured": measured})
+    rounds = [{"kind": "round", "task": t, "notes": {"pool_size": size}} for t, size in ((0, 100), (1, 300))]
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rounds)))
+    store = Store([tmp_path])
+    line = line_of(compare(paper_recipe("cost-client"), store, ["cifar10"]), "cifar10/0.5/rescene")
+    assert line.measured["client_pflop"].mean == 6 and line.measured["client_compute_ratio"].mean == 0.2
+    assert line.ours["client_pflop"].mean == pytest.approx(3.72, rel=0.02)
+    # two tasks: clients 6 / 2; server 6 * 300 / 400
+    total = line_of(compare(paper_recipe("cost-total"), store), "cifar10/0.5/rescene").measured
+    assert (total["task_client_pflop"].mean, total["task_server_pflop"].mean) == (3.0, 4.5)
+    assert total["server_share"].mean == pytest.approx(60.0)
+
+
+def test_changes_are_relative_to_twenty_clients(tmp_path):
+    recipe = paper_recipe("clients-100")
+    write_run(tmp_path, cell_of(MAIN, "cifar10/0.5/refed"), aa=50.0)
+    write_run(tmp_path, cell_of(recipe, "cifar10/0.5/refed/N=100"), aa=46.5)
+    line = line_of(compare(recipe, Store([tmp_path])), "cifar10/0.5/refed/N=100")
+    assert line.ours["aa_change"].mean == -3.5
+
+
+def test_what_a_run_does_not_hold_is_none(tmp_path):
+    write_run(tmp_path, cell_of(MAIN, "cifar10/0.5/fedavg"), cost={"nominal": None, "measured": {}})
+    (run,) = Store([tmp_path]).find(cell_of(MAIN, "cifar10/0.5/fedavg").resolve().recipe)
+    assert [read(run, m) for m in ("client_pflop", "task_9", "samples", "task_server_pflop")] == [None] * 4
+    assert over_seeds([run], "server_compute_ratio", reference=[run]) is None
+    assert read(run, "task_1") == 60.0
+
+
+def test_the_table_shows_ours_the_papers_the_difference_and_the_best(tmp_path):
+    write_run(tmp_path, cell_of(MAIN, "cifar10/0.5/rescene"), aa=70.0, aia=75.0, near_copies=0.951)
+    write_run(tmp_path, cell_of(MAIN, "cifar10/0.5/fedavg"), aa=15.0, aia=33.0)
+    write_run(tmp_path, cell_of(MAIN, "cifar10/0.5/raw-upload"), aa=80.0, aia=85.0, near_copies=1.0)
+    grid = table_grid(MAIN, Store([tmp_path]), ["cifar10/0.5"])
+    row = dict(zip(grid.columns, next(r for r in grid.rows if r[2] == "ReSCENE"), strict=True))
+    assert (row["AA"].mean, row["paper AA"].mean, row["seeds"], row["near-copies"]) == (70.0, 67.96, "1/3", "95 %")
+    assert row["AA diff"].mean == pytest.approx(2.04) and row["AA"].best
+    assert row["to run"] == "rescene paper run main --only cifar10/0.5/rescene"
+    control = next(r for r in grid.rows if r[2].startswith("raw upload"))
+    assert not control[4].best  # a control never wins
+    assert "to run" not in table_grid(MAIN, Store([tmp_path]), commands=False).columns
+
+
+def test_a_lite_table_says_that_it_is_not_comparable(tmp_path):
+    recipe = paper_recipe("lambda-lite")
+    write_run(tmp_path, recipe.cells[0])
+    grid = table_grid(recipe, Store([tmp_path]))
+    assert "Not comparable" in grid.notes[0] and not any("paper" in name for name in grid.columns)
+
+
+def test_status_and_results(tmp_path):
+    write_run(tmp_path / "results", cell_of(MAIN, "cifar10/0.5/fedavg"), aa=15.0)
+    store = Store([tmp_path])
+    status = {row[0]: row for row in status_grid(store).rows}
+    assert status["paper/main"][4] == "1/243" and status["paper/privacy"][5] == "not available yet"
+    (row,) = results_grid(store).rows  # once, although several tables hold this cell
+    assert row[:5] == ("CIFAR-10", "0.5", "FedAvg", "", "1") and row[-1] == "results/run-0"
