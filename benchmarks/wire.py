@@ -78,12 +78,16 @@ def rms(parts: list[Tensor]) -> float:
     return float(torch.cat([part.flatten() for part in parts]).double().square().mean().sqrt())
 
 
-def per_channel_error(x: Tensor) -> Tensor:
-    """What levels with an offset and a scale per picture and channel would lose."""
-    planes = x.reshape(-1, 1, *x.shape[2:])
-    affine, levels = wire._quantised(planes)
-    offset, scale = affine.reshape(-1, 2, 1, 1, 1).unbind(1)
-    return (offset + scale * levels - planes).reshape(x.shape)
+def per_channel(uploads: list[Tensor]) -> dict[str, float]:
+    """What an offset and a scale per picture and channel would cost and lose."""
+    size, errors = 0, []
+    for x in uploads:
+        planes = x.reshape(-1, 1, *x.shape[2:])
+        affine, levels = wire._quantised(planes)
+        offset, scale = affine.reshape(-1, 2, 1, 1, 1).unbind(1)
+        errors.append(offset + scale * levels - planes)
+        size += affine.nbytes + len(wire._deflated(data(wire._residuals(levels.reshape(x.shape)))))
+    return {"bytes_per_picture": size / sum(len(x) for x in uploads), "rms_error": rms(errors)}
 
 
 def measure(uploads: list[Tensor]) -> dict[str, Any]:
@@ -105,8 +109,8 @@ def measure(uploads: list[Tensor]) -> dict[str, Any]:
         size, milliseconds = timed(lambda coder=coder: sum(len(coder(q)) for q in levels))
         coders[name] = {"bytes_per_picture": size / num_images, "encode_ms": milliseconds / num_uploads}
     shape = {"picture": list(uploads[0].shape[1:]), "num_uploads": num_uploads, "num_pictures": num_images}
-    per_channel = {"rms_error": rms([per_channel_error(x) for x in uploads])}
-    return {**shape, "forms": forms, "uint8_per_channel": per_channel, "lossless_coders_of_the_levels": coders}
+    coded = {"uint8_per_channel": per_channel(uploads), "lossless_coders_of_the_levels": coders}
+    return {**shape, "forms": forms, **coded}
 
 
 def main() -> None:
