@@ -102,6 +102,19 @@ def sweep(
 
 @app.command()
 @verb
+def bench(
+    out: Annotated[Path | None, typer.Option("--out", help="write the figures as JSON")] = None,
+    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N")] = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """How fast this machine runs the steps everything consists of, also as a share of its matrix rate."""
+    from rescene.cli.benching import run_bench
+
+    run_bench(device, out, as_json)
+
+
+@app.command()
+@verb
 def cost(
     recipe: Annotated[str, typer.Argument(help="shipped recipe or file")],
     overrides: Overrides = None,

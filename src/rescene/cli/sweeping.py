@@ -117,7 +117,7 @@ def _side_by_side(cells: Sequence[Cell], quiet: bool, jobs: int) -> Outcomes:
     device = pick_device(cells[0].resolved.recipe.device)
     if device.type != "cuda":
         raise ConfigError(
-            "E109",
+            "E119",
             f"--jobs {jobs} needs a GPU",
             why="on a CPU one run at a time already uses all cores",
             fix="leave --jobs out",
