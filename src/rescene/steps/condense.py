@@ -7,7 +7,7 @@ time. The perturbation noise comes from one seed for everybody; everything else 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from rescene.hyperparameters import Hyperparameters, hyper
 from rescene.rng import Rng, seeded_generator
 
 CHUNK = {"cpu": 256, "cuda": 2048}  # images that pass through the network at once: what fits the cache, or the memory
+HELD = 8192  # real images at most that are kept in floating point for all steps: 100 MB of 32 x 32 pixels
 
 Move = Callable[[Sequence[Tensor], torch.Generator], Sequence[Tensor]]  # theta, noise -> the parameters of one step
 Term = Callable[[Tensor, Tensor], Tensor]  # mean logits of the surrogates [g, C], label [g] of each group -> loss [g]
@@ -172,7 +173,9 @@ def _descend(
     term: Term | None,
 ) -> tuple[Tensor, Tensor]:
     """Gradient descent on the pixels of all groups; returns them and each group's loss at the last step."""
-    if pixels.is_cuda and move is None and term is None and settings.num_steps:
+    if settings.num_steps == 0:
+        return pixels, torch.zeros(len(groups), device=pixels.device)
+    if pixels.is_cuda and move is None and term is None:
         return _replayed(net, shard, groups, pixels, owner, settings, noise_seed, most_groups)
     device = pixels.device
     labels = torch.tensor([group.label for group in groups], device=device)
@@ -184,9 +187,10 @@ def _descend(
     net.eval().requires_grad_(False)
     if device.type == "cuda":
         net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    fetch = _fetcher(shard, groups)
     for step in range(settings.num_steps):
         _assign(parameters, move(theta, noise) if move else perturbed(theta, settings.radius, noise))
-        real = _real_means(net, shard, groups, step, settings)
+        real = _real_means(net, *fetch(step), len(groups), settings)
         losses, gradient = _loss_and_gradient(net, pixels, owner, real, settings, labels, term)
         if settings.clip is not None:
             gradient = clip_groups(gradient, owner, len(groups), settings.clip)
@@ -239,19 +243,34 @@ def _embedding(net: nn.Module, x: Tensor, settings: Condensation) -> tuple[Tenso
     return features.float(), logits.float()
 
 
+def _fetcher(shard: Shard, groups: list[_Group]) -> Callable[[int], tuple[Iterable[Tensor], Tensor]]:
+    """step -> (chunks of the real images of all groups, the group of each image).
+
+    Where every step sees the same images, and they are few, they are looked at once.
+    """
+
+    def positions(step: int) -> list[Tensor]:
+        return [g.members if g.batches is None else g.members[g.batches[step]] for g in groups]
+
+    def chunks(step: int) -> Iterator[Tensor]:
+        return (shard.pictures(part) for part in torch.cat(positions(step)).split(CHUNK[shard.device.type]))
+
+    sizes = torch.tensor([len(part) for part in positions(0)])
+    owner = torch.repeat_interleave(torch.arange(len(groups)), sizes).to(shard.device)
+    if all(g.batches is None for g in groups) and len(owner) <= HELD:
+        held = list(chunks(0))
+        return lambda step: (held, owner)
+    return lambda step: (chunks(step), owner)
+
+
 @torch.no_grad()
 def _real_means(
-    net: nn.Module, shard: Shard, groups: list[_Group], step: int, settings: Condensation
+    net: nn.Module, chunks: Iterable[Tensor], owner: Tensor, num_groups: int, settings: Condensation
 ) -> tuple[Tensor, Tensor]:
-    """Mean features and mean logits of each group's real minibatch of this step, in chunks."""
-    members = [g.members if g.batches is None else g.members[g.batches[step]] for g in groups]
-    owner = torch.repeat_interleave(torch.arange(len(groups)), torch.tensor([len(m) for m in members]))
-    parts = [
-        _embedding(net, shard.pictures(chunk), settings) for chunk in torch.cat(members).split(CHUNK[shard.device.type])
-    ]
-    owner = owner.to(shard.device)
+    """Mean features and mean logits of each group's real minibatch of a step, in chunks."""
+    parts = [_embedding(net, chunk, settings) for chunk in chunks]
     features, logits = (torch.cat(part) for part in zip(*parts, strict=True))
-    return group_means(features, owner, len(groups)), group_means(logits, owner, len(groups))
+    return group_means(features, owner, num_groups), group_means(logits, owner, num_groups)
 
 
 def _loss_and_gradient(
