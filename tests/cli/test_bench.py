@@ -20,7 +20,15 @@ def test_every_figure_is_measured_and_written(tmp_path, monkeypatch):
     found = json.loads(out.read_text())
     assert found["torch"] == torch.__version__
     figures = {figure["name"]: figure for figure in found["figures"]}
-    wanted = ("matrix", "server training", "condensation of a round", "local training", "evaluation", "herding", "upload")
+    wanted = (
+        "matrix",
+        "server training",
+        "condensation of a round",
+        "local training",
+        "evaluation",
+        "herding",
+        "upload",
+    )
     assert all(any(part in name for name in figures) for part in wanted)
     assert all(figure["value"] > 0 for figure in figures.values())
     assert figures["large matrix product"]["share"] == 1.0

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rescene.nets import Arch, forward_flops
+from rescene.nets import Arch, forward_flops, tell_flops
 from rescene.record import Tree, num_bytes
 
 
@@ -48,11 +48,11 @@ class FlopMeter:
             passes = 1
             if torch.is_grad_enabled() and output.requires_grad:
                 passes += 2 if next(module.parameters()).requires_grad else 1
-            self.add(_num_images(inputs[0]) * cost * passes)
+            tell_flops(_num_images(inputs[0]) * cost * passes, self.add)
 
         def count_passes(num_passes: int) -> None:
             """For steps that replay recorded work, which calls no hooks: images times passes through the network."""
-            self.add(num_passes * cost)
+            tell_flops(num_passes * cost, self.add)
 
         net.body.register_forward_hook(count)  # type: ignore[union-attr]
         net.count_passes = count_passes  # type: ignore[assignment]

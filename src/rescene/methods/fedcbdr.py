@@ -39,7 +39,7 @@ from rescene.methods.base import Federation, ModelState, Payload, Uploads, weigh
 from rescene.methods.registry import register
 from rescene.record import Tree, record
 from rescene.rng import Rng, seeded_generator
-from rescene.steps import Batch, embed, fit_shard, with_replay
+from rescene.steps import Batch, embed, fit_shard, repeatable, with_replay
 
 
 @record
@@ -83,6 +83,7 @@ class FedCBDR(AveragingMethod):
         num_current, task = len(shard), shard.task
         weights = torch.cat([memory.weights.new_ones(num_current), memory.weights])
 
+        @repeatable
         def loss(net: nn.Module, batch: Batch) -> Tensor:
             logits = net(batch.x)
             if task.index == 0:

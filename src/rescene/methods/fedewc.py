@@ -34,7 +34,7 @@ from rescene.methods.base import Federation, Model, ModelState, Payload, weights
 from rescene.methods.registry import register
 from rescene.record import Tree, record
 from rescene.rng import Rng
-from rescene.steps import Batch, fit_shard
+from rescene.steps import Batch, fit_shard, repeatable
 
 CHUNK = 32  # images whose gradients are held at once; bounds memory, not results
 
@@ -102,6 +102,7 @@ class FedEWC(AveragingMethod):
         def penalty() -> Tensor:
             return self.ewc_weight * quadratic_penalty(parameters, held.fisher, held.anchor)
 
+        @repeatable
         def loss(net: nn.Module, batch: Batch) -> Tensor:
             return self._task_loss(net(batch.x), batch.y, shard.task) + penalty()
 

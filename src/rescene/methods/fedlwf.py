@@ -25,7 +25,7 @@ from rescene.methods.base import Federation, ModelState, Payload, weights_of
 from rescene.methods.registry import register
 from rescene.record import Tree
 from rescene.rng import Rng
-from rescene.steps import Batch, fit_shard
+from rescene.steps import Batch, fit_shard, repeatable
 
 
 @register
@@ -58,6 +58,7 @@ class FedLwF(AveragingMethod):
         teacher = _teacher(shard, client_state)
         first = min(shard.task.classes) if self.local_ce == "new" else 0
 
+        @repeatable
         def loss(net: nn.Module, batch: Batch) -> Tensor:
             logits = net(batch.x)
             value = F.cross_entropy(logits[:, first:], batch.y - first)

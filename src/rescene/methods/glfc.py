@@ -34,7 +34,7 @@ from rescene.methods.base import Federation, Model, Payload, Uploads, weights_of
 from rescene.methods.registry import register
 from rescene.record import Tree, record, to_device
 from rescene.rng import Rng
-from rescene.steps import Batch, class_scores, embed, fit_shard, with_replay
+from rescene.steps import Batch, class_scores, embed, fit_shard, repeatable, with_replay
 from rescene.steps.reconstruction import Inversion, encoder_gradients, encoder_weights, perturb, reconstruct
 from rescene.steps.sgd import Loss
 
@@ -157,6 +157,7 @@ class GLFC(Inversion, AveragingMethod):
         num_current = len(shard)
         old_net = None if old_model is None else shard.net(old_model).eval().requires_grad_(False)
 
+        @repeatable
         def loss(net: nn.Module, batch: Batch) -> Tensor:
             logits = net(batch.x)
             weights = torch.ones_like(logits[:, 0])

@@ -34,7 +34,7 @@ from rescene.methods.base import Federation, Model, ModelState, Payload, weights
 from rescene.methods.registry import register
 from rescene.record import Tree, record
 from rescene.rng import Rng
-from rescene.steps import Batch, Training, cross_entropy, embed, fit_shard, with_replay
+from rescene.steps import Batch, Training, cross_entropy, embed, fit_shard, repeatable, with_replay
 
 
 @record
@@ -89,6 +89,7 @@ class ReFed(AveragingMethod):
         anchors = [parameter.detach().clone() for parameter in net.parameters()]  # w
         q = proximal_coefficient(self.locality)
 
+        @repeatable
         def loss(net: nn.Module, batch: Batch) -> Tensor:
             return cross_entropy(net, batch) + proximal_penalty(net.parameters(), anchors, q)
 

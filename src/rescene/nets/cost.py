@@ -60,9 +60,9 @@ def counted_flops(function: Callable[..., Tensor], *inputs: Tensor) -> int:
 _listener: ContextVar[Callable[[int], None] | None] = ContextVar("flops listener", default=None)
 
 
-def tell_flops(flops: int) -> None:
-    """Report work that no hook on the global network sees; nobody need listen."""
-    listener = _listener.get()
+def tell_flops(flops: int, otherwise: Callable[[int], None] | None = None) -> None:
+    """Report work to whoever listens, else to ``otherwise``; nobody need listen."""
+    listener = _listener.get() or otherwise
     if listener is not None:
         listener(flops)
 

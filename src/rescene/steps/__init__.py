@@ -3,7 +3,7 @@
 from rescene.steps.condense import Condensation, Surrogates, condense
 from rescene.steps.embed import class_scores, embed
 from rescene.steps.replay import with_replay
-from rescene.steps.sgd import Batch, Training, cross_entropy, fit, fit_pool, fit_shard
+from rescene.steps.sgd import Batch, Training, cross_entropy, fit, fit_pool, fit_shard, repeatable
 
 __all__ = [
     "Batch",
@@ -17,5 +17,6 @@ __all__ = [
     "fit",
     "fit_pool",
     "fit_shard",
+    "repeatable",
     "with_replay",
 ]

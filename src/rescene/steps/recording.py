@@ -48,10 +48,10 @@ class _Turn:
 TURN = _Turn()
 
 
-def recorded(work: Callable[[], None]) -> Callable[[], None]:
+def recorded(work: Callable[[], None], warm_up: int = 3) -> Callable[[], None]:
     """``work`` as a graph that can be replayed, or ``work`` itself (with a warning) where recording is refused.
 
-    ``work`` reads and writes fixed tensors; it is run three times before it is recorded. The recording has a stream of its
+    ``work`` reads and writes fixed tensors; it is run a few times before it is recorded. The recording has a stream of its
     own, because libraries keep work space per stream and two graphs that share it must not run side by side.
     """
     benchmark, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, True
@@ -59,7 +59,7 @@ def recorded(work: Callable[[], None]) -> Callable[[], None]:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(3):
+            for _ in range(warm_up):
                 work()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()

@@ -30,6 +30,8 @@ class Batch:
     index: Tensor
 
 
+WORTH_RECORDING = 4  # epochs of a call at least: a recording costs about as much as a dozen plain steps
+
 Plan = Callable[[], Tensor]
 Fetch = Callable[[Tensor], Batch]
 Loss = Callable[[nn.Module, Batch], Tensor]
@@ -50,11 +52,21 @@ class Training(Hyperparameters):
     augment: bool = hyper(True, "-", "App. A", "random crop and horizontal flip, on clients and (ours) on the server")
 
 
+def repeatable(loss: Loss) -> Loss:
+    """Says of a loss that it depends on nothing but the network, the batch and tensors that stay as they are.
+
+    Such a step is the same computation every time, and on a GPU it is recorded once and replayed.
+    """
+    loss.is_repeatable = True  # type: ignore[attr-defined]
+    return loss
+
+
 def cosine_rate(lr: float, epoch: int, epochs: int) -> float:
     """Annealed from lr towards 0 over the epochs of one round (App. A)."""
     return lr * 0.5 * (1 + math.cos(math.pi * epoch / epochs))
 
 
+@repeatable
 def cross_entropy(net: nn.Module, batch: Batch) -> Tensor:
     """Plain CE over all outputs of the network."""
     return F.cross_entropy(net(batch.x), batch.y)
@@ -68,6 +80,11 @@ def fit(
     A trailing batch of one image is dropped when it is not the only one, since BatchNorm needs two; a set of a single image
     is trained with the running statistics instead. The optimiser is new on every call: momentum does not cross rounds.
     """
+    if getattr(loss, "is_repeatable", False) and epochs >= WORTH_RECORDING and next(net.parameters()).is_cuda:
+        from rescene.steps.repeated import fit_repeated
+
+        rates = [cosine_rate(settings.lr, epoch, epochs) if cosine else settings.lr for epoch in range(epochs)]
+        return fit_repeated(net, plan, fetch, loss, settings, rates)
     parameters = [p for p in net.parameters() if p.requires_grad]
     optimiser = torch.optim.SGD(
         parameters, settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay, fused=True

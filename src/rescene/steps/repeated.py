@@ -1,0 +1,120 @@
+"""SGD with a loss of one's own on a GPU: the step of each batch size recorded as a CUDA graph for the length of one call.
+
+What a recording freezes is everything but the tensors it reads; so it is used for losses that say they are ``repeatable``.
+Batches are put together outside, draws included. The network runs in bfloat16 where ``train.precision`` allows it, its weights
+and everything around it in float32. The mathematics is that of ``rescene.steps.sgd.fit``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from rescene.nets import flops_to, tell_flops
+from rescene.steps.recording import TURN, recorded
+from rescene.steps.sgd import Batch, Training
+
+
+def fit_repeated(
+    net: nn.Module,
+    plan: Callable[[], Tensor],
+    fetch: Callable[[Tensor], Batch],
+    loss: Callable[[nn.Module, Batch], Tensor],
+    settings: Training,
+    rates: list[float],
+) -> float:
+    """Train ``net`` in place for one epoch at each of ``rates``; returns the mean loss of the last one."""
+    steps, mean = Repeated(net, loss, settings), 0.0
+    for rate in rates:
+        steps.lr.fill_(rate)
+        steps.total.zero_()
+        batches = plan().split(settings.batch_size)
+        net.train(len(batches[0]) > 1)
+        kept = [index for index in batches if len(index) > 1 or len(batches) == 1]
+        for index in kept:
+            steps.train(fetch(index))
+        mean = float(steps.total) / max(len(kept), 1)
+    net.eval()
+    return mean
+
+
+class HalfPrecision(nn.Module):
+    """The network in bfloat16, with float32 answers."""
+
+    def __init__(self, net: nn.Module, enabled: bool) -> None:
+        super().__init__()
+        self.net, self.enabled = net, enabled
+
+    def features(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.enabled, cache_enabled=False):
+            out: Tensor = self.net.features(x)  # type: ignore[operator]
+        return out.float()
+
+    def head(self, features: Tensor) -> Tensor:
+        out: Tensor = self.net.head(features)  # type: ignore[operator]
+        return out
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x))
+
+
+class Repeated:
+    """One network, one loss; a recorded step for each batch size."""
+
+    def __init__(self, net: nn.Module, loss: Callable[[nn.Module, Batch], Tensor], settings: Training) -> None:
+        self.net, self.loss, self.settings = net, loss, settings
+        self.parameters: list[Tensor] = [p for p in net.parameters() if p.requires_grad]
+        self.device = self.parameters[0].device
+        half = settings.precision == "bfloat16" or (settings.precision == "auto" and self.device.type == "cuda")
+        self.seen = HalfPrecision(net, half)
+        self.velocity = [torch.zeros_like(p) for p in self.parameters]
+        self.lr, self.total = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
+        self.places: dict[int, Batch] = {}
+        self.steps: dict[int, Callable[[], None]] = {}
+
+    def train(self, batch: Batch) -> None:
+        """One step on this batch."""
+        size = len(batch.y)
+        if size not in self.places:
+            place = Batch(batch.x.clone(), batch.y.clone(), batch.index.clone())
+            self.places[size], self.steps[size] = place, self._recorded(lambda: self._step(place))
+        place = self.places[size]
+        place.x.copy_(batch.x)
+        place.y.copy_(batch.y)
+        place.index.copy_(batch.index)
+        self.steps[size]()
+
+    def _recorded(self, work: Callable[[], None]) -> Callable[[], None]:
+        if self.device.type != "cuda":
+            return work
+        state = [*self.parameters, *self.net.buffers(), *self.velocity, self.total]
+        before, told = [value.detach().clone() for value in state], list[int]()
+        with flops_to(told.append):
+            graph = recorded(work, warm_up=1)
+        with torch.no_grad():  # warming up was a step too
+            for value, old in zip(state, before, strict=True):
+                value.copy_(old)
+        if graph is work:
+            return work
+        flops = sum(told) // 2  # once in warming up, once in recording; a replay calls no hooks
+
+        def replay() -> None:
+            with TURN.given_up():
+                graph()
+            tell_flops(flops)
+
+        return replay
+
+    def _step(self, batch: Batch) -> None:
+        value = self.loss(self.seen, batch)
+        found = torch.autograd.grad(value, self.parameters, allow_unused=True)
+        gradients = [torch.zeros_like(p) if g is None else g for p, g in zip(self.parameters, found, strict=True)]
+        with torch.no_grad():
+            # v <- momentum v + (g + decay theta); theta <- theta - lr v
+            torch._foreach_add_(gradients, self.parameters, alpha=self.settings.weight_decay)
+            torch._foreach_mul_(self.velocity, self.settings.momentum)
+            torch._foreach_add_(self.velocity, gradients)
+            torch._foreach_add_(self.parameters, list(torch._foreach_mul(self.velocity, -self.lr)))
+            self.total += value.detach()
