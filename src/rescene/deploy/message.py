@@ -40,7 +40,7 @@ class Packed(NamedTuple):
 
 class Unpacked(NamedTuple):
     tree: Tree
-    large: dict[str, bytes]  # by hash, those that were sent
+    large: dict[str, bytes]  # by hash, all chunks worth remembering
 
 
 class ChunksMissing(RunError):
@@ -103,12 +103,12 @@ def unpack_message(
         if part.here:
             body = bytes(view[place : place + part.size])
             place += part.size
-            if part.size >= LARGE:
-                large[part.digest] = body
         else:
             body = (held or {})[part.digest]
         if len(body) != part.size or hashlib.sha256(body).hexdigest() != part.digest:
             raise _refusal("a part of it does not match its checksum")
+        if part.size >= LARGE:
+            large[part.digest] = body
         chunks.append(_tensors(part, body))
     try:
         return Unpacked(unpack(skeleton, chunks), large)
