@@ -120,13 +120,17 @@ def test_a_server_that_dies_goes_on_from_its_checkpoint_with_the_same_bits(tmp_p
     resolved = resolve("smoke", [*TINY, "method=fedewc"])
     in_process(resolved, tmp_path / "here")
 
-    def die(number):
-        if number == at:
+    answers = []
+
+    def die(node, data):
+        answers.append(node)
+        if len(answers) == at:
             raise Killed
+        return data
 
     folders = sites(tmp_path)
-    with pytest.raises(Killed):  # other sites have answered, and remember a round that the server does not know
-        across(resolved, tmp_path / "there", LocalPost(folders, lose=die))
+    with pytest.raises(Killed):  # a site has answered, and remembers a round that the server does not know of
+        across(resolved, tmp_path / "there", LocalPost(folders, change=die))
     across(resolved, tmp_path / "there", LocalPost(folders))
     last = dict(line.split() for line in hashes(tmp_path / "there").splitlines())  # repeated steps: the later line
     assert last == dict(line.split() for line in hashes(tmp_path / "here").splitlines())

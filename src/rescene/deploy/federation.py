@@ -6,7 +6,7 @@ Everything around the answers (metering, quorum, what is finite, how pictures ar
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ class GridFederation(InProcess):
         self._post, self._run, self._recipe, self._patience = post, run, recipe, patience
         self._nodes: dict[int, int] = {}  # client -> node
         self._refused: set[int] = set()
+        self.waiting: Callable[[dict[str, Any]], None] = lambda facts: None  # told whenever somebody has answered
+        self._told: dict[str, Any] = {}
         self.fingerprint = ""  # of the images that all sites split between them
         self._known: dict[tuple[int, str], frozenset[str]] = {}  # what a site keeps of the last message of a verb
 
@@ -127,6 +129,7 @@ class GridFederation(InProcess):
         tries = dict.fromkeys(letters, 1)
         waiting = self._post.push(letters) if letters else {}
         while waiting and time.monotonic() < end:
+            self._tell(replies, waiting)
             lost = []
             for number, data in self._post.pull(list(waiting)).items():
                 node = waiting.pop(number, None)
@@ -146,7 +149,14 @@ class GridFederation(InProcess):
                 tries |= {node: tries[node] + 1 for node in again}
             elif waiting:
                 time.sleep(patience.poll_s)
+        self._tell(replies, waiting)
         return replies
+
+    def _tell(self, replies: dict[int, Reply], waiting: dict[str, int]) -> None:
+        facts = {"answered": sorted(map(self._name, replies)), "waiting_for": sorted(map(self._name, waiting.values()))}
+        if facts != self._told:
+            self._told = facts
+            self.waiting(facts)
 
     def _name(self, node: int) -> str:
         return next((f"site {k}" for k, own in self._nodes.items() if own == node), f"node {node}")

@@ -9,6 +9,7 @@ from rescene.config import Resolved
 from rescene.deploy.federation import GridFederation
 from rescene.deploy.letters import Patience, Post
 from rescene.engine import RunFolder
+from rescene.engine.checkpoint import write_json
 from rescene.engine.loop import Run
 from rescene.engine.watch import Progress
 
@@ -31,5 +32,8 @@ def run_across(
         return GridFederation(*args, post=post, run=name, recipe=text, patience=patience, **options)
 
     going = run(resolved, folder, progress, federate)
-    going.federation.fingerprint = going.experiment.dataset.fingerprint()  # type: ignore[attr-defined]
+    federation = going.federation
+    assert isinstance(federation, GridFederation)
+    federation.fingerprint = going.experiment.dataset.fingerprint()
+    federation.waiting = lambda facts: write_json(folder.path / "waiting.json", facts, sync="none")
     return going.complete()

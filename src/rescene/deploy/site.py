@@ -48,6 +48,7 @@ class SiteSection(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     client: int = Field(ge=0, description="the site's number in the federation")
+    server: str = Field("", description="host:port of the server")
     data: DataSection = Field(DataSection(), description="where the images lie; never taken from the server")
     holds: Literal["share"] = Field("share", description="share: this site works on its part of the recipe's split")
     device: str = "auto"
