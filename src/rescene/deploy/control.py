@@ -164,6 +164,16 @@ def progress(out: Path) -> str:
     return f"{status['state']}: {status['done']} of {status['steps']} steps{aa}{wait}"
 
 
+def status_rows(federation: Federation) -> list[dict[str, Any]]:
+    """One row for the server, each site and each run: what it is, how it is."""
+    up = {one.name for one in running(federation.server)}
+    rows = [{"what": "server", "name": part, "state": "up" if part in up else "down"} for part in ("link", "executor")]
+    listed = {node.get("name"): node.get("status") for node in nodes(federation)} if "link" in up else {}
+    rows += [{"what": "site", "name": name, "state": listed.get(name, "unknown")} for name in federation.sites]
+    folders = sorted((federation.server / "runs").glob("*/status.json"))
+    return rows + [{"what": "run", "name": path.parent.name, "state": progress(path.parent)} for path in folders]
+
+
 def nodes(federation: Federation) -> list[dict[str, Any]]:
     """The registered nodes with their status, as the link lists them."""
     found: list[dict[str, Any]] = flwr(federation, "supernode", "list", LINK, "--format", "json").get("nodes", [])
