@@ -49,7 +49,7 @@ def server(folder: Folder, wait: Wait = False) -> None:
 
     federation = Federation.open(folder)
     _started(lambda: start_server(federation), federation.server, wait)
-    print(f"server at https://{federation.host}:{federation.port}; stop it with: rescene deploy stop {folder}")
+    print(f"server at https://127.0.0.1:{federation.port}; stop it with: rescene deploy stop {folder}")
 
 
 @deploy_app.command()
@@ -111,8 +111,8 @@ def stop(folder: Annotated[Path, typer.Argument(help="folder of the federation, 
 @deploy_app.command()
 @verb
 def rehearse(
-    recipe: Annotated[str, typer.Argument(help="shipped recipe or file")] = "smoke",
     overrides: Overrides = None,
+    recipe: Annotated[str, typer.Option("--recipe", help="shipped recipe or file")] = "smoke",
     sites: Annotated[int, typer.Option("--sites", min=1, max=16, help="how many, each a process of its own")] = 3,
     out: Annotated[Path, typer.Option("--out", help="folder for the runs and the report")] = Path("runs/rehearsal"),
     compare: Annotated[bool, typer.Option("--compare/--no-compare", help="then also in one process")] = True,

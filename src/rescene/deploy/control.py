@@ -41,7 +41,7 @@ SUBMISSIONS = 3
 def start_server(federation: Federation) -> list[Started]:
     """Link and executor, then the keys of all sites: a node whose key is unknown is turned away for good."""
     require_flower()
-    folder, host, port = federation.server, federation.host, federation.port
+    folder, host, port = federation.server, "127.0.0.1", federation.port  # its control API has no login
     if running(folder):
         raise ConfigError("E176", "the server is already running", where=str(folder), fix="rescene deploy stop FOLDER")
     check_port(host, port)

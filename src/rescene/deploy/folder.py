@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -58,6 +59,40 @@ client: {client}            # the site's number in the federation
 server: {host}:{port}
 data: {{name: auto}}      # path: FOLDER, image_size: 32, ...; without a path the embedded fashion-mini
 device: auto         # auto, cpu, cuda
+"""
+PROXY = """\
+# Lets sites in and nobody else: the control API of Flower has no login and must stay on this machine.
+server {{
+    listen {host}:{port} ssl;
+    ssl_certificate {server}/server.pem;
+    ssl_certificate_key {server}/server.key;
+    client_max_body_size 0;
+    location /v1/fleet/ {{
+        proxy_pass https://127.0.0.1:{port};
+        proxy_ssl_trusted_certificate {server}/ca.crt;
+        proxy_ssl_verify on;
+        proxy_ssl_name localhost;
+        proxy_request_buffering off;
+        proxy_read_timeout 120s;
+    }}
+    location / {{ return 403; }}
+}}
+"""
+UNIT = """\
+[Unit]
+Description=rescene {role}
+After=network-online.target time-sync.target
+
+[Service]
+ExecStart={python} -m rescene deploy {role} {folder} --wait
+Restart=always
+RestartSec=10
+NoNewPrivileges=yes
+ProtectSystem=strict
+ReadWritePaths={folder}
+
+[Install]
+WantedBy=multi-user.target
 """
 
 
@@ -122,6 +157,13 @@ def init(path: Path, sites: list[str], host: str = "127.0.0.1", port: int = 8000
             make_node_key(federation.site(name))
             shutil.copy(federation.server / "ca.crt", federation.site(name))
             (federation.site(name) / "site.yaml").write_text(SITE.format(client=client, host=host, port=port))
+            (federation.site(name) / "rescene-site.service").write_text(
+                UNIT.format(role="site", folder="/srv/rescene/site", python="/srv/rescene/venv/bin/python")
+            )
+        (federation.server / "nginx.conf").write_text(PROXY.format(host=host, port=port, server=federation.server))
+        (federation.server / "rescene-server.service").write_text(
+            UNIT.format(role="server", folder=federation.path, python=sys.executable)
+        )
         for name, text in APP.items():
             (federation.app / name).write_text(text)
         facts = {"name": path.name, "host": host, "port": port, "sites": sites}
