@@ -6,6 +6,7 @@ link that dies and comes back costs nothing. A run is judged by its listed statu
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import subprocess
@@ -36,32 +37,37 @@ from rescene.errors import ConfigError, RunError
 LINK = "here"  # the name of our link in Flower's own configuration
 LOOK_S = 5.0
 SUBMISSIONS = 3
+RETURN_S = 600.0  # for a server that ended to be started again
 
 
 def start_server(federation: Federation) -> list[Started]:
-    """Link and executor, then the keys of all sites: a node whose key is unknown is turned away for good."""
+    """Link and executor, whichever is not there, then the keys of all sites: an unknown one is turned away for good."""
     require_flower()
     folder, host, port = federation.server, "127.0.0.1", federation.port  # its control API has no login
-    if running(folder):
+    up = {one.name: one for one in running(folder)}
+    if len(up) == 2:
         raise ConfigError("E176", "the server is already running", where=str(folder), fix="rescene deploy stop FOLDER")
-    check_port(host, port)
     secret = folder / "executor.secret"
     if not secret.exists():
         from rescene.deploy.keys import write_secret
 
         write_secret(secret, secrets.token_bytes(32))
-    env, address = environment(folder / "flwr"), f"{host}:{port}"
-    link = start(folder, "link", [
-        program("flower-superlink"), "--isolation", "process", "--host", host, "--port", str(port),
-        "--ssl-ca-certfile", str(folder / "ca.crt"), "--ssl-certfile", str(folder / "server.pem"),
-        "--ssl-keyfile", str(folder / "server.key"), "--enable-supernode-auth", "--database", str(folder / "state.db"),
-        "--superexec-auth-secret-file", str(secret), "--disable-runtime-dependency-installation",
-    ], env)  # fmt: skip
-    wait_for_port(link, host, port)
-    executor = start(folder, "executor", [
-        program("flower-superexec"), "--runtime-api-address", address, "--root-certificates", str(folder / "ca.crt"),
-        "--superexec-auth-secret-file", str(secret),
-    ], env)  # fmt: skip
+    env, address, ca = environment(folder / "flwr"), f"{host}:{port}", str(folder / "ca.crt")
+    if "link" not in up:
+        check_port(host, port)
+        up["link"] = start(folder, "link", [
+            program("flower-superlink"), "--isolation", "process", "--host", host, "--port", str(port),
+            "--ssl-ca-certfile", ca, "--ssl-certfile", str(folder / "server.pem"),
+            "--ssl-keyfile", str(folder / "server.key"), "--database", str(folder / "state.db"),
+            "--enable-supernode-auth", "--superexec-auth-secret-file", str(secret),
+            "--disable-runtime-dependency-installation",
+        ], env)  # fmt: skip
+        wait_for_port(up["link"], host, port)
+    if "executor" not in up:
+        up["executor"] = start(folder, "executor", [
+            program("flower-superexec"), "--runtime-api-address", address, "--root-certificates", ca,
+            "--superexec-auth-secret-file", str(secret),
+        ], env)  # fmt: skip
     home = folder / "flwr"
     home.mkdir(exist_ok=True)
     (home / "config.toml").write_text(
@@ -72,7 +78,7 @@ def start_server(federation: Federation) -> list[Started]:
     for name in federation.sites:
         if name not in known:
             flwr(federation, "supernode", "register", str(federation.site(name) / "node.pub"), LINK, "--name", name)
-    return [link, executor]
+    return list(up.values())
 
 
 def start_site(folder: Path) -> Started:
@@ -137,19 +143,22 @@ def run(
 
 
 def _watch(federation: Federation, run_id: int, out: Path, tell: Callable[[str], None], look_s: float) -> str:
-    """Until the run is listed as finished; tells each step once."""
-    told = ""
+    """Until the run is listed as finished; tells each step once. A link that is gone may come back, and the run with it."""
+    told, lost_at = "", 0.0
     while True:
-        line = progress(out)
+        gone = {"link", "executor"} - {one.name for one in running(federation.server)}
+        again = f"the {' and the '.join(sorted(gone))} of the server ended; rescene deploy server {federation.path}"
+        line = again if gone else progress(out)
         if line != told:
             tell(line)
             told = line
-        gone = [one for one in ("link", "executor") if one not in {p.name for p in running(federation.server)}]
-        if gone:
-            return f"lost: the {gone[0]} is gone"
-        status = next((r["status"] for r in runs(federation) if str(r["run-id"]) == str(run_id)), "unknown")
-        if status.startswith("finished"):
-            return str(status)
+        lost_at = (lost_at or time.monotonic()) if gone else 0.0
+        if gone and time.monotonic() - lost_at > RETURN_S:
+            return "lost with the server"
+        with contextlib.suppress(RunError):  # the link is busy, or away
+            status = next((str(r["status"]) for r in runs(federation) if str(r["run-id"]) == str(run_id)), "")
+            if status.startswith("finished"):
+                return status
         time.sleep(look_s)
 
 
