@@ -47,7 +47,9 @@ def main() -> None:
             for name in federation.sites:
                 start_site(federation.site(name))
             out = root / "across"
-            going = threading.Thread(target=run, args=(federation, resolved, out, Patience(300, 300), tell))
+            going = threading.Thread(
+                target=run, args=(federation, resolved, out, Patience(300, 240), tell), daemon=True
+            )
             going.start()
             wait_for_answers(out, steps=2)
             tell("kill -9: the node of site a")

@@ -106,6 +106,26 @@ def test_the_round_goes_on_without_a_late_site_and_says_who(tmp_path):
     assert noted == [("E349", "site 0 did not answer client_round in time")]
 
 
+def test_a_silent_site_gets_its_letter_again(tmp_path):
+    post = LocalPost(sites(tmp_path))
+    asked, payload, noted = federation(tmp_path, post)
+    asked.ask([0], "client_round", payload)
+    post.lose, asked._patience = (lambda number: "late" if number == 4 else False), Patience(0, 60, 0, attempts=600)
+    assert list(asked.ask([0, 1, 2], "client_round", payload)) == [0, 1, 2]
+    assert not noted and len(post.letters) > 7
+
+
+def test_a_letter_that_comes_twice_gets_the_same_answer_without_work(tmp_path, monkeypatch):
+    post = LocalPost(sites(tmp_path, count=1))
+    asked, payload, _ = federation(tmp_path, post)
+    asked.move(asked.task, 0, [0])
+    asked.ask([0], "client_round", payload)
+    (site,) = post.sites.values()
+    first = site.answer(post.letters[-1])
+    monkeypatch.setattr("rescene.deploy.site.prepare", lambda recipe: pytest.fail("it worked again"))
+    assert site.answer(post.letters[-1]) == first and unpack_message(first).tree.problem is None
+
+
 def test_below_the_quorum_the_run_stops_and_can_be_resumed(tmp_path):
     asked, payload, noted = federation(tmp_path, LocalPost(sites(tmp_path, count=1)))
     with pytest.raises(RunError, match="only 1 of 3 sites answered"):

@@ -177,7 +177,7 @@ def status_rows(federation: Federation) -> list[dict[str, Any]]:
     """One row for the server, each site and each run: what it is, how it is."""
     up = {one.name for one in running(federation.server)}
     rows = [{"what": "server", "name": part, "state": "up" if part in up else "down"} for part in ("link", "executor")]
-    listed = {node.get("name"): node.get("status") for node in nodes(federation)} if "link" in up else {}
+    listed = {str(node.get("name")): str(node.get("status")) for node in nodes(federation)} if "link" in up else {}
     rows += [{"what": "site", "name": name, "state": listed.get(name, "unknown")} for name in federation.sites]
     folders = sorted((federation.server / "runs").glob("*/status.json"))
     return rows + [{"what": "run", "name": path.parent.name, "state": progress(path.parent)} for path in folders]

@@ -123,27 +123,22 @@ class GridFederation(InProcess):
         return pack_message(Request(version, self._run, self._recipe, verb, task, address, sha256)).data
 
     def _exchange(self, letters: dict[int, Letter]) -> dict[int, Reply]:
-        """Replies by node. A letter that is lost on the way is sent again; one that is late is given up."""
-        patience, end = self._patience, time.monotonic() + self._patience.deadline_s
+        """Replies by node. A letter that is lost, or long unanswered, is sent again; after the deadline it is given up.
+
+        A site that restarts forgets the letter it had, and nobody is told. Sending again is harmless: sites keep their answer.
+        """
+        patience, now = self._patience, time.monotonic()
+        end, again_at = now + patience.deadline_s, now + patience.deadline_s / patience.attempts
         replies: dict[int, Reply] = {}
         tries = dict.fromkeys(letters, 1)
         waiting = self._post.push(letters) if letters else {}
         while waiting and time.monotonic() < end:
             self._tell(replies, waiting)
-            lost = []
-            for number, data in self._post.pull(list(waiting)).items():
-                node = waiting.pop(number, None)
-                if node is None:
-                    continue  # an answer we did not ask for, or one that came twice
-                if isinstance(data, Undelivered):
-                    lost.append(node)
-                    self.note("warning", "W340", f"a letter to {self._name(node)} was lost: {data.why}")
-                    continue
-                try:
-                    replies[node] = _reply(data)
-                except RunError as error:
-                    self.note("error", error.code, f"{self._name(node)}: {error.what}")
-            again = {node: letters[node] for node in lost if tries[node] < patience.attempts}
+            lost = self._take(replies, waiting)
+            if time.monotonic() > again_at:
+                lost |= set(waiting.values())
+                again_at += patience.deadline_s / patience.attempts
+            again = {node: letters[node] for node in sorted(lost) if tries[node] < patience.attempts}
             if again:
                 waiting |= self._post.push(again)
                 tries |= {node: tries[node] + 1 for node in again}
@@ -151,6 +146,25 @@ class GridFederation(InProcess):
                 time.sleep(patience.poll_s)
         self._tell(replies, waiting)
         return replies
+
+    def _take(self, replies: dict[int, Reply], waiting: dict[str, int]) -> set[int]:
+        """Move what has come from ``waiting`` to ``replies``, the first of each node; returns nodes whose letter was lost."""
+        lost = set()
+        for number, data in sorted(self._post.pull(list(waiting)).items()):
+            node = waiting.pop(number, None)
+            if node is None or node in replies:
+                continue  # an answer we did not ask for, or one that came twice
+            if isinstance(data, Undelivered):
+                lost.add(node)
+                self.note("warning", "W340", f"a letter to {self._name(node)} was lost: {data.why}")
+                continue
+            try:
+                replies[node] = _reply(data)
+            except RunError as error:
+                self.note("error", error.code, f"{self._name(node)}: {error.what}")
+        for number in [number for number, node in waiting.items() if node in replies]:
+            del waiting[number]
+        return lost
 
     def _tell(self, replies: dict[int, Reply], waiting: dict[str, int]) -> None:
         facts = {"answered": sorted(map(self._name, replies)), "waiting_for": sorted(map(self._name, waiting.values()))}

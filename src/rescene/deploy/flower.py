@@ -41,7 +41,8 @@ def answer(message: Message, context: Context) -> Message:
 def main(grid: Grid, context: Context) -> None:
     use_all_cores()
     config = context.run_config
-    patience = Patience(*(float(config[key]) for key in ("gather-s", "deadline-s", "poll-s")))
+    gather_s, deadline_s, poll_s = (float(config[key]) for key in ("gather-s", "deadline-s", "poll-s"))
+    patience = Patience(gather_s, deadline_s, poll_s)
     post = FlowerPost(grid, ttl_s=patience.deadline_s)
     run_across(resolve(str(config["recipe"])), RunFolder(Path(str(config["out"]))), post, patience)
 
@@ -91,7 +92,7 @@ def _content(letter: Letter) -> RecordDict:
 
 
 def _bytes(message: Message, name: str) -> bytes:
-    return bytes(message.content["letter"][name].data)
+    return bytes(message.content.array_records["letter"][name].data)
 
 
 def _reply(message: Message) -> bytes | Undelivered:

@@ -3,6 +3,7 @@
     site.yaml                            who it is and where its images lie
     state/<run>/client-<k>/memory-*.bin  what it remembers between rounds, by hash, whole or not at all
     state/<run>/client-<k>/<verb>/       parts of messages that did not change, by hash
+    state/<run>/client-<k>/answer-*.bin  the last answer, by the hash of its letter
 
 A request says from which memory to start. Asked twice, a site gives the same answer twice: a letter that comes again, or a
 server that goes back to its last checkpoint, does no harm.
@@ -27,7 +28,7 @@ from rescene.config import Recipe
 from rescene.config.schema import DataSection
 from rescene.deploy.letters import HELLO, Letter, Remembered, Reply, Request
 from rescene.deploy.message import pack_message, unpack_message
-from rescene.engine import prepare, use_all_cores
+from rescene.engine import Experiment, prepare, use_all_cores
 from rescene.engine import wire as on_wire
 from rescene.engine.checkpoint import write_atomically
 from rescene.engine.federation import first_line
@@ -82,26 +83,35 @@ class Site:
         client = self.section.client
         try:
             use_all_cores()
-            reply = self._reply(unpack_message(letter.head).tree, letter.body)
+            return self._answer(unpack_message(letter.head).tree, letter)
         except ResceneError as error:
             reply = Reply(client, None, None, 0, (error.code, error.what))
         except Exception as error:
             reply = Reply(client, None, None, 0, ("E321", first_line(error)))
         return pack_message(reply).data
 
-    def _reply(self, request: Any, body: bytes) -> Reply:
+    def _answer(self, request: Any, letter: Letter) -> bytes:
         if not isinstance(request, Request):
             raise RunError("E340", "the message is refused: it is no request")
         if request.version != rescene.__version__:
             raise RunError("E343", f"this site has rescene {rescene.__version__}, the server {request.version}")
-        given = json.loads(request.recipe) | {"data": self.section.data.model_dump(), "device": self.section.device}
-        experiment = prepare(Recipe.model_validate(given))
         if request.verb == HELLO:
-            facts = {"fingerprint": experiment.dataset.fingerprint(), "torch": torch.__version__}
-            return Reply(self.section.client, facts, None, 0)
+            return pack_message(self._hello(request)).data
+        files = Memory(self.folder / "state" / _safe(request.run) / f"client-{self.section.client}")
+        return files.answered(letter) or files.keep(letter, pack_message(self._work(request, letter.body, files)).data)
+
+    def _experiment(self, request: Request) -> Experiment:
+        given = json.loads(request.recipe) | {"data": self.section.data.model_dump(), "device": self.section.device}
+        return prepare(Recipe.model_validate(given))
+
+    def _hello(self, request: Request) -> Reply:
+        facts = {"fingerprint": self._experiment(request).dataset.fingerprint(), "torch": torch.__version__}
+        return Reply(self.section.client, facts, None, 0)
+
+    def _work(self, request: Request, body: bytes, files: Memory) -> Reply:
+        experiment = self._experiment(request)
         client, task, meter = self.section.client, experiment.tasks[request.task], FlopMeter(experiment.arch)
         verb = client_verb(experiment.method, request.verb)
-        files = Memory(self.folder / "state" / _safe(request.run) / f"client-{client}")
         payload = to_device(files.payload(request.verb, body), experiment.device)
         state = to_device(files.read(request.state), experiment.device)
 
@@ -160,6 +170,23 @@ class Memory:
         for old in by_age[KEPT:]:
             old.unlink(missing_ok=True)
         return Remembered(sha256, num_bytes(state))
+
+    def answered(self, letter: Letter) -> bytes | None:
+        """The answer to this very letter, if it was the last one: a letter that comes twice costs no work."""
+        try:
+            return self._answer_path(letter).read_bytes()
+        except OSError:
+            return None
+
+    def keep(self, letter: Letter, answer: bytes) -> bytes:
+        path = self._answer_path(letter)
+        for old in self.folder.glob("answer-*.bin"):
+            old.unlink(missing_ok=True)
+        write_atomically(path, answer, sync="none")
+        return answer
+
+    def _answer_path(self, letter: Letter) -> Path:
+        return self.folder / f"answer-{hashlib.sha256(letter.head + letter.body).hexdigest()[:32]}.bin"
 
     def _path(self, sha256: str) -> Path:
         return self.folder / f"memory-{sha256[:32]}.bin"
