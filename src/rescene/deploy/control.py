@@ -32,6 +32,7 @@ from rescene.deploy.processes import (
     wait_for_port,
 )
 from rescene.deploy.site import Site
+from rescene.engine.checkpoint import write_json
 from rescene.errors import ConfigError, RunError
 
 LINK = "here"  # the name of our link in Flower's own configuration
@@ -74,11 +75,28 @@ def start_server(federation: Federation) -> list[Started]:
         f'[superlink]\ndefault = "{LINK}"\n\n[superlink.{LINK}]\naddress = "{address}"\n'
         f'root-certificates = "{folder / "ca.crt"}"\n'
     )
-    known = {node.get("name") for node in nodes(federation)}
-    for name in federation.sites:
-        if name not in known:
-            flwr(federation, "supernode", "register", str(federation.site(name) / "node.pub"), LINK, "--name", name)
+    _register(federation)
     return list(up.values())
+
+
+def _register(federation: Federation) -> None:
+    """Make the sites' keys known to the link, each once; it lists nodes by its own numbers, so we keep whose is whose."""
+    known, there = registered(federation), {node["node-id"] for node in nodes(federation)}
+    for name in federation.sites:
+        if known.get(name) not in there:
+            key = str(federation.site(name) / "node.pub")
+            try:
+                known[name] = flwr(federation, "supernode", "register", key, LINK, "--format", "json")["node-id"]
+            except RunError as error:
+                if "already in use" not in (error.why or ""):
+                    raise
+                continue  # nodes.json was lost; the link knows the key
+            write_json(federation.server / "nodes.json", known)
+
+
+def registered(federation: Federation) -> dict[str, str]:
+    """Name of a site -> the link's number for its node."""
+    return {name: str(number) for name, number in _json(federation.server / "nodes.json").items()}
 
 
 def start_site(folder: Path) -> Started:
@@ -177,8 +195,9 @@ def status_rows(federation: Federation) -> list[dict[str, Any]]:
     """One row for the server, each site and each run: what it is, how it is."""
     up = {one.name for one in running(federation.server)}
     rows = [{"what": "server", "name": part, "state": "up" if part in up else "down"} for part in ("link", "executor")]
-    listed = {str(node.get("name")): str(node.get("status")) for node in nodes(federation)} if "link" in up else {}
-    rows += [{"what": "site", "name": name, "state": listed.get(name, "unknown")} for name in federation.sites]
+    listed = {node["node-id"]: str(node["status"]) for node in nodes(federation)} if "link" in up else {}
+    known = registered(federation)
+    rows += [{"what": "site", "name": n, "state": listed.get(known.get(n, ""), "unknown")} for n in federation.sites]
     folders = sorted((federation.server / "runs").glob("*/status.json"))
     return rows + [{"what": "run", "name": path.parent.name, "state": progress(path.parent)} for path in folders]
 
