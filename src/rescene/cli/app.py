@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from rescene.cli.data_verbs import data_app
+from rescene.cli.deploying import deploy_app
 from rescene.cli.frame import AsJson, Out, Overrides, Plugin, Quiet, interruptible, load_plugins, verb
 from rescene.cli.papers import paper_app
 from rescene.cli.presenting import plot, table
@@ -26,6 +27,7 @@ app = typer.Typer(
 )
 app.add_typer(data_app, name="data")
 app.add_typer(paper_app, name="paper")
+app.add_typer(deploy_app, name="deploy")
 new_app = typer.Typer(help="Start something of your own.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(new_app, name="new")
 

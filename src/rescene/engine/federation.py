@@ -17,7 +17,7 @@ from rescene.engine.streams import Streams, attempt
 from rescene.errors import ResceneError, RunError
 from rescene.methods import Method, Payload, Uploads
 from rescene.nets import Arch
-from rescene.record import Tree, check_tree, tensors
+from rescene.record import Tree, check_tree, num_bytes, tensors
 from rescene.rng import Rng
 
 SIDE_BY_SIDE = 2  # clients at a time on a GPU; more gained nothing (docs/performance.md)
@@ -87,14 +87,24 @@ class InProcess:
                 del answers[client]
             else:
                 self.client_states[client] = state
-        messages = {client: on_wire.sent(upload, self._wire) for client, (upload, _) in answers.items()}
+        messages = {client: self._sent(upload) for client, (upload, _) in answers.items()}
         up, down = self.ledger.exchange(verb, payload, list(messages.values()), len(clients))
         self.traffic = [self.traffic[0] + up, self.traffic[1] + down]
         self._require_quorum(len(messages), len(clients), verb)
-        picture = (3, self.arch.image_size, self.arch.image_size)
-        uploads = {k: on_wire.received(message, self._wire, picture, self.device) for k, message in messages.items()}
+        uploads = {k: self._received(message) for k, message in messages.items()}
         self.observe(uploads)
         return uploads
+
+    def largest_state(self) -> int:
+        """Bytes that the client with most to remember keeps between rounds."""
+        return max((num_bytes(state) for state in self.client_states.values()), default=0)
+
+    def _sent(self, upload: Payload) -> Payload:
+        return on_wire.sent(upload, self._wire)
+
+    def _received(self, message: Payload) -> Payload:
+        picture = (3, self.arch.image_size, self.arch.image_size)
+        return on_wire.received(message, self._wire, picture, self.device)
 
     def _answers(self, clients: Sequence[int], verb: str, payload: Payload, rng: Rng) -> dict[int, Answer]:
         batched = getattr(self.method, f"{verb}_batched", None)
@@ -106,9 +116,7 @@ class InProcess:
             except ResceneError:
                 raise
             except Exception as error:
-                self.note(
-                    "info", "I301", f"{verb} failed for all sites together ({_first_line(error)}); one by one now"
-                )
+                self.note("info", "I301", f"{verb} failed for all sites together ({first_line(error)}); one by one now")
         one = getattr(self.method, verb)
 
         def work(client: int) -> Answer:
@@ -124,7 +132,7 @@ class InProcess:
             elif self._form == "debug":
                 raise self._explain(outcome, verb, client, payload) from outcome
             else:
-                self.note("error", "E321", f"site {client} failed in {verb}: {_first_line(outcome)}", client=client)
+                self.note("error", "E321", f"site {client} failed in {verb}: {first_line(outcome)}", client=client)
         return answers
 
     def _outcomes(self, work: Callable[[int], Answer], clients: Sequence[int]) -> Iterator[Answer | Exception]:
@@ -151,7 +159,7 @@ class InProcess:
         counts = {label: len(members) for label, members in shard.by_class().items()}
         return RunError(
             "E321",
-            f"site {client} failed in {verb}: {_first_line(error)}",
+            f"site {client} failed in {verb}: {first_line(error)}",
             where=f"task {self.task.index}, {_last_frame(error)}",
             why=f"payload {_describe(payload)}; images per class {counts}; state {_describe(self.client_states.get(client))}",
             fix="--debug shows the whole traceback",
@@ -163,7 +171,7 @@ def _finite(tree: Tree) -> bool:
     return all(bool(torch.isfinite(t).all()) for t in tensors(tree) if t.is_floating_point())
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 

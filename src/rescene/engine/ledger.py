@@ -86,11 +86,10 @@ class Ledger:
             self.sums["round_messages"] += num_asked
         return up_bytes, down_bytes
 
-    def states(self, server: Tree, clients: dict[int, Tree], model_bytes: int) -> None:
+    def states(self, server: Tree, largest_client: int, model_bytes: int) -> None:
         """Remember the largest state so far: a client holds the model plus what it keeps between rounds."""
         self.server_state_bytes = max(self.server_state_bytes, num_bytes(server))
-        largest = max((num_bytes(state) for state in clients.values()), default=0)
-        self.client_state_bytes = max(self.client_state_bytes, model_bytes + largest)
+        self.client_state_bytes = max(self.client_state_bytes, model_bytes + largest_client)
 
     def facts(self) -> dict[str, Any]:
         """A copy: the run counts on while a checkpoint is written."""

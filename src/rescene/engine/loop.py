@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,16 +61,27 @@ def schedule(tasks: list[Task], num_rounds: int) -> list[Step]:
     return steps
 
 
-def run(resolved: Resolved, folder: RunFolder, progress: Progress = lambda event: None) -> dict[str, Any]:
-    """Run, or continue, the experiment of this folder; returns what results.json holds."""
+def run(
+    resolved: Resolved,
+    folder: RunFolder,
+    progress: Progress = lambda event: None,
+    federate: Callable[..., InProcess] = InProcess,
+) -> dict[str, Any]:
+    """Run, or continue, the experiment of this folder; returns what results.json holds. ``federate`` reaches the sites."""
     folder.check(resolved)
-    return Run(resolved, folder, progress).complete()
+    return Run(resolved, folder, progress, federate).complete()
 
 
 class Run:
     """One run in progress: the method's state, the federation, and what is noticed on the way."""
 
-    def __init__(self, resolved: Resolved, folder: RunFolder, progress: Progress) -> None:
+    def __init__(
+        self,
+        resolved: Resolved,
+        folder: RunFolder,
+        progress: Progress,
+        federate: Callable[..., InProcess] = InProcess,
+    ) -> None:
         self.folder, self.progress, self.timer = folder, progress, Timer()
         self.facts, self.place = Facts(), (0, -1)
         self.early: list[dict[str, Any]] = []
@@ -83,7 +95,7 @@ class Run:
         self.theory = TheoryWatch(e)
         self.ledger = Ledger(FlopMeter(e.arch))
         federation = resolved.recipe.federation
-        self.federation = InProcess(
+        self.federation: InProcess = federate(
             e.method,
             e.arch,
             lambda task, client: e.shard(task, client, self.federation.net),
@@ -168,7 +180,7 @@ class Run:
             self.state = e.method.server_round(self.state, uploads, r, self.federation, rng.at("round"))
         with self.timer.phase("theory"):
             self.theory.round(task, r + 1, model, self.state)
-        self.ledger.states(self.state, self.federation.client_states, state_bytes(self.state.model))
+        self.ledger.states(self.state, self.federation.largest_state(), state_bytes(self.state.model))
         every = e.recipe.federation.evaluate_every
         accuracy = self._evaluate(task).overall if every and (r + 1) % every == 0 else None
         up, down = self.federation.traffic

@@ -1,0 +1,182 @@
+"""The verbs of a federation across sites: rescene deploy ..."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rescene.cli.frame import AsJson, Overrides, interruptible, verb
+
+deploy_app = typer.Typer(
+    help="A federation across real sites, over Flower. Start with: rescene deploy rehearse",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+Folder = Annotated[Path, typer.Argument(help="folder of the federation")]
+Wait = Annotated[bool, typer.Option("--wait", help="stay in the foreground, and stop everything at the end (systemd)")]
+Deadline = Annotated[float, typer.Option("--deadline", min=1, help="seconds to wait for the answers of a round")]
+
+
+@deploy_app.command()
+@verb
+def init(
+    name: Annotated[Path, typer.Argument(help="new folder; its last part is the federation's name")],
+    sites: Annotated[str, typer.Option("--sites", help="comma-separated names")],
+    host: Annotated[str, typer.Option("--host", help="address at which sites reach the server")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=1, max=65535)] = 8000,
+) -> None:
+    """Keys, certificates, and one folder to carry to each site."""
+    from rescene.deploy.folder import init as write_folder
+
+    federation = write_folder(name, [site.strip() for site in sites.split(",")], host, port)
+    print(f"{federation.path}: the server's; server/ca.key and server/server.key stay here")
+    for site in federation.sites:
+        print(f"{federation.site(site)}: carry to {site}, on a safe way: node.key is its identity")
+    print(
+        f"next: rescene deploy server {name}; at each site: rescene deploy site FOLDER; then: rescene deploy run {name} demo"
+    )
+
+
+@deploy_app.command()
+@verb
+def server(folder: Folder, wait: Wait = False) -> None:
+    """Start the server: link and executor; registers the sites' keys."""
+    from rescene.deploy.control import start_server
+    from rescene.deploy.folder import Federation
+
+    federation = Federation.open(folder)
+    _started(lambda: start_server(federation), federation.server, wait)
+    print(f"server at https://127.0.0.1:{federation.port}; stop it with: rescene deploy stop {folder}")
+
+
+@deploy_app.command()
+@verb
+def site(folder: Annotated[Path, typer.Argument(help="the site's own folder")], wait: Wait = False) -> None:
+    """Start this site: it answers the server until it is stopped."""
+    from rescene.deploy.control import start_site
+
+    _started(lambda: [start_site(folder)], folder, wait)
+    print(f"site started, log in {folder / 'logs'}; stop it with: rescene deploy stop {folder}")
+
+
+@deploy_app.command()
+@verb
+def run(
+    folder: Folder,
+    recipe: Annotated[str, typer.Argument(help="shipped recipe or file")],
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="run folder (default: <federation>/server/runs/...)")
+    ] = None,
+    deadline: Deadline = 3600.0,
+) -> None:
+    """Run a recipe across the sites; the same command continues one that was interrupted."""
+    from rescene.api import default_folder
+    from rescene.config import resolve
+    from rescene.deploy.control import run as run_across
+    from rescene.deploy.folder import Federation
+    from rescene.deploy.letters import Patience
+
+    federation, resolved = Federation.open(folder), resolve(recipe, overrides or [])
+    place = out or federation.server / "runs" / default_folder(resolved).name
+    patience = Patience(deadline_s=deadline)
+    interruptible(lambda: _finish(run_across(federation, resolved, place, patience), place), "the same command")
+
+
+@deploy_app.command()
+@verb
+def status(folder: Folder, as_json: AsJson = False) -> None:
+    """Which sites are there, which runs go on, and whom they wait for."""
+    from rescene.cli.listing import print_rows
+    from rescene.deploy.control import status_rows
+    from rescene.deploy.folder import Federation
+
+    print_rows(status_rows(Federation.open(folder)), as_json)
+
+
+@deploy_app.command()
+@verb
+def stop(folder: Annotated[Path, typer.Argument(help="folder of the federation, or of one site")]) -> None:
+    """End every process that was started from this folder, by its id."""
+    from rescene.deploy.processes import stop as stop_all
+
+    places = [folder.resolve()] if (folder / "site.yaml").is_file() else _places(folder)
+    ended = [f"{name} ({place.name})" for place in places for name in stop_all(place)]
+    print(f"stopped: {', '.join(ended)}" if ended else "nothing was running")
+
+
+@deploy_app.command()
+@verb
+def rehearse(
+    overrides: Overrides = None,
+    recipe: Annotated[str, typer.Option("--recipe", help="shipped recipe or file")] = "smoke",
+    sites: Annotated[int, typer.Option("--sites", min=1, max=16, help="how many, each a process of its own")] = 3,
+    out: Annotated[Path, typer.Option("--out", help="folder for the runs and the report")] = Path("runs/rehearsal"),
+    compare: Annotated[bool, typer.Option("--compare/--no-compare", help="then also in one process")] = True,
+) -> None:
+    """Server and sites as real processes on this machine, TLS and node keys on; ends them all."""
+    from rescene.config import resolve
+
+    given = list(overrides or [])
+    resolved = resolve(recipe, ["federation.engine=one-by-one", f"federation.num_clients={sites}", *given])
+    interruptible(lambda: _rehearse(resolved, out, compare), "the same command")
+
+
+def _rehearse(resolved: Any, out: Path, compare: bool) -> None:
+    import hashlib
+
+    from rescene.api import execute, load
+    from rescene.cli.running import print_summary
+    from rescene.deploy.rehearsal import rehearse as run_rehearsal
+    from rescene.report import write_report
+
+    places = [out / "across-sites", out / "in-one-process"][: 1 + compare]
+    run_rehearsal(resolved, None, places[0])
+    if compare:
+        execute(resolved, places[1])
+    print_summary([load(place) for place in places], write_report(places, out / "report.html"))
+    if compare:
+        one, two = (hashlib.sha256((p / "model" / "final.safetensors").read_bytes()).hexdigest()[:16] for p in places)
+        print(
+            f"final model across sites {one}, in one process {two}: {'the same bits' if one == two else 'they differ'}"
+        )
+        if one != two:
+            raise typer.Exit(5)
+
+
+def _finish(results: dict[str, Any], place: Path) -> None:
+    from rescene.api import Result
+    from rescene.cli.running import print_summary
+    from rescene.report import write_report
+
+    print_summary([Result(place, results)], write_report([place], place / "report.html"))
+
+
+def _places(folder: Path) -> list[Path]:
+    from rescene.deploy.folder import Federation
+
+    federation = Federation.open(folder)
+    return [*map(federation.site, federation.sites), federation.server]
+
+
+def _started(begin: Callable[[], list[Any]], folder: Path, wait: bool) -> None:
+    """What ``begin`` starts; with ``wait`` until it ends or we are told to, and then none of it is left."""
+    from rescene.deploy.control import stay
+    from rescene.deploy.processes import stop as stop_all
+
+    def work() -> None:
+        try:
+            started = begin()
+        except BaseException:
+            stop_all(folder.resolve())
+            raise
+        if wait:
+            try:
+                stay(started)
+            finally:
+                stop_all(folder.resolve())
+
+    interruptible(work, "the same command")

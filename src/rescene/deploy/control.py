@@ -1,0 +1,250 @@
+"""Server and sites as processes: start them, register keys, submit a run, watch it, see who is there, stop everything.
+
+Flower in its robust mode: the link keeps its messages in a database and the apps run under an executor of their own, so a
+link that dies and comes back costs nothing. A run is judged by its listed status: the exit code of `flwr run` says nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rescene.config import Resolved
+from rescene.deploy.folder import Federation, require_flower
+from rescene.deploy.letters import Patience
+from rescene.deploy.processes import (
+    Started,
+    alive,
+    check_port,
+    environment,
+    free_port,
+    program,
+    running,
+    start,
+    wait_for_port,
+)
+from rescene.deploy.site import Site
+from rescene.engine.checkpoint import write_json
+from rescene.errors import ConfigError, RunError
+
+LINK = "here"  # the name of our link in Flower's own configuration
+LOOK_S = 5.0
+SUBMISSIONS = 3
+RETURN_S = 600.0  # for a server that ended to be started again
+
+
+def start_server(federation: Federation) -> list[Started]:
+    """Link and executor, whichever is not there, then the keys of all sites: an unknown one is turned away for good."""
+    require_flower()
+    folder, host, port = federation.server, "127.0.0.1", federation.port  # its control API has no login
+    up = {one.name: one for one in running(folder)}
+    if len(up) == 2:
+        raise ConfigError("E176", "the server is already running", where=str(folder), fix="rescene deploy stop FOLDER")
+    secret = folder / "executor.secret"
+    if not secret.exists():
+        from rescene.deploy.keys import write_secret
+
+        write_secret(secret, secrets.token_bytes(32))
+    env, address, ca = environment(folder / "flwr"), f"{host}:{port}", str(folder / "ca.crt")
+    if "link" not in up:
+        check_port(host, port)
+        up["link"] = start(folder, "link", [
+            program("flower-superlink"), "--isolation", "process", "--host", host, "--port", str(port),
+            "--ssl-ca-certfile", ca, "--ssl-certfile", str(folder / "server.pem"),
+            "--ssl-keyfile", str(folder / "server.key"), "--database", str(folder / "state.db"),
+            "--enable-supernode-auth", "--superexec-auth-secret-file", str(secret),
+            "--disable-runtime-dependency-installation",
+        ], env)  # fmt: skip
+        wait_for_port(up["link"], host, port)
+    if "executor" not in up:
+        up["executor"] = start(folder, "executor", [
+            program("flower-superexec"), "--runtime-api-address", address, "--root-certificates", ca,
+            "--superexec-auth-secret-file", str(secret),
+        ], env)  # fmt: skip
+    home = folder / "flwr"
+    home.mkdir(exist_ok=True)
+    (home / "config.toml").write_text(
+        f'[superlink]\ndefault = "{LINK}"\n\n[superlink.{LINK}]\naddress = "{address}"\n'
+        f'root-certificates = "{folder / "ca.crt"}"\n'
+    )
+    _register(federation)
+    return list(up.values())
+
+
+def _register(federation: Federation) -> None:
+    """Make the sites' keys known to the link, each once; it lists nodes by its own numbers, so we keep whose is whose."""
+    known, there = registered(federation), {node["node-id"] for node in nodes(federation)}
+    for name in federation.sites:
+        if known.get(name) not in there:
+            key = str(federation.site(name) / "node.pub")
+            try:
+                known[name] = flwr(federation, "supernode", "register", key, LINK, "--format", "json")["node-id"]
+            except RunError as error:
+                if "already in use" not in (error.why or ""):
+                    raise
+                continue  # nodes.json was lost; the link knows the key
+            write_json(federation.server / "nodes.json", known)
+
+
+def registered(federation: Federation) -> dict[str, str]:
+    """Name of a site -> the link's number for its node."""
+    return {name: str(number) for name, number in _json(federation.server / "nodes.json").items()}
+
+
+def start_site(folder: Path) -> Started:
+    """The node of one site; it keeps trying until the server is there."""
+    require_flower()
+    folder = folder.resolve()
+    site = Site.open(folder)
+    if running(folder):
+        raise ConfigError("E176", "the site is already running", where=str(folder), fix="rescene deploy stop FOLDER")
+    missing = [name for name in ("ca.crt", "node.key") if not (folder / name).is_file()]
+    if missing or not site.section.server:
+        lacks = missing[0] if missing else "server: host:port in site.yaml"
+        raise ConfigError("E177", f"the site's folder lacks {lacks}", where=str(folder), fix="ask the operator for it")
+    return start(folder, "node", [
+        program("flower-supernode"), "--superlink", site.section.server, "--root-certificates", str(folder / "ca.crt"),
+        "--auth-supernode-private-key", str(folder / "node.key"), "--node-config", f"folder={json.dumps(str(folder))}",
+        "--host", "127.0.0.1", "--port", str(free_port()),
+    ], environment(folder / "flwr"))  # fmt: skip
+
+
+def run(
+    federation: Federation,
+    resolved: Resolved,
+    out: Path,
+    patience: Patience = Patience(),
+    tell: Callable[[str], None] = print,
+    look_s: float = LOOK_S,
+) -> dict[str, Any]:
+    """Submit, watch, and submit again what failed: the run goes on from its checkpoint. Returns its results."""
+    require_flower()
+    if not running(federation.server):
+        raise ConfigError("E178", "the server is not running", fix=f"rescene deploy server {federation.path}")
+    num_clients = resolved.recipe.federation.num_clients
+    if num_clients > len(federation.sites):
+        raise ConfigError(
+            "E179",
+            f"the recipe has {num_clients} sites, the federation {len(federation.sites)}",
+            fix=f"federation.num_clients={len(federation.sites)}",
+        )
+    out = out.resolve()
+    recipe = federation.server / "recipes" / f"{resolved.name}-{resolved.digest()}.yaml"
+    recipe.parent.mkdir(exist_ok=True)
+    recipe.write_text(yaml.safe_dump(resolved.recipe.model_dump(mode="json"), sort_keys=False))
+    config = {"recipe": str(recipe), "out": str(out), "gather-s": patience.gather_s}
+    config |= {"deadline-s": patience.deadline_s, "poll-s": patience.poll_s}
+    text = " ".join(f"{key}={json.dumps(value)}" for key, value in config.items())
+    for number in range(1, SUBMISSIONS + 1):
+        answer = flwr(federation, "run", str(federation.app), LINK, "--format", "json", "--run-config", text)
+        status = _watch(federation, int(answer["run-id"]), out, tell, look_s)
+        results = out / "results.json"
+        if status == "finished:completed" and results.is_file():
+            found: dict[str, Any] = json.loads(results.read_text(encoding="utf-8"))
+            return found
+        tell(f"submission {number} of {SUBMISSIONS} ended as {status}")
+    raise RunError(
+        "E351",
+        f"the run ended as {status}",
+        where=str(out),
+        why=_last_events(out),
+        fix=f"see {federation.server / 'logs' / 'executor.log'}; the same command goes on from the last round",
+    )
+
+
+def _watch(federation: Federation, run_id: int, out: Path, tell: Callable[[str], None], look_s: float) -> str:
+    """Until the run is listed as finished; tells each step once. A link that is gone may come back, and the run with it."""
+    told, lost_at = "", 0.0
+    while True:
+        gone = {"link", "executor"} - {one.name for one in running(federation.server)}
+        again = f"the {' and the '.join(sorted(gone))} of the server ended; rescene deploy server {federation.path}"
+        line = again if gone else progress(out)
+        if line != told:
+            tell(line)
+            told = line
+        lost_at = (lost_at or time.monotonic()) if gone else 0.0
+        if gone and time.monotonic() - lost_at > RETURN_S:
+            return "lost with the server"
+        with contextlib.suppress(RunError):  # the link is busy, or away
+            status = next((str(r["status"]) for r in runs(federation) if str(r["run-id"]) == str(run_id)), "")
+            if status.startswith("finished"):
+                return status
+        time.sleep(look_s)
+
+
+def progress(out: Path) -> str:
+    """One line: how far the run is and whom it waits for."""
+    status, waiting = _json(out / "status.json"), _json(out / "waiting.json")
+    if not status:
+        return "starting"
+    aa = "" if status.get("aa") is None else f", AA {status['aa']:.1f}"
+    late = ", ".join(waiting.get("waiting_for", []))
+    wait = f"; waiting for {late}" if late and status["state"] == "running" else ""
+    return f"{status['state']}: {status['done']} of {status['steps']} steps{aa}{wait}"
+
+
+def status_rows(federation: Federation) -> list[dict[str, Any]]:
+    """One row for the server, each site and each run: what it is, how it is."""
+    up = {one.name for one in running(federation.server)}
+    rows = [{"what": "server", "name": part, "state": "up" if part in up else "down"} for part in ("link", "executor")]
+    listed = {node["node-id"]: str(node["status"]) for node in nodes(federation)} if "link" in up else {}
+    known = registered(federation)
+    rows += [{"what": "site", "name": n, "state": listed.get(known.get(n, ""), "unknown")} for n in federation.sites]
+    folders = sorted((federation.server / "runs").glob("*/status.json"))
+    return rows + [{"what": "run", "name": path.parent.name, "state": progress(path.parent)} for path in folders]
+
+
+def nodes(federation: Federation) -> list[dict[str, Any]]:
+    """The registered nodes with their status, as the link lists them."""
+    found: list[dict[str, Any]] = flwr(federation, "supernode", "list", LINK, "--format", "json").get("nodes", [])
+    return found
+
+
+def runs(federation: Federation) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = flwr(federation, "list", LINK, "--format", "json").get("runs", [])
+    return found
+
+
+def flwr(federation: Federation, *words: str) -> dict[str, Any]:
+    """A command of Flower's own, with what it prints as JSON where it does."""
+    env = environment(federation.server / "flwr")
+    done = subprocess.run([program("flwr"), *words], capture_output=True, text=True, env=env, cwd=federation.server)
+    try:
+        found = json.loads(done.stdout) if "json" in words else {}
+    except ValueError:
+        found = {"success": False}
+    if done.returncode or found.get("success") is False:
+        said = (found.get("error-message") or done.stderr or done.stdout).strip()
+        raise RunError("E352", f"flwr {words[0]} failed", where=str(federation.server), why=said[-500:] or None)
+    return dict(found)
+
+
+def stay(started: list[Started]) -> None:
+    """Until one of them ends, which is an error: whoever watches this process starts it again."""
+    while all(map(alive, started)):
+        time.sleep(1)
+    gone = next(one for one in started if not alive(one))
+    raise RunError("E350", f"{gone.name} has ended", where=gone.log)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return {}
+
+
+def _last_events(out: Path) -> str | None:
+    try:
+        rows = [json.loads(line) for line in (out / "events.jsonl").read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError):
+        return None
+    return "\n".join(f"{row['code']} {row['message']}" for row in rows if row["level"] == "error") or None

@@ -1,0 +1,204 @@
+"""The federation across sites: ``ask`` sends letters, waits, and reduces the answers in client order.
+
+Everything around the answers (metering, quorum, what is finite, how pictures are decoded) is the in-process federation's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import rescene
+from rescene.deploy.letters import HELLO, Letter, Patience, Post, Remembered, Reply, Request, Undelivered
+from rescene.deploy.message import pack_message, unpack_message
+from rescene.engine.federation import Answer, InProcess
+from rescene.errors import RunError
+from rescene.methods import Payload
+from rescene.record import check_tree, num_bytes, to_device
+from rescene.rng import Rng
+
+RESEND = "E341"  # the site no longer has parts that the letter only named
+
+
+class GridFederation(InProcess):
+    """Sites behind a post. A client's state here is the hash of what its site keeps."""
+
+    def __init__(self, *args: Any, post: Post, run: str, recipe: str, patience: Patience, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._post, self._run, self._recipe, self._patience = post, run, recipe, patience
+        self._nodes: dict[int, int] = {}  # client -> node
+        self._refused: set[int] = set()
+        self.waiting: Callable[[dict[str, Any]], None] = lambda facts: None  # told whenever somebody has answered
+        self._told: dict[str, Any] = {}
+        self.fingerprint = ""  # of the images that all sites split between them
+        self._known: dict[tuple[int, str], frozenset[str]] = {}  # what a site keeps of the last message of a verb
+
+    def _gather(self, clients: Sequence[int]) -> None:
+        """Find out which node is which client. The first time we wait for all that are asked; later for nobody."""
+        end = time.monotonic() + (0 if self._nodes else self._patience.gather_s)
+        self._greet()
+        while set(clients) - self._nodes.keys() and time.monotonic() < end:
+            time.sleep(self._patience.poll_s)
+            self._greet()
+
+    def _greet(self) -> None:
+        """Ask new nodes who they are; one with other images, or a number that is taken, is left out of this run."""
+        strangers = [node for node in self._post.nodes() if node not in {*self._nodes.values(), *self._refused}]
+        letters = {node: Letter(self._head(HELLO, None, ())) for node in strangers}
+        for node, reply in sorted(self._exchange(letters).items()):
+            problem = reply.problem or self._misfit(reply, node)
+            if problem:
+                self._refused.add(node)
+                self.note("error", problem[0], f"site {reply.client} cannot take part: {problem[1]}")
+            elif reply.upload["torch"] != torch.__version__:
+                self.note("warning", "W341", f"site {reply.client} has torch {reply.upload['torch']}: bits may differ")
+
+    def _misfit(self, reply: Reply, node: int) -> tuple[str, str] | None:
+        if reply.client not in self.clients:
+            return "E344", f"this run has sites 0 to {len(self.clients) - 1}; see `client` in its site.yaml"
+        if reply.upload["fingerprint"] != self.fingerprint:
+            return "E347", "it has other images than this run; see `data` in its site.yaml"
+        if self._nodes.setdefault(reply.client, node) != node:
+            return "E344", "another site has this number; see `client` in its site.yaml"
+        return None
+
+    def largest_state(self) -> int:
+        return max((state.num_bytes for state in self.client_states.values() if state), default=0)
+
+    def _sent(self, upload: Payload) -> Payload:
+        return upload  # the site has coded its pictures
+
+    def _received(self, message: Payload) -> Payload:
+        return to_device(super()._received(message), self.device)  # type: ignore[no-any-return]
+
+    def _answers(self, clients: Sequence[int], verb: str, payload: Payload, rng: Rng) -> dict[int, Answer]:
+        self._gather(clients)
+        there = [k for k in clients if k in self._nodes]
+        for absent in sorted(set(clients) - set(there)):
+            self.note("error", "E348", f"site {absent} is not there for {verb}", client=absent)
+        replies = self._ask(there, verb, payload, rng, {k: self._known.get((k, verb), frozenset()) for k in there})
+        again = [k for k, reply in replies.items() if reply.problem and reply.problem[0] == RESEND]
+        if again:
+            replies |= self._ask(again, verb, payload, rng, dict.fromkeys(again, frozenset()))
+        answers = {}
+        for client in sorted(replies):
+            reply = replies[client]
+            if reply.problem:
+                code, words = reply.problem
+                self.note("error", code, f"site {client} failed in {verb}: {words}", client=client)
+                continue
+            try:
+                self._check(reply, client)
+            except RunError as error:
+                self.note("error", error.code, f"site {client} in {verb}: {error.what}; left out", client=client)
+                continue
+            self.ledger.meter.add(reply.flops)
+            answers[client] = (reply.upload, reply.state)
+        return answers
+
+    def _ask(
+        self, clients: Sequence[int], verb: str, payload: Payload, rng: Rng, known: dict[int, frozenset[str]]
+    ) -> dict[int, Reply]:
+        bodies = {has: pack_message(payload, has) for has in set(known.values())}
+        letters = {
+            self._nodes[k]: Letter(self._head(verb, self.client_states.get(k), rng.path), bodies[known[k]].data)
+            for k in clients
+        }
+        replies = self._exchange(letters)
+        found = {k: replies[self._nodes[k]] for k in clients if self._nodes[k] in replies}
+        for client in clients:
+            if client not in found:
+                self.note("error", "E349", f"site {client} did not answer {verb} in time", client=client)
+            elif not found[client].problem:
+                self._known[client, verb] = bodies[known[client]].large
+        return found
+
+    def _head(self, verb: str, state: Remembered | None, address: tuple[str | int, ...]) -> bytes:
+        task = 0 if verb == HELLO else self.task.index
+        version, sha256 = rescene.__version__, state.sha256 if state else None
+        return pack_message(Request(version, self._run, self._recipe, verb, task, address, sha256)).data
+
+    def _exchange(self, letters: dict[int, Letter]) -> dict[int, Reply]:
+        """Replies by node. A letter that is lost, or long unanswered, is sent again; after the deadline it is given up.
+
+        A site that restarts forgets the letter it had, and nobody is told. Sending again is harmless: sites keep their answer.
+        """
+        patience, now = self._patience, time.monotonic()
+        end, again_at = now + patience.deadline_s, now + patience.deadline_s / patience.attempts
+        replies: dict[int, Reply] = {}
+        tries = dict.fromkeys(letters, 1)
+        waiting = self._post.push(letters) if letters else {}
+        while waiting and time.monotonic() < end:
+            self._tell(replies, waiting)
+            lost = self._take(replies, waiting)
+            if time.monotonic() > again_at:
+                lost |= set(waiting.values())
+                again_at += patience.deadline_s / patience.attempts
+            again = {node: letters[node] for node in sorted(lost) if tries[node] < patience.attempts}
+            if again:
+                waiting |= self._post.push(again)
+                tries |= {node: tries[node] + 1 for node in again}
+            elif waiting:
+                time.sleep(patience.poll_s)
+        self._tell(replies, waiting)
+        return replies
+
+    def _take(self, replies: dict[int, Reply], waiting: dict[str, int]) -> set[int]:
+        """Move what has come from ``waiting`` to ``replies``, the first of each node; returns nodes whose letter was lost."""
+        lost = set()
+        for number, data in sorted(self._post.pull(list(waiting)).items()):
+            node = waiting.pop(number, None)
+            if node is None or node in replies:
+                continue  # an answer we did not ask for, or one that came twice
+            if isinstance(data, Undelivered):
+                lost.add(node)
+                self.note("warning", "W340", f"a letter to {self._name(node)} was lost: {data.why}")
+                continue
+            try:
+                replies[node] = _reply(data)
+            except RunError as error:
+                self.note("error", error.code, f"{self._name(node)}: {error.what}")
+        for number in [number for number, node in waiting.items() if node in replies]:
+            del waiting[number]
+        return lost
+
+    def _tell(self, replies: dict[int, Reply], waiting: dict[str, int]) -> None:
+        facts = {"answered": sorted(map(self._name, replies)), "waiting_for": sorted(map(self._name, waiting.values()))}
+        if facts != self._told:
+            self._told = facts
+            self.waiting(facts)
+
+    def _name(self, node: int) -> str:
+        return next((f"site {k}" for k, own in self._nodes.items() if own == node), f"node {node}")
+
+    def _check(self, reply: Reply, client: int) -> None:
+        """What a site says must fit: its number, a mapping, pictures of this size with labels seen so far."""
+        upload = reply.upload
+        if reply.client != client or not isinstance(upload, dict):
+            raise RunError("E342", "the answer is not this site's, or holds no values")
+        check_tree(upload, "upload")
+        if "images" in upload:
+            labels, images = upload.get("labels"), self._received(upload)["images"]
+            side = self.arch.image_size
+            if not isinstance(labels, Tensor) or labels.dtype != torch.int64 or labels.ndim != 1:
+                raise RunError("E342", "its pictures came without a row of labels")
+            if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < self.task.num_seen:
+                raise RunError("E342", f"a label lies outside 0..{self.task.num_seen - 1}")
+            if not isinstance(images, Tensor) or images.dtype != torch.float32:
+                raise RunError("E342", "its pictures are not float32")
+            if images.shape != (len(labels), 3, side, side):
+                raise RunError("E342", f"its pictures are {list(images.shape)}")
+
+
+def _reply(data: bytes) -> Reply:
+    reply = unpack_message(data).tree
+    if not isinstance(reply, Reply) or not isinstance(reply.client, int) or not isinstance(reply.flops, int):
+        raise RunError("E340", "the message is refused: it is no reply")
+    state = reply.state
+    if state is not None and not (isinstance(state, Remembered) and num_bytes(state) < 1000):
+        raise RunError("E340", "the message is refused: its memory is not named by a hash")
+    return reply

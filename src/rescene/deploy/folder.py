@@ -1,0 +1,185 @@
+"""The folder of a federation: what `rescene deploy init` writes and the other commands read.
+
+federation.yaml     name, address and sites, in the order of their numbers
+server/             certificates (ca.key and server.key are secret), database, logs, runs
+app/                the bundle that Flower sends to the nodes: a shim, without any dependency
+sites/<name>/       to be carried to the site: site.yaml, ca.crt, node.key (secret), node.pub
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import yaml
+
+from rescene.errors import ConfigError
+
+NAME = re.compile(r"[a-z][a-z0-9-]{0,30}")
+APP = {
+    "pyproject.toml": """\
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+
+[project]
+name = "rescene-app"
+version = "1.0.0"
+description = "Imports the two apps of the rescene that is installed at each site"
+license = "Apache-2.0"
+requires-python = ">=3.11"
+dependencies = []  # anything here would be downloaded at every run
+
+[tool.flwr.app]
+publisher = "rescene"
+fab-include = ["rescene_app/*.py"]
+
+[tool.flwr.app.components]
+serverapp = "rescene_app.server:app"
+clientapp = "rescene_app.client:app"
+
+[tool.flwr.app.config]
+recipe = ""
+out = ""
+gather-s = 600.0
+deadline-s = 3600.0
+poll-s = 1.0
+""",
+    "rescene_app/__init__.py": "",
+    "rescene_app/server.py": "from rescene.deploy import flower\n\napp = flower.server\n",
+    "rescene_app/client.py": "from rescene.deploy import flower\n\napp = flower.client\n",
+}
+SITE = """\
+# Who this site is, and where its images lie. The server can change none of this.
+client: {client}            # the site's number in the federation
+server: {host}:{port}
+data: {{name: auto}}      # path: FOLDER, image_size: 32, ...; without a path the embedded fashion-mini
+device: auto         # auto, cpu, cuda
+"""
+PROXY = """\
+# Lets sites in and nobody else: the control API of Flower has no login and must stay on this machine.
+server {{
+    listen {host}:{port} ssl;
+    ssl_certificate {server}/server.pem;
+    ssl_certificate_key {server}/server.key;
+    client_max_body_size 0;
+    location /v1/fleet/ {{
+        proxy_pass https://127.0.0.1:{port};
+        proxy_ssl_trusted_certificate {server}/ca.crt;
+        proxy_ssl_verify on;
+        proxy_ssl_name localhost;
+        proxy_request_buffering off;
+        proxy_read_timeout 120s;
+    }}
+    location / {{ return 403; }}
+}}
+"""
+UNIT = """\
+[Unit]
+Description=rescene {role}
+After=network-online.target time-sync.target
+
+[Service]
+ExecStart={python} -m rescene deploy {role} {folder} --wait
+Restart=always
+RestartSec=10
+NoNewPrivileges=yes
+ProtectSystem=strict
+ReadWritePaths={folder}
+
+[Install]
+WantedBy=multi-user.target
+"""
+
+
+@dataclass(frozen=True)
+class Federation:
+    path: Path
+    name: str
+    host: str
+    port: int
+    sites: list[str]
+
+    @property
+    def server(self) -> Path:
+        return self.path / "server"
+
+    @property
+    def app(self) -> Path:
+        return self.path / "app"
+
+    def site(self, name: str) -> Path:
+        return self.path / "sites" / name
+
+    @staticmethod
+    def open(path: Path) -> Federation:
+        try:
+            return Federation(path.resolve(), **yaml.safe_load((path / "federation.yaml").read_text(encoding="utf-8")))
+        except (OSError, TypeError, yaml.YAMLError):
+            raise ConfigError(
+                "E172",
+                "this is not the folder of a federation",
+                where=str(path),
+                why="it has no federation.yaml that can be read",
+                fix="rescene deploy init NAME --sites A,B,C",
+            ) from None
+
+
+def require_flower() -> None:
+    if find_spec("flwr") is None:
+        raise ConfigError(
+            "E171",
+            "Flower is not installed",
+            why="only federations across sites need it",
+            fix='pip install "rescene[deploy]"',
+        )
+
+
+def init(path: Path, sites: list[str], host: str = "127.0.0.1", port: int = 8000) -> Federation:
+    """Write the folder; refuse one that exists, so that no key is ever replaced unseen."""
+    require_flower()
+    from rescene.deploy.keys import make_certificates, make_node_key
+
+    _check_names([path.name, *sites])
+    if path.exists() and any(path.iterdir()):
+        raise ConfigError("E173", "the folder is not empty", where=str(path), fix="another NAME, or remove the folder")
+    federation = Federation(path.resolve(), path.name, host, port, sites)
+    try:
+        for folder in (federation.server, federation.app / "rescene_app", *map(federation.site, sites)):
+            folder.mkdir(parents=True)
+        federation.path.chmod(0o700)
+        make_certificates(federation.server, federation.name, host)
+        for client, name in enumerate(sites):
+            make_node_key(federation.site(name))
+            shutil.copy(federation.server / "ca.crt", federation.site(name))
+            (federation.site(name) / "site.yaml").write_text(SITE.format(client=client, host=host, port=port))
+            (federation.site(name) / "rescene-site.service").write_text(
+                UNIT.format(role="site", folder="/srv/rescene/site", python="/srv/rescene/venv/bin/python")
+            )
+        (federation.server / "nginx.conf").write_text(PROXY.format(host=host, port=port, server=federation.server))
+        (federation.server / "rescene-server.service").write_text(
+            UNIT.format(role="server", folder=federation.path, python=sys.executable)
+        )
+        for name, text in APP.items():
+            (federation.app / name).write_text(text)
+        facts = {"name": path.name, "host": host, "port": port, "sites": sites}
+        (path / "federation.yaml").write_text(yaml.safe_dump(facts, sort_keys=False))  # last: now it is one
+    except OSError as error:
+        raise ConfigError("E173", f"cannot write the folder: {error.strerror}", where=str(path)) from None
+    return federation
+
+
+def _check_names(names: list[str]) -> None:
+    wrong = [name for name in names if not NAME.fullmatch(name)]
+    if wrong:
+        raise ConfigError(
+            "E174",
+            f"{wrong[0]!r} cannot be a name",
+            why="a name is lower-case letters, digits and hyphens, a letter first, at most 31",
+        )
+    if len(names) < 2 or len(set(names[1:])) != len(names) - 1:
+        raise ConfigError("E174", "sites need names of their own", fix="--sites north,south,west")

@@ -1,0 +1,161 @@
+"""Processes of a federation on this machine: started apart, found again by their id, ended with all their children.
+
+An id is only trusted together with the time its process began, so that a number used again is never hit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rescene.engine.checkpoint import write_json
+from rescene.errors import ConfigError, RunError
+
+CLOSED_NETWORK = {  # Flower asks the internet for nothing
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+}
+GRACE_S = 10.0
+
+
+@dataclass(frozen=True)
+class Started:
+    name: str
+    pid: int
+    began: str
+    log: str
+
+
+def environment(home: Path) -> dict[str, str]:
+    """Closed network, this Python's programs first, a Flower home of its own."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    return {**os.environ, **CLOSED_NETWORK, "PATH": path, "FLWR_HOME": str(home), "PYTHONUNBUFFERED": "1"}
+
+
+def program(name: str) -> str:
+    return str(Path(sys.executable).parent / name)
+
+
+def start(folder: Path, name: str, argv: Sequence[str], env: Mapping[str, str]) -> Started:
+    """Start a program in a group of its own; its output goes to logs/<name>.log, its id to processes/<name>.json."""
+    for place in ("logs", "processes"):
+        (folder / place).mkdir(parents=True, exist_ok=True)
+    log = folder / "logs" / f"{name}.log"
+    with open(log, "ab") as out:
+        child = subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env, cwd=folder, start_new_session=True
+        )
+    started = Started(name, child.pid, _facts(child.pid).get("began", ""), str(log))
+    write_json(folder / "processes" / f"{name}.json", asdict(started), sync="none")
+    return started
+
+
+def running(folder: Path) -> list[Started]:
+    """Those started from this folder that are still there."""
+    found = []
+    for path in sorted((folder / "processes").glob("*.json")):
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            found.append(Started(**json.loads(path.read_text(encoding="utf-8"))))
+    return [one for one in found if alive(one)]
+
+
+def alive(one: Started) -> bool:
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(one.pid, os.WNOHANG)  # one of ours that has ended is not there any more
+    if not Path("/proc/self/stat").exists():
+        with contextlib.suppress(OSError):
+            os.kill(one.pid, 0)
+            return True
+        return False
+    facts = _facts(one.pid)
+    return bool(facts) and facts["began"] == one.began and facts["state"] != "Z"
+
+
+def stop(folder: Path) -> list[str]:
+    """End everything started from this folder, politely, then not; returns their names."""
+    ended = running(folder)
+    for one in ended:
+        _end(one)
+    for path in (folder / "processes").glob("*.json"):
+        path.unlink(missing_ok=True)
+    return [one.name for one in ended]
+
+
+def _end(one: Started) -> None:
+    family = [Started(one.name, pid, _facts(pid).get("began", ""), "") for pid in [one.pid, *_descendants(one.pid)]]
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for member in family:
+            if alive(member):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(member.pid, number)
+        until = time.monotonic() + GRACE_S
+        while any(map(alive, family)) and time.monotonic() < until:
+            time.sleep(0.1)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(one.pid, signal.SIGKILL)  # what was born in its group meanwhile
+
+
+def _descendants(pid: int) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        facts = _facts(int(path.name))
+        if facts:
+            children.setdefault(int(facts["parent"]), []).append(int(path.name))
+    found, todo = [], [pid]
+    while todo:
+        below = children.get(todo.pop(), [])
+        found += below
+        todo += below
+    return found
+
+
+def _facts(pid: int) -> dict[str, str]:
+    """State, parent and birth of a process, from /proc; nothing if it is gone (or the system has no /proc)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return {}
+    return {"state": fields[0], "parent": fields[1], "began": fields[19]}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def check_port(host: str, port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                "E175",
+                f"cannot listen on {host}:{port}: {error.strerror}",
+                fix="rescene deploy stop FOLDER, if it is ours; else another --port",
+            ) from None
+
+
+def wait_for_port(one: Started, host: str, port: int, seconds: float = 120.0) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and alive(one):
+        with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=1):
+            return
+        time.sleep(0.2)
+    raise RunError(
+        "E350",
+        f"{one.name} did not come up",
+        where=one.log,
+        why="\n".join(Path(one.log).read_text(encoding="utf-8", errors="replace").splitlines()[-5:]),
+    )

@@ -1,0 +1,39 @@
+"""The server's side of a run across sites: the engine's own loop with sites behind a post."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rescene.config import Resolved
+from rescene.deploy.federation import GridFederation
+from rescene.deploy.letters import Patience, Post
+from rescene.engine import RunFolder
+from rescene.engine.checkpoint import write_json
+from rescene.engine.loop import Run
+from rescene.engine.watch import Progress
+
+
+def run_across(
+    resolved: Resolved,
+    folder: RunFolder,
+    post: Post,
+    patience: Patience = Patience(),
+    progress: Progress = lambda event: None,
+    run: type[Run] = Run,
+) -> dict[str, Any]:
+    """Run, or continue, the experiment of this folder across the sites behind ``post``."""
+    folder.check(resolved)
+    recipe = resolved.recipe
+
+    def federate(*args: Any, **options: Any) -> GridFederation:
+        name = f"{recipe.method['name']}-s{recipe.seed}-{resolved.digest()}"
+        text = json.dumps(recipe.model_dump(mode="json"))
+        return GridFederation(*args, post=post, run=name, recipe=text, patience=patience, **options)
+
+    going = run(resolved, folder, progress, federate)
+    federation = going.federation
+    assert isinstance(federation, GridFederation)
+    federation.fingerprint = going.experiment.dataset.fingerprint()
+    federation.waiting = lambda facts: write_json(folder.path / "waiting.json", facts, sync="none")
+    return going.complete()

@@ -1,0 +1,213 @@
+"""A site: opens its own images, runs the verb it is asked for, keeps what it remembers in files under its own folder.
+
+    site.yaml                            who it is and where its images lie
+    state/<run>/client-<k>/memory-*.bin  what it remembers between rounds, by hash, whole or not at all
+    state/<run>/client-<k>/<verb>/       parts of messages that did not change, by hash
+    state/<run>/client-<k>/answer-*.bin  the last answer, by the hash of its letter
+
+A request says from which memory to start. Asked twice, a site gives the same answer twice: a letter that comes again, or a
+server that goes back to its last checkpoint, does no harm.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+import rescene
+from rescene.config import Recipe
+from rescene.config.schema import DataSection
+from rescene.deploy.letters import HELLO, Letter, Remembered, Reply, Request
+from rescene.deploy.message import pack_message, unpack_message
+from rescene.engine import Experiment, prepare, use_all_cores
+from rescene.engine import wire as on_wire
+from rescene.engine.checkpoint import write_atomically
+from rescene.engine.federation import first_line
+from rescene.engine.ledger import FlopMeter
+from rescene.errors import ConfigError, ResceneError, RunError
+from rescene.methods import Method
+from rescene.nets import flops_to
+from rescene.record import Tree, num_bytes, to_device
+from rescene.rng import Rng
+
+KEPT = 12  # memories: two checkpoints of the server and the step under way, a few exchanges each
+VERB = ["self", "payload", "shard", "client_state", "rng"]
+
+
+class SiteSection(BaseModel):
+    """site.yaml."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    client: int = Field(ge=0, description="the site's number in the federation")
+    server: str = Field("", description="host:port of the server")
+    data: DataSection = Field(DataSection(), description="where the images lie; never taken from the server")
+    holds: Literal["share"] = Field("share", description="share: this site works on its part of the recipe's split")
+    device: str = "auto"
+
+
+@dataclass(frozen=True)
+class Site:
+    """A site's folder and what its site.yaml says."""
+
+    folder: Path
+    section: SiteSection
+
+    @staticmethod
+    def open(folder: Path) -> Site:
+        path = folder / "site.yaml"
+        try:
+            return Site(folder, SiteSection.model_validate(yaml.safe_load(path.read_text(encoding="utf-8"))))
+        except OSError as error:
+            raise ConfigError(
+                "E170",
+                f"no site.yaml can be read: {error.strerror}",
+                where=str(folder),
+                fix="rescene deploy init makes a folder for each site",
+            ) from None
+        except (ValidationError, yaml.YAMLError) as error:
+            lines = str(error).splitlines()
+            raise ConfigError("E170", "site.yaml makes no sense", where=str(path), why=" ".join(lines[1:3])) from None
+
+    def answer(self, letter: Letter) -> bytes:
+        """The reply to a letter, also when something goes wrong: the server is told what, and goes on without us."""
+        client = self.section.client
+        try:
+            use_all_cores()
+            return self._answer(unpack_message(letter.head).tree, letter)
+        except ResceneError as error:
+            reply = Reply(client, None, None, 0, (error.code, error.what))
+        except Exception as error:
+            reply = Reply(client, None, None, 0, ("E321", first_line(error)))
+        return pack_message(reply).data
+
+    def _answer(self, request: Any, letter: Letter) -> bytes:
+        if not isinstance(request, Request):
+            raise RunError("E340", "the message is refused: it is no request")
+        if request.version != rescene.__version__:
+            raise RunError("E343", f"this site has rescene {rescene.__version__}, the server {request.version}")
+        if request.verb == HELLO:
+            return pack_message(self._hello(request)).data
+        files = Memory(self.folder / "state" / _safe(request.run) / f"client-{self.section.client}")
+        return files.answered(letter) or files.keep(letter, pack_message(self._work(request, letter.body, files)).data)
+
+    def _experiment(self, request: Request) -> Experiment:
+        given = json.loads(request.recipe) | {"data": self.section.data.model_dump(), "device": self.section.device}
+        return prepare(Recipe.model_validate(given))
+
+    def _hello(self, request: Request) -> Reply:
+        facts = {"fingerprint": self._experiment(request).dataset.fingerprint(), "torch": torch.__version__}
+        return Reply(self.section.client, facts, None, 0)
+
+    def _work(self, request: Request, body: bytes, files: Memory) -> Reply:
+        experiment = self._experiment(request)
+        client, task, meter = self.section.client, experiment.tasks[request.task], FlopMeter(experiment.arch)
+        verb = client_verb(experiment.method, request.verb)
+        payload = to_device(files.payload(request.verb, body), experiment.device)
+        state = to_device(files.read(request.state), experiment.device)
+
+        def net(model: Any) -> torch.nn.Module:
+            return meter.attach(experiment.arch.restore(model), len(model["head.weight"]))
+
+        rng = Rng(experiment.rng.seed, request.address).at(client)
+        with meter.on("client"), flops_to(meter.add):
+            upload, after = verb(payload, experiment.shard(task, client, net), state, rng)
+        message = on_wire.sent(upload, experiment.recipe.federation.wire)
+        return Reply(client, message, files.write(after), meter.flops["client"])
+
+
+class Memory:
+    """Files of one client in one run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def payload(self, verb: str, body: bytes) -> Tree:
+        """The payload of a message; its large parts are kept until the next message of this verb names them no more."""
+        folder = self.folder / verb
+        folder.mkdir(parents=True, exist_ok=True)
+        held = {path.name: path for path in folder.iterdir() if not path.name.startswith(".")}
+        found = unpack_message(body, _Files(held))
+        for digest, data in found.large.items():
+            if digest not in held:
+                write_atomically(folder / digest, data, sync="none")  # can be sent again
+        for digest in held.keys() - found.large.keys():
+            held[digest].unlink(missing_ok=True)
+        return found.tree
+
+    def read(self, sha256: str | None) -> Tree:
+        if sha256 is None:
+            return None
+        path = self._path(sha256)
+        try:
+            data = path.read_bytes()
+        except OSError:
+            data = b""
+        if hashlib.sha256(data).hexdigest() != sha256:
+            raise RunError("E345", f"what this site remembered ({path.name}) is lost or damaged")
+        return unpack_message(data).tree
+
+    def write(self, state: Tree) -> Remembered | None:
+        if state is None:
+            return None
+        data = pack_message(state).data
+        sha256 = hashlib.sha256(data).hexdigest()
+        path = self._path(sha256)
+        if path.exists():
+            path.touch()  # young again
+        else:
+            write_atomically(path, data)
+        by_age = sorted(self.folder.glob("memory-*.bin"), key=lambda p: p.stat().st_mtime_ns, reverse=True)
+        for old in by_age[KEPT:]:
+            old.unlink(missing_ok=True)
+        return Remembered(sha256, num_bytes(state))
+
+    def answered(self, letter: Letter) -> bytes | None:
+        """The answer to this very letter, if it was the last one: a letter that comes twice costs no work."""
+        try:
+            return self._answer_path(letter).read_bytes()
+        except OSError:
+            return None
+
+    def keep(self, letter: Letter, answer: bytes) -> bytes:
+        path = self._answer_path(letter)
+        for old in self.folder.glob("answer-*.bin"):
+            old.unlink(missing_ok=True)
+        write_atomically(path, answer, sync="none")
+        return answer
+
+    def _answer_path(self, letter: Letter) -> Path:
+        return self.folder / f"answer-{hashlib.sha256(letter.head + letter.body).hexdigest()[:32]}.bin"
+
+    def _path(self, sha256: str) -> Path:
+        return self.folder / f"memory-{sha256[:32]}.bin"
+
+
+class _Files(dict[str, Any]):
+    """Hash -> content of the file kept under it, read when it is asked for."""
+
+    def __getitem__(self, digest: str) -> bytes:
+        return bytes(super().__getitem__(digest).read_bytes())
+
+
+def client_verb(method: Method, name: str) -> Callable[..., Any]:
+    """The method's client verb of this name; nothing else can be called from outside."""
+    found = getattr(type(method), name, None) if name.isidentifier() and not name.startswith("_") else None
+    if not inspect.isfunction(found) or list(inspect.signature(found).parameters) != VERB:
+        raise RunError("E346", f"{method.title} has no client verb {name!r}")
+    return getattr(method, name)  # type: ignore[no-any-return]
+
+
+def _safe(name: str) -> str:
+    if not name or not all(c.isalnum() or c in "-_." for c in name) or name.startswith("."):
+        raise RunError("E340", f"the message is refused: {name!r} cannot name a run")
+    return name

@@ -1,0 +1,47 @@
+"""rescene deploy on the command line: what can go wrong before anything is started."""
+
+import pytest
+from typer.testing import CliRunner
+
+from rescene.cli.app import app
+
+
+def say(*words):
+    found = CliRunner().invoke(app, ["deploy", *map(str, words)])
+    return found.exit_code, found.output
+
+
+@pytest.fixture
+def federation(tmp_path):
+    pytest.importorskip("flwr", reason="Flower is not installed: pip install 'rescene[deploy]'")
+    code, output = say("init", tmp_path / "clinic", "--sites", "north,south", "--port", "9000")
+    assert code == 0 and "carry to north" in output
+    return tmp_path / "clinic"
+
+
+def test_without_flower_the_extra_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("rescene.deploy.folder.find_spec", lambda name: None)
+    for words in (["init", tmp_path / "new", "--sites", "a"], ["rehearse", "--out", tmp_path / "out"]):
+        code, output = say(*words)
+        assert code == 2 and 'pip install "rescene[deploy]"' in output
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("words", [["server"], ["status"], ["stop"], ["run"]])
+def test_a_folder_that_is_no_federation_is_told(tmp_path, words):
+    code, output = say(*words, tmp_path, *(["smoke"] if words == ["run"] else []))
+    assert code == 2 and "E172" in output
+
+
+def test_status_and_stop_of_a_server_that_is_down(federation):
+    code, output = say("status", federation)
+    assert code == 0 and output.count("down") == 2 and output.count("unknown") == 2
+    assert say("stop", federation) == (0, "nothing was running\n")
+    assert say("stop", federation / "sites" / "north") == (0, "nothing was running\n")
+    code, output = say("run", federation, "smoke")
+    assert code == 2 and "E178" in output
+
+
+def test_only_the_paths_for_sites_pass_the_proxy(federation):
+    text = (federation / "server" / "nginx.conf").read_text()
+    assert text.count("location") == 2 and "location /v1/fleet/" in text and "location / { return 403; }" in text

@@ -1,0 +1,80 @@
+"""A post without sockets, sites in this process, and runs whose models are hashed after each step."""
+
+import hashlib
+import json
+
+import yaml
+
+from rescene.deploy.letters import Patience, Undelivered
+from rescene.deploy.server import run_across
+from rescene.deploy.site import Site
+from rescene.engine import RunFolder
+from rescene.engine.loop import Run
+
+PATIENT = Patience(gather_s=0, deadline_s=600, poll_s=0, attempts=2)
+TINY = ["federation.num_clients=3", "federation.per_round=2", "federation.engine=one-by-one", "device=cpu"]
+
+
+class LocalPost:
+    """Sites in this process. Answers come back last first; ``lose`` and ``change`` say what happens on the way."""
+
+    def __init__(self, folders, lose=lambda number: False, change=lambda node, data: data):
+        self.sites = {1000 - k: Site.open(folder) for k, folder in enumerate(folders)}
+        self.lose, self.change, self.sent, self.letters = lose, change, {}, []
+
+    def nodes(self):
+        return list(self.sites)
+
+    def push(self, letters):
+        ids = {}
+        for node, letter in letters.items():
+            number = len(self.letters)
+            self.letters.append(letter)
+            ids[str(number)] = node
+            self.sent[str(number)] = (node, letter, self.lose(number))
+        return ids
+
+    def pull(self, ids):
+        found = {}
+        for number in sorted(ids, reverse=True):
+            node, letter, lost = self.sent[number]
+            if lost != "late":
+                answer = self.change(node, self.sites[node].answer(letter))
+                found[number] = Undelivered("the node went away") if lost else answer
+        return found
+
+
+def sites(root, count=3, **more):
+    for k in range(count):
+        folder = root / f"site-{k}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "site.yaml").write_text(yaml.safe_dump({"client": k, "device": "cpu"} | more))
+    return [root / f"site-{k}" for k in range(count)]
+
+
+class Hashed(Run):
+    """A run that writes down the hash of its model after each step."""
+
+    def _commit(self, number):
+        sha256 = hashlib.sha256()
+        for name, value in self.state.model.items():
+            sha256.update(name.encode() + value.numpy().tobytes())
+        with open(self.folder.path.with_suffix(".hashes"), "a") as file:
+            file.write(f"{number} {sha256.hexdigest()}\n")
+        super()._commit(number)
+
+
+def hashes(folder):
+    return folder.with_suffix(".hashes").read_text()
+
+
+def across(resolved, folder, post, patience=PATIENT):
+    return run_across(resolved, RunFolder(folder), post, patience, run=Hashed)
+
+
+def in_process(resolved, folder):
+    return Hashed(resolved, RunFolder(folder), lambda event: None).complete()
+
+
+def events(folder):
+    return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]

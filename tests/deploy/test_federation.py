@@ -1,0 +1,218 @@
+"""Across sites: the same bits as in one process, whatever gets lost, comes twice, or comes late."""
+
+import json
+
+import pytest
+import torch
+from local_sites import PATIENT, TINY, LocalPost, across, events, hashes, in_process, sites
+
+from rescene.config import resolve
+from rescene.deploy.federation import GridFederation
+from rescene.deploy.letters import Letter, Patience, Reply
+from rescene.deploy.message import pack_message, unpack_message
+from rescene.deploy.site import Memory, Site, client_verb
+from rescene.engine import RunFolder
+from rescene.engine.loop import Run
+from rescene.errors import ConfigError, RunError
+
+IMPATIENT = Patience(gather_s=0, deadline_s=0.2, poll_s=0, attempts=2)
+
+
+@pytest.mark.parametrize("method", ["rescene", "fedavg", "fedewc", "refed"])
+def test_the_same_bits_as_in_one_process(tmp_path, method):
+    resolved = resolve("smoke", [*TINY, f"method={method}"])
+    here, there = tmp_path / "here", tmp_path / "there"
+    expected, found = in_process(resolved, here), across(resolved, there, LocalPost(sites(tmp_path)))
+    assert hashes(there) == hashes(here) and len(set(hashes(here).split())) > 8
+    assert found == expected  # accuracy, bytes, operations, states, leakage
+
+
+def test_coded_pictures_are_decoded_once_and_alike(tmp_path):
+    resolved = resolve("smoke", [*TINY, "federation.wire=uint8"])
+    assert in_process(resolved, tmp_path / "here") == across(resolved, tmp_path / "there", LocalPost(sites(tmp_path)))
+    assert hashes(tmp_path / "here") == hashes(tmp_path / "there")
+
+
+def test_a_lost_letter_is_sent_again_and_changes_nothing(tmp_path):
+    resolved = resolve("smoke", [*TINY, "method=fedewc"])
+    in_process(resolved, tmp_path / "here")
+    post = LocalPost(sites(tmp_path), lose=lambda number: number % 3 == 0)
+    across(resolved, tmp_path / "there", post)
+    assert hashes(tmp_path / "here") == hashes(tmp_path / "there")
+    assert "W340" in {event["code"] for event in events(tmp_path / "there")}
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("at", [7, 12])
+def test_a_server_that_dies_goes_on_from_its_checkpoint_with_the_same_bits(tmp_path, at):
+    resolved = resolve("smoke", [*TINY, "method=fedewc"])
+    in_process(resolved, tmp_path / "here")
+
+    answers = []
+
+    def die(node, data):
+        answers.append(node)
+        if len(answers) == at:
+            raise Killed
+        return data
+
+    folders = sites(tmp_path)
+    with pytest.raises(Killed):  # a site has answered, and remembers a round that the server does not know of
+        across(resolved, tmp_path / "there", LocalPost(folders, change=die))
+    across(resolved, tmp_path / "there", LocalPost(folders))
+    last = dict(line.split() for line in hashes(tmp_path / "there").splitlines())  # repeated steps: the later line
+    assert last == dict(line.split() for line in hashes(tmp_path / "here").splitlines())
+
+
+def federation(tmp_path, post, patience=PATIENT, overrides=()):
+    """A federation at the beginning of its first round, and the events it writes."""
+    resolved = resolve("smoke", [*TINY, "method=fedavg", *overrides])
+    made, noted = [], []
+
+    def federate(*args, **options):
+        args = (*args[:4], lambda level, code, message, client=None: noted.append((code, message)))
+        made.append(
+            GridFederation(
+                *args,
+                post=post,
+                run="r",
+                recipe=json.dumps(resolved.recipe.model_dump(mode="json")),
+                patience=patience,
+                **options,
+            )
+        )
+        return made[0]
+
+    run = Run(resolved, RunFolder(tmp_path / "run"), lambda event: None, federate)
+    made[0].fingerprint = run.experiment.dataset.fingerprint()
+    run.federation.move(run.experiment.tasks[0], 0, [0, 1, 2])
+    state = run.experiment.method.init(run.experiment.initial_net(), run.experiment.rng)
+    return made[0], {"model": state.model}, noted
+
+
+def test_the_round_goes_on_without_a_late_site_and_says_who(tmp_path):
+    post = LocalPost(sites(tmp_path))
+    asked, payload, noted = federation(tmp_path, post)
+    asked.ask([0], "client_round", payload)
+    post.lose, asked._patience = (
+        (lambda number: "late" if post.letters[number].body and number == 4 else False),
+        IMPATIENT,
+    )
+    uploads = asked.ask([0, 1, 2], "client_round", payload)
+    assert list(uploads) == [1, 2]
+    assert noted == [("E349", "site 0 did not answer client_round in time")]
+
+
+def test_a_silent_site_gets_its_letter_again(tmp_path):
+    post = LocalPost(sites(tmp_path))
+    asked, payload, noted = federation(tmp_path, post)
+    asked.ask([0], "client_round", payload)
+    post.lose, asked._patience = (lambda number: "late" if number == 4 else False), Patience(0, 60, 0, attempts=600)
+    assert list(asked.ask([0, 1, 2], "client_round", payload)) == [0, 1, 2]
+    assert not noted and len(post.letters) > 7
+
+
+def test_a_letter_that_comes_twice_gets_the_same_answer_without_work(tmp_path, monkeypatch):
+    post = LocalPost(sites(tmp_path, count=1))
+    asked, payload, _ = federation(tmp_path, post)
+    asked.move(asked.task, 0, [0])
+    asked.ask([0], "client_round", payload)
+    (site,) = post.sites.values()
+    first = site.answer(post.letters[-1])
+    monkeypatch.setattr("rescene.deploy.site.prepare", lambda recipe: pytest.fail("it worked again"))
+    assert site.answer(post.letters[-1]) == first and unpack_message(first).tree.problem is None
+
+
+def test_below_the_quorum_the_run_stops_and_can_be_resumed(tmp_path):
+    asked, payload, noted = federation(tmp_path, LocalPost(sites(tmp_path, count=1)))
+    with pytest.raises(RunError, match="only 1 of 3 sites answered"):
+        asked.ask([0, 1, 2], "client_round", payload)
+    assert [code for code, _ in noted] == ["E348", "E348"]
+
+
+@pytest.mark.parametrize(
+    ("forge", "code"),
+    [
+        (lambda data: b"garbage", "E340"),
+        (lambda data: data[:-8], "E340"),
+        (lambda data: pack_message({"a": 1}).data, "E340"),
+        (lambda data: pack_message(Reply(7, {}, None, 0)).data, "E342"),
+        (lambda data: pack_message(Reply(0, [1], None, 0)).data, "E342"),
+        (lambda data: pack_message(Reply(0, {"images": torch.zeros(1, 3, 9, 9)}, None, 0)).data, "E342"),
+        (lambda data: pack_message(Reply(0, picture(label=5), None, 0)).data, "E342"),
+        (lambda data: pack_message(Reply(0, {"model": {"w": torch.tensor([float("nan")])}}, None, 0)).data, "E322"),
+    ],
+)
+def test_a_bad_upload_is_left_out_with_a_reason_and_the_others_count(tmp_path, forge, code):
+    post = LocalPost(sites(tmp_path))
+    asked, payload, noted = federation(tmp_path, post)
+    asked.ask([0, 1, 2], "client_round", payload)
+    post.change = lambda node, data: forge(data) if node == 1000 else data
+    assert list(asked.ask([0, 1, 2], "client_round", payload)) == [1, 2]
+    assert noted[0][0] == code and "site 0" in noted[0][1]
+
+
+def picture(label):
+    return {"images": torch.zeros(1, 3, 28, 28), "labels": torch.tensor([label])}
+
+
+def test_two_sites_with_one_number_and_a_site_with_other_images_are_told(tmp_path):
+    folders = sites(tmp_path)
+    (folders[2] / "site.yaml").write_text("client: 0")
+    (folders[1] / "site.yaml").write_text("client: 1\ndata: {image_size: 16}")
+    asked, payload, noted = federation(tmp_path, LocalPost(folders), overrides=["federation.quorum=0"])
+    assert len(asked.ask([0, 1, 2], "client_round", payload)) == 1
+    assert sorted(code for code, _ in noted) == ["E344", "E347", "E348", "E348"]
+    assert any("other images" in message for _, message in noted)
+
+
+def test_what_does_not_change_travels_once(tmp_path):
+    post = LocalPost(sites(tmp_path))
+    asked, payload, noted = federation(tmp_path, post)
+    payload |= {"teacher": {"w": torch.rand(100_000)}}
+    for _ in range(3):
+        asked.ask([0, 1, 2], "client_round", payload)
+    bodies = [len(letter.body) for letter in post.letters if letter.body]
+    assert min(bodies[:3]) > 400_000 and max(bodies[3:]) < 10_000
+    for path in (tmp_path / "site-1").rglob("client_round/*"):
+        path.unlink()
+    assert list(asked.ask([0, 1, 2], "client_round", payload)) == [0, 1, 2]  # sent again to the one that lost it
+    assert len(post.letters[-1].body) > 400_000 and not noted
+
+
+def test_a_site_refuses_what_is_no_verb_and_other_versions(tmp_path):
+    (folder,) = sites(tmp_path, count=1)
+    asked, _, _ = federation(tmp_path, LocalPost([folder]))
+    for name in ("server_round", "_private", "__class__", "train", "no_such"):
+        with pytest.raises(RunError, match="E346"):
+            client_verb(asked.method, name)
+    head = unpack_message(asked._head("client_round", None, ())).tree
+    old = type(head)(**(vars(head) | {"version": "0.0.1"}))
+    reply = unpack_message(Site.open(folder).answer(Letter(pack_message(old).data))).tree
+    assert reply.problem[0] == "E343" and "0.0.1" in reply.problem[1]
+    away = type(head)(**(vars(head) | {"run": "../../etc"}))
+    assert unpack_message(Site.open(folder).answer(Letter(pack_message(away).data))).tree.problem[0] == "E340"
+
+
+def test_memory_is_found_by_its_hash_or_its_loss_is_told(tmp_path):
+    memory = Memory(tmp_path)
+    token = memory.write({"fisher": torch.ones(3)})
+    assert memory.read(token.sha256)["fisher"].tolist() == [1, 1, 1] and memory.read(None) is None
+    for path in tmp_path.glob("memory-*"):
+        path.write_bytes(b"half")
+    with pytest.raises(RunError, match="lost or damaged"):
+        memory.read(token.sha256)
+    for number in range(20):
+        last = memory.write({"n": number})
+    assert len(list(tmp_path.glob("memory-*"))) == 12 and memory.read(last.sha256) == {"n": 19}
+
+
+@pytest.mark.parametrize("text", [None, "client: -1", "client: 0\nwhat: 1", "[", "client: 0\ndata: {path: 3}"])
+def test_a_bad_site_file_is_explained(tmp_path, text):
+    if text:
+        (tmp_path / "site.yaml").write_text(text)
+    with pytest.raises(ConfigError, match="E170"):
+        Site.open(tmp_path)

@@ -1,0 +1,155 @@
+"""With Flower: the apps through a grid without sockets, and a real federation of two nodes and two rounds."""
+
+import os
+import stat
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("flwr", reason="Flower is not installed: pip install 'rescene[deploy]'")
+
+import httpx
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.serverapp import Grid
+from local_sites import PATIENT, TINY, across, hashes, in_process, sites
+
+from rescene.config import resolve
+from rescene.deploy.control import run as run_deployed
+from rescene.deploy.control import start_server, start_site
+from rescene.deploy.flower import FlowerPost, client
+from rescene.deploy.folder import Federation, init
+from rescene.deploy.letters import Letter, Patience, Undelivered
+from rescene.deploy.processes import alive, environment, free_port, running, start, stop
+from rescene.engine import RunFolder
+from rescene.errors import ConfigError, RunError
+
+identity = pytest.importorskip("flwr.supercore.task_identity", reason="this Flower has no task identity")
+
+
+class LocalGrid(Grid):
+    """Calls the client app in this process; fails with HTTP 500 as often as it is told to."""
+
+    def __init__(self, folders, failures=0):
+        self.folders, self.failures, self.sent = dict(enumerate(folders, start=10)), failures, {}
+        tasks = identity.TaskIdentity
+        tasks.task_id, tasks.run_id, tasks.node_id = 1, 1, 1
+
+    def set_run(self, run):
+        raise NotImplementedError
+
+    run = property(lambda self: None)
+    create_message = send_and_receive = None
+
+    def get_node_ids(self):
+        return list(self.folders)
+
+    def push_messages(self, messages):
+        if self.failures:
+            self.failures -= 1
+            raise httpx.HTTPStatusError("locked", request=None, response=httpx.Response(500))
+        for message in messages:
+            message.metadata.__dict__["_message_id"] = f"m{len(self.sent)}"
+            self.sent[message.metadata.message_id] = message
+        return [message.metadata.message_id for message in messages]
+
+    def pull_messages(self, message_ids):
+        return [self._answered(self.sent[number]) for number in message_ids]
+
+    def _answered(self, message):
+        node = message.metadata.dst_node_id
+        context = Context(1, node, {"folder": str(self.folders[node])}, RecordDict(), {})
+        return client(message, context)
+
+
+def test_the_same_bits_through_flowers_apps(tmp_path):
+    resolved = resolve("smoke", [*TINY, "method=fedewc", "tasks.limit=1"])
+    waits = []
+    post = FlowerPost(LocalGrid(sites(tmp_path), failures=2), ttl_s=60, sleep=waits.append)
+    assert across(resolved, tmp_path / "there", post, PATIENT) == in_process(resolved, tmp_path / "here")
+    assert hashes(tmp_path / "there") == hashes(tmp_path / "here")
+    assert waits == [1, 2]
+
+
+def test_an_error_below_is_a_lost_letter_and_other_refusals_are_raised(tmp_path):
+    grid = LocalGrid(sites(tmp_path, count=1))
+    post = FlowerPost(grid, ttl_s=60)
+    (number,) = post.push({10: Letter(b"x")})
+    grid._answered = lambda message: Message(Error(5, "node unavailable"), reply_to=message)
+    assert post.pull([number]) == {number: Undelivered("Flower's error 5, node unavailable")}
+    grid._answered = lambda message: Message(RecordDict(), reply_to=message)
+    assert post.pull([number]) == {number: b""}
+    refused = httpx.HTTPStatusError("no", request=None, response=httpx.Response(403))
+    grid.get_node_ids = lambda: (_ for _ in ()).throw(refused)
+    with pytest.raises(httpx.HTTPStatusError):
+        post.nodes()
+
+
+def test_init_keeps_secrets_and_never_replaces_a_key(tmp_path):
+    federation = init(tmp_path / "fed", ["north", "south"], port=9000)
+    assert Federation.open(tmp_path / "fed") == federation
+    for secret in ("server/ca.key", "server/server.key", "sites/north/node.key", "sites/south/node.key"):
+        assert stat.S_IMODE((federation.path / secret).stat().st_mode) == 0o600
+    assert not list(federation.path.glob("sites/*/ca.key"))
+    with pytest.raises(ConfigError, match="E173"):
+        init(tmp_path / "fed", ["north"])
+    for names in (["North"], ["a", "a"], [], ["a b"]):
+        with pytest.raises(ConfigError, match="E174"):
+            init(tmp_path / "other", names)
+    with pytest.raises(ConfigError, match="E178"):
+        run_deployed(federation, resolve("smoke"), tmp_path / "run")
+    (federation.site("north") / "node.key").unlink()
+    with pytest.raises(ConfigError, match="lacks node.key"):
+        start_site(federation.site("north"))
+
+
+def test_a_port_that_is_taken_is_told(tmp_path):
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        federation = init(tmp_path / "fed", ["a"], port=taken.getsockname()[1])
+        with pytest.raises(ConfigError, match="E175"):
+            start_server(federation)
+
+
+def test_a_process_is_ended_with_its_children(tmp_path):
+    code = "import subprocess, sys, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
+    one = start(tmp_path, "parent", [sys.executable, "-c", code], environment(tmp_path))
+    log = tmp_path / "logs" / "parent.log"
+    while not log.read_text().strip():
+        assert alive(one)
+    child = int(log.read_text())
+    assert [p.name for p in running(tmp_path)] == ["parent"]
+    assert stop(tmp_path) == ["parent"] and not running(tmp_path) and stop(tmp_path) == []
+    found = subprocess.run(["ps", "-o", "stat=", "-p", str(child)], capture_output=True, text=True).stdout.strip()
+    assert found in ("", "Z")
+
+
+def test_two_nodes_and_two_rounds_over_tls_with_node_keys(tmp_path):
+    resolved = resolve(
+        "smoke", ["federation.num_clients=2", "tasks.limit=1", "federation.engine=one-by-one", "device=cpu"]
+    )
+    federation = init(tmp_path / "fed", ["north", "south"], port=free_port())
+    places = [federation.server, *map(federation.site, federation.sites)]
+    try:
+        start_server(federation)
+        for name in federation.sites:
+            start_site(federation.site(name))
+        found = run_deployed(federation, resolved, tmp_path / "across", Patience(120, 120, 0.5), lambda line: None, 1)
+    finally:
+        started = [one for place in places for one in running(place)]
+        for place in places:
+            stop(place)
+    assert len(started) == 4 and not any(map(alive, started))
+    assert found == in_process(resolved, tmp_path / "here")
+    models = [(tmp_path / name / "model" / "final.safetensors").read_bytes() for name in ("across", "here")]
+    assert models[0] == models[1]
+    assert RunFolder(tmp_path / "across").finished and os.listdir(federation.site("north") / "state")
+    with pytest.raises(ConfigError, match="E178"):
+        run_deployed(federation, resolved, tmp_path / "again")
+    with pytest.raises(RunError, match="E352"):
+        from rescene.deploy.control import nodes
+
+        nodes(federation)
