@@ -14,6 +14,7 @@ from rescene.privacy.accounting import (
     epsilon_of,
     gaussian_epsilon,
     sigma_for,
+    total_epsilon,
 )
 
 pytest.importorskip("dp_accounting", reason="rescene[privacy]")
@@ -42,7 +43,7 @@ def test_pld_equals_the_closed_form_when_every_record_enters():
         whole = Composition(sampled.steps, sampled.participations)
         scaled = sigma * math.sqrt(whole.releases) / 2
         exact = gaussian_epsilon(scaled, whole.releases, delta)
-        assert _pld_epsilon(scaled, whole, delta, 1e-3) == pytest.approx(exact, abs=1e-3)
+        assert _pld_epsilon([(scaled, whole)], delta, 1e-3) == pytest.approx(exact, abs=1e-3)
 
 
 @pytest.mark.parametrize("count", [5, pytest.param(50, marks=pytest.mark.slow)])
@@ -52,7 +53,7 @@ def test_pld_with_sampling_agrees_with_a_finer_grid_and_with_opacus(count):
 
     for sigma, composition, delta in settings(count):
         ours = epsilon_of(sigma, composition, delta)
-        assert ours == pytest.approx(_pld_epsilon(sigma, composition, delta, 2.5e-4), abs=1e-3)
+        assert ours == pytest.approx(_pld_epsilon([(sigma, composition)], delta, 2.5e-4), abs=1e-3)
         other = PRVAccountant()
         other.history = [(sigma, composition.rate, composition.releases)]
         assert ours == pytest.approx(other.get_epsilon(delta), abs=0.05)
@@ -70,6 +71,8 @@ def test_more_use_costs_more_and_no_noise_promises_nothing():
     costs = [epsilon_of(2.0, Composition(1, p), 1e-5) for p in (1, 2, 5, 20)]
     assert costs == sorted(costs) and costs[0] < costs[-1]
     assert epsilon_of(0.0, Composition(1, 1), 1e-5) == math.inf
+    halves = [(2.0, Composition(1, 2)), (4.0, Composition(1, 12))]  # 2 / 2^2 + 12 / 4^2 = 5 / 2^2
+    assert total_epsilon(halves, 1e-5) == pytest.approx(costs[2])
     assert epsilon_of(1e9, Composition(1, 1), 1e-5) == 0.0
 
 

@@ -15,8 +15,9 @@ loss distribution is composed numerically by dp-accounting, rounded towards more
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -61,16 +62,23 @@ class Composition:
 
 def epsilon_of(sigma: float, composition: Composition, delta: float) -> float:
     """Epsilon at ``delta`` after everything a record enters; infinite without noise."""
+    return total_epsilon([(sigma, composition)], delta)
+
+
+def total_epsilon(parts: Sequence[tuple[float, Composition]], delta: float) -> float:
+    """The same for several compositions one after another, each with its own noise multiplier."""
     check_target(delta=delta)
-    if not (math.isfinite(sigma) and sigma >= 0):
-        raise ConfigError("E171", f"noise multiplier {sigma:g} is not possible", fix="a number above 0")
-    if sigma == 0:
+    for sigma, _ in parts:
+        if not (math.isfinite(sigma) and sigma >= 0):
+            raise ConfigError("E171", f"noise multiplier {sigma:g} is not possible", fix="a number above 0")
+    if any(sigma == 0 for sigma, _ in parts):
         return math.inf
-    if composition.rate == 1:
-        return gaussian_epsilon(sigma, composition.releases, delta)
-    return _pld_epsilon(sigma, composition, delta, _GRID)
+    if all(composition.rate == 1 for _, composition in parts):
+        return gaussian_epsilon(1.0, sum(c.releases / sigma**2 for sigma, c in parts), delta)
+    return _pld_epsilon(parts, delta, _GRID)
 
 
+@lru_cache
 def sigma_for(epsilon: float, composition: Composition, delta: float) -> float:
     """The smallest noise multiplier (within a millionth, rounded up) that keeps a record within ``epsilon``."""
     check_target(epsilon, delta)
@@ -88,7 +96,7 @@ def sigma_for(epsilon: float, composition: Composition, delta: float) -> float:
     return math.exp(_root(excess, low, high, _SIGMA_TOLERANCE))
 
 
-def gaussian_epsilon(sigma: float, releases: int, delta: float) -> float:
+def gaussian_epsilon(sigma: float, releases: float, delta: float) -> float:
     """Closed form for q = 1: T releases are one with multiplier sigma / sqrt(T).
 
     >>> round(gaussian_epsilon(5, 25, 1e-5), 1)
@@ -109,7 +117,9 @@ def gaussian_epsilon(sigma: float, releases: int, delta: float) -> float:
 def check_target(epsilon: float | None = None, delta: float | None = None, num_records: int | None = None) -> None:
     """Refuse targets that promise nothing."""
     if epsilon is not None and not (math.isfinite(epsilon) and epsilon > 0):
-        raise ConfigError("E172", f"epsilon = {epsilon:g} is not possible", why="it must be above 0 and finite", fix="8")
+        raise ConfigError(
+            "E172", f"epsilon = {epsilon:g} is not possible", why="it must be above 0 and finite", fix="8"
+        )
     if delta is not None and not 0 < delta < 1:
         raise ConfigError("E173", f"delta = {delta:g} is not possible", why="it must lie between 0 and 1", fix="1e-5")
     if delta is not None and num_records and delta >= 1 / num_records:
@@ -129,7 +139,7 @@ def _log_gaussian_delta(mu: float, epsilon: float) -> float:
     return first + math.log1p(-math.exp(ratio)) if ratio < 0 else -math.inf
 
 
-def _pld_epsilon(sigma: float, composition: Composition, delta: float, grid: float) -> float:
+def _pld_epsilon(parts: Sequence[tuple[float, Composition]], delta: float, grid: float) -> float:
     try:
         import dp_accounting
         from dp_accounting import pld
@@ -143,10 +153,11 @@ def _pld_epsilon(sigma: float, composition: Composition, delta: float, grid: flo
     accountant = pld.PLDAccountant(
         dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE, value_discretization_interval=grid
     )
-    event = dp_accounting.GaussianDpEvent(sigma)
-    if composition.rate < 1:
-        event = dp_accounting.PoissonSampledDpEvent(composition.rate, event)
-    accountant.compose(event, composition.releases)
+    for sigma, composition in parts:
+        event = dp_accounting.GaussianDpEvent(sigma)
+        if composition.rate < 1:
+            event = dp_accounting.PoissonSampledDpEvent(composition.rate, event)
+        accountant.compose(event, composition.releases)
     return float(accountant.get_epsilon(delta))
 
 
