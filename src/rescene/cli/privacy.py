@@ -37,6 +37,8 @@ def show_privacy(
         statement = f"Not private, and no mechanism covers everything it sends: {method.leaves_site}."
         _print({"method": method.title, "mechanism": kind, "statement": statement}, [], as_json)
         return
+    if sigma is not None and not sigma > 0:
+        raise ConfigError("E171", f"noise multiplier {sigma:g} is not possible", fix="a number above 0")
     promise = _promise(resolved, delta)
     check_target(epsilon, promise.delta, _num_records(resolved))
     facts = {

@@ -86,9 +86,12 @@ class Promise:
         if self.test_mode:
             return "Not private: test mode, the noise comes from the run's seed, which the server knows."
         return (
-            f"({self.epsilon():.2f}, {self.delta:g})-differentially private for each record over the whole run "
-            f"(neighbours: {NEIGHBOURS}): {self.composition.words()}; noise multiplier {sigma:.4g}."
+            f"({self.epsilon():.2f}, {self.delta:g})-differentially private for each record over the whole run, "
+            f"with noise multiplier {sigma:.4g}."
         )
+
+    def reasons(self) -> str:
+        return f"Neighbours: {NEIGHBOURS}. Composition: {self.composition.words()}."
 
 
 def promise_of(privacy: PrivacySection, num_rounds: int, num_steps: int, image_clip: float | None) -> Promise | None:

@@ -140,7 +140,7 @@ def _privacy(experiment: Experiment, leakage: dict[str, Any] | None) -> dict[str
     promise = experiment.recipe.promise()
     if promise is None:
         return {"private": False, "statement": _statement(experiment.method, leakage)}
-    words = promise.words()
+    words = f"{promise.words()} {promise.reasons()}" if promise.formal else promise.words()
     if leakage is not None:
         words += (
             f" {100 * leakage['near_copies']:.0f} % of the uploaded images are near-copies of a real training image."

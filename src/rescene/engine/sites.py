@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from rescene.engine.experiment import Experiment
@@ -11,11 +12,15 @@ from rescene.privacy.noise import Noise
 
 
 class Sites:
-    """Ledgers stand under ``ledgers/``, one file per client; a ``floor.yaml`` there limits them all."""
+    """One ledger file per client; a ``floor.yaml`` beside them limits them all.
+
+    They stand in the run folder, or in $RESCENE_LEDGERS, where they outlive the run: then runs on the same images add up.
+    """
 
     def __init__(self, experiment: Experiment, run: str, folder: Path) -> None:
         self.promise = experiment.recipe.promise()
-        self.run, self.folder, self.rng = run, folder, experiment.rng
+        self.run, self.folder = run, Path(os.environ.get("RESCENE_LEDGERS", folder))
+        self.rng = experiment.rng
 
     def at(self, task: int, round: int, client: int) -> Site | None:
         """The site of this client in this round; None without a mechanism."""

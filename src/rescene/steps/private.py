@@ -116,6 +116,7 @@ def clipped_gradient_sum(net: nn.Module, pixels: Tensor, real: Tensor, clip: flo
     for part in (2.0 * (mean.detach() - psi)).split(_VECTORS):
         (rows,) = torch.autograd.grad(mean, x, part, is_grads_batched=True, retain_graph=True)
         total += clip_rows(rows.flatten(1), clip).sum(dim=0)
+    _count(net, len(pixels) * (len(real) - 1))  # a backward pass for each record; hooks of the network saw one
     return total.reshape(pixels.shape)
 
 
@@ -130,12 +131,16 @@ def _from_releases(
     targets: list[Tensor] = []
     declined, suppressed = [0] * len(shards), [0] * len(shards)
     for client, (shard, rng) in enumerate(zip(shards, rngs, strict=True)):
+        looked: list[int] = []
 
-        def draw(shard: Shard = shard) -> dict[str, Tensor]:
+        def draw(shard: Shard = shard, looked: list[int] = looked) -> dict[str, Tensor]:
+            looked.append(len(shard))
             psi = embeddings(net, shard, thetas, settings)
             return {"sums": noised_sums(psi, shard, mechanism, shard.site.noise)}
 
         found = _asked(shard, question, draw)
+        if found is not None and not looked:  # replayed: the work was done once, and it counts once
+            _count(net, len(thetas) * len(shard))
         if found is None:
             declined[client] = 1
             continue
@@ -218,6 +223,12 @@ def _paper_experiment(net: nn.Module, shard: Shard, rng: Rng, settings: Condensa
         return losses, found + scale * site.noise.normal(*found.shape).to(found)
 
     return descended(net, [shard], groups, settings, noise_seed, gradient=gradient)[0]
+
+
+def _count(net: nn.Module, num_passes: int) -> None:
+    count = getattr(net, "count_passes", None)
+    if count is not None:
+        count(num_passes)
 
 
 def _asked(shard: Shard, question: str, draw: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor] | None:
