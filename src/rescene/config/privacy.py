@@ -31,7 +31,7 @@ class PrivacySection(BaseModel):
         None, ge=1, description="a site takes part at most this often in a task, then declines; null: every round"
     )
     count_weight: float = Field(
-        1 / 3, gt=0, description="release: kappa / C; a third costs 5 % more noise for a count within 3.2 sigma images"
+        0.33, gt=0, description="release: kappa / C; a third costs 5 % more noise for a count within 3.2 sigma images"
     )
     num_nets: int = Field(5, ge=1, description="release: perturbed networks under which a record is embedded")
     threshold: float = Field(
