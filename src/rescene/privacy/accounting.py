@@ -118,10 +118,12 @@ def check_target(epsilon: float | None = None, delta: float | None = None, num_r
     """Refuse targets that promise nothing."""
     if epsilon is not None and not (math.isfinite(epsilon) and epsilon > 0):
         raise ConfigError(
-            "E172", f"epsilon = {epsilon:g} is not possible", why="it must be above 0 and finite", fix="8"
+            "E172", f"epsilon = {epsilon:g} is not possible", why="it must be above 0 and finite", fix="for instance 8"
         )
     if delta is not None and not 0 < delta < 1:
-        raise ConfigError("E173", f"delta = {delta:g} is not possible", why="it must lie between 0 and 1", fix="1e-5")
+        raise ConfigError(
+            "E173", f"delta = {delta:g} is not possible", why="it must lie between 0 and 1", fix="for instance 1e-5"
+        )
     if delta is not None and num_records and delta >= 1 / num_records:
         raise ConfigError(
             "E173",

@@ -79,7 +79,7 @@ def digest(state: Iterable[tuple[str, Tensor]], *more: object) -> str:
     found = hashlib.sha256(repr(more).encode())
     for name, value in state:
         found.update(name.encode())
-        found.update(value.detach().cpu().contiguous().flatten().view(-1).numpy().tobytes())
+        found.update(value.detach().cpu().contiguous().numpy().tobytes())
     return found.hexdigest()
 
 

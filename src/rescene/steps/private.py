@@ -53,7 +53,7 @@ def condense_privately(
     """As :func:`rescene.steps.condense.condense`, one answer per shard; a site that declines answers with nothing."""
     site: Site = shards[0].site  # all sites of a run have the same mechanism
     net.eval()
-    question = digest(net.state_dict().items(), site.mechanism, settings.ipc, noise_seed)
+    question = digest(net.state_dict().items(), site.mechanism, settings, noise_seed)
     if site.mechanism.kind == "release":
         return _from_releases(net, shards, rngs, settings, noise_seed, question)
     one = _per_example if site.mechanism.kind == "per-example" else _paper_experiment
