@@ -177,6 +177,6 @@ def test_status_and_results(tmp_path):
     write_run(tmp_path / "results", cell_of(MAIN, "cifar10/0.5/fedavg"), aa=15.0)
     store = Store([tmp_path])
     status = {row[0]: row for row in status_grid(store).rows}
-    assert status["paper/main"][4] == "1/243" and status["paper/privacy"][5] == "not available yet"
+    assert status["paper/main"][4] == "1/243" and status["paper/privacy"][5] == "rescene paper run privacy"
     (row,) = results_grid(store).rows  # once, although several tables hold this cell
     assert row[:5] == ("CIFAR-10", "0.5", "FedAvg", "", "1") and row[-1] == "results/run-0"

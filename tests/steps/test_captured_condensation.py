@@ -7,20 +7,20 @@ from rescene.rng import Rng
 from rescene.steps import Condensation, condense
 from rescene.steps.captured_condense import KEPT
 from rescene.steps.captured_condense import descend_captured as descend
-from rescene.steps.condense import _groups
+from rescene.steps.condense import groups_of
 
 
 def descend_captured(net, shard, pixels, owner, real, real_owner, settings, seed):
     return descend(net, shard, pixels, owner, real, real_owner, settings, seed, int(owner[-1]) + 1, 12)
 
 
-SETTINGS = Condensation(ipc=3, num_steps=4, real_batch=5, image_lr=0.5, precision="float32")
+SETTINGS = Condensation(guard=False, ipc=3, num_steps=4, real_batch=5, image_lr=0.5, precision="float32")
 
 
 def inputs(world, settings):
     shards = list(world["shards"].values()) if isinstance(world["shards"], dict) else list(world["shards"])
     rngs = [Rng(0).at(k) for k in range(len(shards))]
-    groups = [g for k, (s, r) in enumerate(zip(shards, rngs, strict=True)) for g in _groups(k, s, r, settings)]
+    groups = [g for k, (s, r) in enumerate(zip(shards, rngs, strict=True)) for g in groups_of(k, s, r, settings)]
     sizes = torch.tensor([len(g.start) for g in groups])
     owner = torch.repeat_interleave(torch.arange(len(groups)), sizes)
     steps = settings.num_steps

@@ -140,6 +140,25 @@ def cost(
 
 @app.command()
 @verb
+def privacy(
+    recipe: Annotated[str, typer.Argument(help="shipped recipe or file")],
+    overrides: Overrides = None,
+    epsilon: Annotated[float | None, typer.Option("--epsilon", help="target: which noise multiplier keeps it?")] = None,
+    sigma: Annotated[float | None, typer.Option("--sigma", help="noise multiplier: which epsilon results?")] = None,
+    delta: Annotated[float | None, typer.Option("--delta", help="default: the recipe's privacy.delta")] = None,
+    as_json: AsJson = False,
+    plugin: Plugin = None,
+) -> None:
+    """What a record is guaranteed over the whole run: epsilon for a noise multiplier and back, and why."""
+    load_plugins(plugin)
+    from rescene.cli.privacy import show_privacy
+    from rescene.config import resolve
+
+    show_privacy(resolve(recipe, overrides or []), epsilon, sigma, delta, as_json)
+
+
+@app.command()
+@verb
 def explain(
     method: Annotated[str, typer.Argument(help="name of a method")], as_json: AsJson = False, plugin: Plugin = None
 ) -> None:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from rescene.config.privacy import PrivacySection, Promise, promise_of
 from rescene.methods import Method, method_class
 from rescene.steps import Training
 
@@ -57,10 +58,6 @@ class ModelSection(Section):
     init: str | None = Field(None, description="safetensors file with initial weights")
 
 
-class PrivacySection(Section):
-    mechanism: Literal["none"] = Field("none", description="none: uploads carry no formal guarantee")
-
-
 class Recipe(Section):
     """A complete, validated experiment. ``method`` holds the chosen method's own hyperparameters and its ``name``."""
 
@@ -100,6 +97,27 @@ class Recipe(Section):
                 f"federation.num_clients has only {self.federation.num_clients}"
             )
         return self
+
+    @model_validator(mode="after")
+    def _mechanism_fits_method(self) -> Recipe:
+        method, kind = method_class(self.method["name"]), self.privacy.mechanism
+        if kind not in method.mechanisms:
+            raise ValueError(
+                f"privacy.mechanism: {method.title} also sends what {kind} does not cover ({method.leaves_site}); "
+                f"it can use: {', '.join(method.mechanisms)}"
+            )
+        if kind in ("release", "per-example") and self.method["start"] != "noise":
+            raise ValueError(f"method.start: under {kind} surrogates may not start as real images; method.start=noise")
+        if kind == "per-example" and not self.method["num_steps"]:
+            raise ValueError("method.num_steps: per-example needs at least one step")
+        if kind == "paper-experiment" and self.method["clip"] is None:
+            raise ValueError("method.clip: the paper's experiment clips each class's gradient; method.clip=5")
+        return self
+
+    def promise(self) -> Promise | None:
+        """What the mechanism guarantees over the whole run; None without one."""
+        steps, clip = self.method.get("num_steps", 1), self.method.get("clip")
+        return promise_of(self.privacy, self.federation.num_rounds, steps, clip)
 
     def build_method(self) -> Method:
         given = {key: v for key, v in self.method.items() if key != "name"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,8 @@ class Shard:
     """One client's part of one task. ``images`` is the whole training split, shared; only ``index`` is the client's.
 
     ``net`` builds the network with the given weights (the head's size is read from them); the engine supplies it.
+    ``site`` is the privacy mechanism and ledger that uploads must pass (``rescene.privacy.Site``), None without one.
+    ``notice`` is for simulations only: it is shown surrogates and their start images, which never leave a real site.
     """
 
     images: Images
@@ -24,6 +27,8 @@ class Shard:
     task: Task
     transform: Transform
     net: Callable[[Mapping[str, Tensor]], nn.Module]
+    site: Any = None
+    notice: Callable[[Tensor, Tensor], None] | None = None
 
     def __len__(self) -> int:
         return len(self.index)

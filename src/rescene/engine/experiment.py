@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from rescene.config import Recipe
+from rescene.config.privacy import check_records
 from rescene.config.schema import DataSection
 from rescene.data import Dataset, Shard, Task, load, partition, plan_tasks
 from rescene.errors import ConfigError
 from rescene.methods import Method
 from rescene.nets import Arch, check_fits, grow_head, load_weights
+from rescene.privacy.mechanism import Site
 from rescene.rng import Rng
 
 
@@ -32,8 +34,11 @@ class Experiment:
     device: torch.device
     rng: Rng
 
-    def shard(self, task: Task, client: int, net: Callable[..., nn.Module]) -> Shard:
-        return Shard(self.dataset.train, self.shards[task.index][client], task, self.dataset.transform, net)
+    def shard(
+        self, task: Task, client: int, net: Callable[..., nn.Module], site: Site | None = None, notice: Any = None
+    ) -> Shard:
+        own = self.shards[task.index][client]
+        return Shard(self.dataset.train, own, task, self.dataset.transform, net, site, notice)
 
     def initial_net(self) -> nn.Module:
         """The network before the first task: fresh, or from ``model.init``."""
@@ -93,6 +98,7 @@ def prepare(recipe: Recipe, dataset: Dataset | None = None) -> Experiment:
         seed=recipe.seed,
     )
     tasks = tasks[: plan.limit]
+    check_records(recipe.promise(), sum(len(task.train) for task in tasks))
     dataset = dataset.to(device)
     tasks = [replace(task, train=task.train.to(device), test=task.test.to(device)) for task in tasks]
     federation = recipe.federation

@@ -24,6 +24,7 @@ from rescene.engine.federation import InProcess
 from rescene.engine.folder import RunFolder
 from rescene.engine.ledger import FlopMeter, Ledger
 from rescene.engine.results import results_of, write_tables
+from rescene.engine.sites import Sites
 from rescene.engine.theory import TheoryWatch
 from rescene.engine.watch import LeakageWatch, Progress, Timer, warnings_to
 from rescene.engine.writer import Writer
@@ -51,6 +52,9 @@ class Facts:
     theory: list[dict[str, Any]] = field(default_factory=list)
     num_client_failures: int = 0
     num_fallbacks: int = 0
+    num_withheld: int = 0
+    num_declined: int = 0
+    num_suppressed: int = 0
 
 
 def schedule(tasks: list[Task], num_rounds: int) -> list[Step]:
@@ -95,10 +99,13 @@ class Run:
         self.theory = TheoryWatch(e)
         self.ledger = Ledger(FlopMeter(e.arch))
         federation = resolved.recipe.federation
+        sites = Sites(e, resolved.digest(), folder.path / "ledgers")
         self.federation: InProcess = federate(
             e.method,
             e.arch,
-            lambda task, client: e.shard(task, client, self.federation.net),
+            lambda task, client: e.shard(
+                task, client, self.federation.net, sites.at(task.index, self.place[1], client), self.leakage.see_start
+            ),
             self.ledger,
             self.note,
             num_clients=federation.num_clients,
@@ -220,9 +227,15 @@ class Run:
     def _observe(self, uploads: Any) -> None:
         with self.timer.phase("leakage"):
             self.leakage.look(uploads)
-        fallbacks = sum(int(u.get("notes", {}).get("num_fallbacks", 0)) for u in uploads.values())
-        if fallbacks:
-            self.facts.num_fallbacks += fallbacks
+        counts = {
+            name: sum(int(u.get("notes", {}).get(name, 0)) for u in uploads.values())
+            for name in ("num_fallbacks", "num_withheld", "num_declined", "num_suppressed")
+        }
+        for name, count in counts.items():
+            setattr(self.facts, name, getattr(self.facts, name) + count)
+        if withheld := counts["num_withheld"]:
+            self.note("info", "I310", f"{withheld} surrogates were still real images of a small class and stayed home")
+        if fallbacks := counts["num_fallbacks"]:
             self.note("warning", "W301", f"{fallbacks} surrogates became non-finite and fell back to their start image")
 
     def note(self, level: str, code: str, message: str, client: int | None = None) -> None:

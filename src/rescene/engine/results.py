@@ -15,6 +15,7 @@ from rescene.engine.ledger import Ledger
 from rescene.engine.nominal import nominal_cost
 from rescene.engine.theory import theory_record, theory_tables
 from rescene.methods import Method
+from rescene.privacy.accounting import NEIGHBOURS
 
 SCHEMA = 1
 NO_GUARANTEE = "Not private: uploads carry no formal guarantee."
@@ -56,10 +57,13 @@ def results_of(experiment: Experiment, facts: dict[str, Any], ledger: Ledger) ->
             "cost": {"measured": ledger.measured(), "nominal": nominal_cost(experiment)},
             "leakage": leakage,
             "theory": theory_record(experiment, facts["theory"]),
-            "privacy": {"private": False, "statement": _statement(experiment.method, leakage)},
+            "privacy": _privacy(experiment, leakage),
             "events_summary": {
                 "client_failures": facts["num_client_failures"],
                 "image_fallbacks": facts["num_fallbacks"],
+                "images_withheld": facts["num_withheld"],
+                "uploads_declined": facts["num_declined"],
+                "classes_suppressed": facts["num_suppressed"],
             },
             "seed": experiment.recipe.seed,
             "config": experiment.recipe.model_dump(mode="json", exclude={"device"}),
@@ -113,6 +117,11 @@ def _leakage(per_task: list[dict[str, Any]]) -> dict[str, Any] | None:
     def mean(key: str) -> float:
         return float(sum(row[key] * row["num_images"] for row in per_task) / total)
 
+    starts = {}
+    if all("start_rms_mean" in row for row in per_task):
+        starts = {key: mean(key) for key in ("start_rms_mean", "start_rms_median", "start_psnr_median_db")}
+        starts["start_rms_min"] = min(row["start_rms_min"] for row in per_task)
+        starts["unmoved"] = sum(row["unmoved"] for row in per_task)
     return {
         "num_images": total,
         "nearest_rms_mean": mean("nearest_rms_mean"),
@@ -121,7 +130,31 @@ def _leakage(per_task: list[dict[str, Any]]) -> dict[str, Any] | None:
         "nearest_psnr_median_db": mean("nearest_psnr_median_db"),
         "near_copies": mean("near_copies"),
         "exact_copies": sum(row["exact_copies"] for row in per_task),
+        **starts,
         "per_task": per_task,
+    }
+
+
+def _privacy(experiment: Experiment, leakage: dict[str, Any] | None) -> dict[str, Any]:
+    """What is guaranteed over the whole run, and in plain words what is not."""
+    promise = experiment.recipe.promise()
+    if promise is None:
+        return {"private": False, "statement": _statement(experiment.method, leakage)}
+    words = f"{promise.words()} {promise.reasons()}" if promise.formal else promise.words()
+    if leakage is not None:
+        words += (
+            f" {100 * leakage['near_copies']:.0f} % of the uploaded images are near-copies of a real training image."
+        )
+    return {
+        "private": promise.formal,
+        "statement": words,
+        "mechanism": promise.mechanism.kind,
+        "noise_multiplier": promise.mechanism.sigma,
+        "epsilon": promise.epsilon(),
+        "delta": promise.delta if promise.formal else None,
+        "neighbours": NEIGHBOURS if promise.formal else None,
+        "releases_per_record": promise.composition.releases,
+        "max_participations": promise.composition.participations,
     }
 
 

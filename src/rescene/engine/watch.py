@@ -15,7 +15,7 @@ from torch import Tensor
 from rescene.data import Dataset, Task
 from rescene.errors import ResceneWarning
 from rescene.methods import Payload
-from rescene.privacy import nearest_real, psnr, summarise
+from rescene.privacy import nearest_real, psnr, summarise, summarise_starts
 
 SAMPLES_PER_CLASS = 4
 Progress = Callable[[dict[str, Any]], None]
@@ -94,6 +94,12 @@ class LeakageWatch:
         self.task, self.round = task, 0
         self.rms: list[Tensor] = []
         self.psnr: list[Tensor] = []
+        self.starts: list[Tensor] = []  # [m, 2] RMS and PSNR of surrogates against their own start images
+
+    def see_start(self, images: Tensor, start: Tensor) -> None:
+        """Shown by the condensation itself, because start images are not on the wire."""
+        rms = (images - start).square().flatten(1).mean(dim=1).sqrt()
+        self.starts.append(torch.stack([rms, psnr(images, start, self.dataset.transform)], dim=1).cpu())
 
     def look(self, uploads: Mapping[int, Payload]) -> None:
         """Called with the answers to every ``ask``. The latest round's first images per class are kept as samples."""
@@ -118,7 +124,10 @@ class LeakageWatch:
 
     def summary(self) -> dict[str, Any] | None:
         """Figures of the current task, None if nobody sent an image."""
-        return summarise(torch.cat(self.rms), torch.cat(self.psnr)) if self.rms else None
+        if not self.rms:
+            return None
+        starts = summarise_starts(*torch.cat(self.starts).unbind(dim=1)) if self.starts else {}
+        return summarise(torch.cat(self.rms), torch.cat(self.psnr)) | starts
 
     def gallery(self) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
         """All samples as two tensors of pictures, and one row of facts for each pair."""
@@ -135,13 +144,15 @@ class LeakageWatch:
         """For the checkpoint: the task's distances so far, and the samples."""
         empty = torch.zeros(0)
         rms, decibel = (torch.cat(part) if part else empty for part in (self.rms, self.psnr))
-        return {"rms": rms, "psnr": decibel, "samples": dict(self.samples)}
+        starts = torch.cat(self.starts) if self.starts else torch.zeros(0, 2)
+        return {"rms": rms, "psnr": decibel, "starts": starts, "samples": dict(self.samples)}
 
     def restore(self, task: Task, tree: dict[str, Any]) -> None:
         self.begin(task)
         self.samples = tree["samples"]
         if len(tree["rms"]):
             self.rms, self.psnr = [tree["rms"]], [tree["psnr"]]
+        self.starts = [tree["starts"]] if len(tree.get("starts", ())) else []
 
 
 _listener: ContextVar[Callable[..., None] | None] = ContextVar("listener", default=None)  # of the run at work here

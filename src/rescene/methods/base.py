@@ -80,6 +80,7 @@ class Method(Hyperparameters):
     paper: ClassVar[str]
     leaves_site: ClassVar[str]
     remembers: ClassVar[str] = "nothing"
+    mechanisms: ClassVar[tuple[str, ...]] = ("none",)  # privacy mechanisms that cover everything it sends
     scenarios: ClassVar[tuple[str, ...]] = ("class", "domain")  # what kinds of task sequence it can learn
 
     train: Training = Training()

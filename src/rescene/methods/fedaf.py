@@ -47,6 +47,8 @@ class FedAF(SurrogateMethod):
     )
     remembers: ClassVar[str] = "nothing between rounds; the received model between the two exchanges of a round"
 
+    mechanisms: ClassVar[tuple[str, ...]] = ("none",)  # counts, mean logits and soft labels leave the site too
+
     cdc_weight: float = hyper(1e-4, "lambda_cdc", "App. A", "weight of the distance to the mean logits of all", ge=0)
     lgkm_weight: float = hyper(0.01, "lambda_lgkm", "App. A", "weight of knowledge matching on the server", ge=0)
     temperature: float = hyper(2.0, "tau", "App. A", "temperature of the soft labels", gt=0)

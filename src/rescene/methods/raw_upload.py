@@ -45,7 +45,7 @@ class RawUpload(Method):
     @property
     def _rescene(self) -> ReSCENE:
         """The method this is a corner of; the fields have the same names."""
-        return ReSCENE(**self.model_dump(exclude={"train"}), num_steps=0, train=self.train)
+        return ReSCENE(**self.model_dump(exclude={"train"}), num_steps=0, guard=False, train=self.train)
 
     def init(self, net: nn.Module, rng: Rng) -> ServerState:
         return self._rescene.init(net, rng)

@@ -30,6 +30,8 @@ class SurrogateMethod(Condensation, Method):
         "a few condensed images per class with their labels; near-copies of real images by default"
     )
 
+    mechanisms: ClassVar[tuple[str, ...]] = ("none", "release", "per-example", "paper-experiment")
+
     def broadcast(self, state: Any, round: int, federation: Federation, rng: Rng) -> Payload:
         """The model, and the seed of the perturbation noise that all clients of the round share."""
         return {"model": state.model, "noise_seed": rng.at("noise").integer()}

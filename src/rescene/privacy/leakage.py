@@ -61,3 +61,14 @@ def summarise(rms: Tensor, decibel: Tensor) -> dict[str, Any]:
         "near_copies": float((decibel > NEAR_COPY_DB).float().mean()),
         "exact_copies": int((rms < EXACT_RMS).sum()),
     }
+
+
+def summarise_starts(rms: Tensor, decibel: Tensor) -> dict[str, Any]:
+    """The same against each surrogate's own start image (real or not): how far condensation moved it."""
+    return {
+        "start_rms_mean": float(rms.mean()),
+        "start_rms_median": float(rms.median()),
+        "start_rms_min": float(rms.min()),
+        "start_psnr_median_db": float(decibel.median()),
+        "unmoved": int((rms < EXACT_RMS).sum()),
+    }

@@ -63,11 +63,14 @@ _LEAKS = (  # key, factor, digits
     ("nearest_rms_median", 1, 3),
     ("nearest_rms_min", 1, 3),
     ("nearest_psnr_median_db", 1, 1),
+    ("start_rms_median", 1, 3),
+    ("unmoved", 1, 0),
 )
 
 
 def leakage_rows(head: Group | None) -> list[list[str]]:
-    """The leakage check task by task: task, images, near-copies (%), exact copies, RMS median and least, PSNR (dB)."""
+    """The leakage check task by task: task, images, near-copies (%), exact copies, RMS median and least, PSNR (dB);
+    then against each surrogate's own start image: RMS median, and how many never moved."""
     found = next((run.leakage for run in head.finished if run.leakage), {}) if head else {}
     rows = []
     for entry in found.get("per_task") or []:

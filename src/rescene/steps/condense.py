@@ -8,7 +8,7 @@ time. The perturbation noise comes from one seed for everybody; everything else 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -24,6 +24,9 @@ CHUNK = {"cpu": 256, "cuda": 2048}  # images that pass through the network at on
 HELD = 8192  # real images at most that are kept in floating point for all steps: 100 MB of 32 x 32 pixels
 
 Move = Callable[[Sequence[Tensor], torch.Generator], Sequence[Tensor]]  # theta, noise -> the parameters of one step
+Gradient = Callable[
+    [nn.Module, Tensor, Tensor, int], tuple[Tensor, Tensor]
+]  # net, pixels, owner, step -> loss of each group, what to descend
 Term = Callable[[Tensor, Tensor], Tensor]  # mean logits of the surrogates [g, C], label [g] of each group -> loss [g]
 
 
@@ -47,16 +50,19 @@ class Condensation(Hyperparameters):
     surrogates_per_class: Literal["half", "min", "fixed"] = hyper(
         "half", "-", "[ours]", "of n images: min(IPC, n//2), min(IPC, n), or always IPC (drawn with replacement)"
     )
+    guard: bool = hyper(
+        True, "-", "[ours]", "of a class with n <= IPC images, a surrogate that is still its start image is withheld"
+    )
     precision: Literal["auto", "float32", "bfloat16"] = hyper(
         "auto", "-", "[ours]", "arithmetic of the network on a GPU; auto is bfloat16"
     )
-    literal: bool = hyper(False, "-", "Eq. 1", "the paper's printed form: no clip, min(IPC, n) surrogates")
+    literal: bool = hyper(False, "-", "Eq. 1", "the paper's printed form: no clip, min(IPC, n) surrogates, no guard")
 
     @model_validator(mode="before")
     @classmethod
     def _literal_defaults(cls, values: Any) -> Any:
         if isinstance(values, dict) and values.get("literal") in (True, "true", "True"):
-            return {"clip": None, "surrogates_per_class": "min"} | values
+            return {"clip": None, "surrogates_per_class": "min", "guard": False} | values
         return values
 
     def num_surrogates(self, num_images: int) -> int:
@@ -79,15 +85,21 @@ class Surrogates:
     start: Tensor
     loss: float
     num_fallbacks: int  # images that became non-finite and were replaced by their start image
+    num_withheld: int = 0  # images that the guard kept at the site
+    num_declined: int = 0  # 1: the site's privacy budget is spent
+    num_suppressed: int = 0  # classes whose noised count is below the threshold
 
     def as_upload(self) -> dict[str, Any]:
-        """What goes on the wire: the pictures, their labels, two numbers for the log. The start images stay."""
+        """What goes on the wire: the pictures, their labels, a few numbers for the log. The start images stay."""
         notes = {"matching_loss": self.loss, "num_fallbacks": self.num_fallbacks}
+        notes |= {
+            name: n for name in ("num_withheld", "num_declined", "num_suppressed") if (n := getattr(self, name)) > 0
+        }
         return {"images": self.images, "labels": self.labels, "notes": notes}
 
 
 @dataclass(frozen=True)
-class _Group:
+class Group:
     """One (client, class) pair: where its real images are, what it starts from, and which it sees at each step."""
 
     client: int
@@ -98,11 +110,12 @@ class _Group:
 
 
 @dataclass(frozen=True)
-class _Outcome:
-    group: _Group
+class Outcome:
+    group: Group
     images: Tensor
     loss: float
     num_fallbacks: int
+    num_withheld: int
 
 
 def condense(
@@ -119,24 +132,65 @@ def condense(
 
     ``move`` replaces the perturbation in the ball of radius rho; ``term`` is added to Eq. 1 for every group.
     """
-    groups = [g for k, (s, r) in enumerate(zip(shards, rngs, strict=True)) for g in _groups(k, s, r, settings)]
-    outcomes: list[list[_Outcome]] = [[] for _ in shards]
+    if shards and shards[0].site is not None:
+        from rescene.steps.private import condense_privately
+
+        return _noticed(shards, condense_privately(net, shards, rngs, settings, noise_seed))
+    groups = [g for k, (s, r) in enumerate(zip(shards, rngs, strict=True)) for g in groups_of(k, s, r, settings)]
+    return _noticed(shards, descended(net, shards, groups, settings, noise_seed, move=move, term=term))
+
+
+def descended(
+    net: nn.Module,
+    shards: Sequence[Shard],
+    groups: list[Group],
+    settings: Condensation,
+    noise_seed: int,
+    *,
+    move: Move | None = None,
+    term: Term | None = None,
+    gradient: Gradient | None = None,
+) -> list[Surrogates]:
+    """The surrogates of these groups, one answer per shard. ``gradient`` takes the place of Eq. 1's, clip included."""
+    outcomes: list[list[Outcome]] = [[] for _ in shards]
     if groups:
         sizes = [len(group.start) for group in groups]
         owner = torch.repeat_interleave(torch.arange(len(groups)), torch.tensor(sizes)).to(shards[0].device)
         start = torch.cat([group.start for group in groups])
         # all shards in one process share their image tensor and transform, so any of them can fetch for all
         most = len(shards) * len(shards[0].task.classes)
-        pixels, losses = _descend(net, shards[0], groups, start, owner, settings, noise_seed, most, move, term)
+        pixels, losses = _descend(
+            net, shards[0], groups, start, owner, settings, noise_seed, most, move, term, gradient
+        )
         finite = torch.isfinite(pixels).flatten(1).all(dim=1)
         pixels = torch.where(finite.reshape(-1, 1, 1, 1), pixels, start)
         lost = torch.bincount(owner, weights=(~finite).float(), minlength=len(groups))
         for group, block, loss, count in zip(groups, pixels.split(sizes), losses.tolist(), lost.tolist(), strict=True):
-            outcomes[group.client].append(_Outcome(group, block, loss, int(count)))
-    return [_collect(shard, own) for shard, own in zip(shards, outcomes, strict=True)]
+            outcomes[group.client].append(_guarded(shards[0], settings, Outcome(group, block, loss, int(count), 0)))
+    return [collect(shard, own) for shard, own in zip(shards, outcomes, strict=True)]
 
 
-def _groups(client: int, shard: Shard, rng: Rng, settings: Condensation) -> Iterator[_Group]:
+def _guarded(shard: Shard, settings: Condensation, made: Outcome) -> Outcome:
+    """Where all images of a class fit among its surrogates, those that are the same picture as at the start stay home."""
+    group = made.group
+    if not settings.guard or settings.start != "real" or len(group.members) > settings.ipc:
+        return made
+    before, after = (shard.transform.to_pixels(images) for images in (group.start, made.images))
+    moved = (before != after).flatten(1).any(dim=1)
+    if bool(moved.all()):
+        return made
+    kept = replace(group, start=group.start[moved])
+    return replace(made, group=kept, images=made.images[moved], num_withheld=int((~moved).sum()))
+
+
+def _noticed(shards: Sequence[Shard], made: list[Surrogates]) -> list[Surrogates]:
+    for shard, own in zip(shards, made, strict=True):
+        if shard.notice is not None and len(own.labels):
+            shard.notice(own.images, own.start)
+    return made
+
+
+def groups_of(client: int, shard: Shard, rng: Rng, settings: Condensation) -> Iterator[Group]:
     for label, members in shard.by_class().items():
         n = len(members)
         m = settings.num_surrogates(n)
@@ -157,13 +211,13 @@ def _groups(client: int, shard: Shard, rng: Rng, settings: Condensation) -> Iter
         if b < n and settings.num_steps:
             keys = torch.rand(settings.num_steps, n, generator=generator).to(members.device)
             batches = keys.argsort(dim=1)[:, :b]
-        yield _Group(client, label, start, members, batches)
+        yield Group(client, label, start, members, batches)
 
 
 def _descend(
     net: nn.Module,
     shard: Shard,
-    groups: list[_Group],
+    groups: list[Group],
     pixels: Tensor,
     owner: Tensor,
     settings: Condensation,
@@ -171,14 +225,15 @@ def _descend(
     most_groups: int,
     move: Move | None,
     term: Term | None,
+    gradient: Gradient | None,
 ) -> tuple[Tensor, Tensor]:
     """Gradient descent on the pixels of all groups; returns them and each group's loss at the last step."""
     if settings.num_steps == 0:
         return pixels, torch.zeros(len(groups), device=pixels.device)
-    if pixels.is_cuda and move is None and term is None:
+    if pixels.is_cuda and move is None and term is None and gradient is None:
         return _replayed(net, shard, groups, pixels, owner, settings, noise_seed, most_groups)
     device = pixels.device
-    labels = torch.tensor([group.label for group in groups], device=device)
+    gradient = gradient or matching_gradient(shard, groups, settings, term)
     velocity = torch.zeros_like(pixels)
     losses = torch.zeros(len(groups), device=device)
     parameters = list(net.parameters())
@@ -187,24 +242,33 @@ def _descend(
     net.eval().requires_grad_(False)
     if device.type == "cuda":
         net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    fetch = _fetcher(shard, groups)
     for step in range(settings.num_steps):
-        _assign(parameters, move(theta, noise) if move else perturbed(theta, settings.radius, noise))
-        real = _real_means(net, *fetch(step), len(groups), settings)
-        losses, gradient = _loss_and_gradient(net, pixels, owner, real, settings, labels, term)
-        if settings.clip is not None:
-            gradient = clip_groups(gradient, owner, len(groups), settings.clip)
-        velocity = settings.image_momentum * velocity + gradient
+        assign(parameters, move(theta, noise) if move else perturbed(theta, settings.radius, noise))
+        losses, found = gradient(net, pixels, owner, step)
+        velocity = settings.image_momentum * velocity + found
         pixels = pixels - settings.image_lr * velocity
-    _assign(parameters, theta)  # restored from the copy, not by subtracting the noise
+    assign(parameters, theta)  # restored from the copy, not by subtracting the noise
     net.requires_grad_(True)
     return pixels, losses
+
+
+def matching_gradient(shard: Shard, groups: list[Group], settings: Condensation, term: Term | None = None) -> Gradient:
+    """Eq. 1 against the real images of each group, clipped per group."""
+    labels = torch.tensor([group.label for group in groups], device=shard.device)
+    fetch = _fetcher(shard, groups)
+
+    def gradient(net: nn.Module, pixels: Tensor, owner: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        real = _real_means(net, *fetch(step), len(groups), settings)
+        losses, found = loss_and_gradient(net, pixels, owner, real, settings, labels, term)
+        return losses, found if settings.clip is None else clip_groups(found, owner, len(groups), settings.clip)
+
+    return gradient
 
 
 def _replayed(
     net: nn.Module,
     shard: Shard,
-    groups: list[_Group],
+    groups: list[Group],
     pixels: Tensor,
     owner: Tensor,
     settings: Condensation,
@@ -229,12 +293,12 @@ def _replayed(
 
 
 @torch.no_grad()
-def _assign(parameters: list[nn.Parameter], values: Sequence[Tensor]) -> None:
+def assign(parameters: list[nn.Parameter], values: Sequence[Tensor]) -> None:
     for parameter, value in zip(parameters, values, strict=True):
         parameter.copy_(value)
 
 
-def _embedding(net: nn.Module, x: Tensor, settings: Condensation) -> tuple[Tensor, Tensor]:
+def embedding(net: nn.Module, x: Tensor, settings: Condensation) -> tuple[Tensor, Tensor]:
     """(features, logits) in float32; half precision inside the network only on a GPU."""
     half = x.is_cuda and settings.precision != "float32"
     with torch.autocast(x.device.type, torch.bfloat16, enabled=half, cache_enabled=False):
@@ -243,7 +307,7 @@ def _embedding(net: nn.Module, x: Tensor, settings: Condensation) -> tuple[Tenso
     return features.float(), logits.float()
 
 
-def _fetcher(shard: Shard, groups: list[_Group]) -> Callable[[int], tuple[Iterable[Tensor], Tensor]]:
+def _fetcher(shard: Shard, groups: list[Group]) -> Callable[[int], tuple[Iterable[Tensor], Tensor]]:
     """step -> (chunks of the real images of all groups, the group of each image).
 
     Where every step sees the same images, and they are few, they are looked at once.
@@ -268,12 +332,12 @@ def _real_means(
     net: nn.Module, chunks: Iterable[Tensor], owner: Tensor, num_groups: int, settings: Condensation
 ) -> tuple[Tensor, Tensor]:
     """Mean features and mean logits of each group's real minibatch of a step, in chunks."""
-    parts = [_embedding(net, chunk, settings) for chunk in chunks]
+    parts = [embedding(net, chunk, settings) for chunk in chunks]
     features, logits = (torch.cat(part) for part in zip(*parts, strict=True))
     return group_means(features, owner, num_groups), group_means(logits, owner, num_groups)
 
 
-def _loss_and_gradient(
+def loss_and_gradient(
     net: nn.Module,
     pixels: Tensor,
     owner: Tensor,
@@ -286,7 +350,7 @@ def _loss_and_gradient(
     losses, gradients = [], []
     for first, last, rows in _chunks_of_groups(owner, len(real[0])):
         x = pixels[rows].detach().requires_grad_(True)
-        features, logits = _embedding(net, x, settings)
+        features, logits = embedding(net, x, settings)
         local = owner[rows] - first
         loss = matching_loss(group_means(features, local, last - first), real[0][first:last], settings.reduction)
         means = group_means(logits, local, last - first)
@@ -311,7 +375,7 @@ def _chunks_of_groups(owner: Tensor, num_groups: int) -> Iterator[tuple[int, int
             first, begin = group + 1, end
 
 
-def _collect(shard: Shard, outcomes: list[_Outcome]) -> Surrogates:
+def collect(shard: Shard, outcomes: list[Outcome]) -> Surrogates:
     """Put one client's groups together; a client without any gives empty tensors."""
     if not outcomes:
         empty = torch.zeros(0, *shard.images.pixels.shape[1:], device=shard.device)
@@ -323,4 +387,5 @@ def _collect(shard: Shard, outcomes: list[_Outcome]) -> Surrogates:
         start=torch.cat([o.group.start for o in outcomes]),
         loss=sum(o.loss for o in outcomes) / len(outcomes),
         num_fallbacks=sum(o.num_fallbacks for o in outcomes),
+        num_withheld=sum(o.num_withheld for o in outcomes),
     )

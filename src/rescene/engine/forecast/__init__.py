@@ -62,9 +62,9 @@ class Forecast:
 
 
 def forecast(experiment: Experiment) -> Forecast | None:
-    """Price every step of the schedule; None for a method nobody has written a pricer for (a plug-in)."""
+    """Price every step of the schedule; None for what nobody has written a pricer for: plug-ins, privacy mechanisms."""
     pricer_class = PRICERS.get(experiment.method.name)
-    if pricer_class is None:
+    if pricer_class is None or experiment.recipe.privacy.mechanism != "none":
         return None
     world = World(experiment)
     pricer = pricer_class(world)

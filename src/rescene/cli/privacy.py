@@ -1,0 +1,115 @@
+"""``rescene privacy``: epsilon for a noise multiplier and back, for the whole run of a recipe, with the reasons in words."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from dataclasses import asdict
+from typing import Any
+
+from rescene.cli.listing import print_rows
+from rescene.config import Resolved
+from rescene.config.privacy import PrivacySection, Promise, promise_of
+from rescene.engine.experiment import load_data
+from rescene.errors import ConfigError, DataError
+from rescene.methods import method_class
+from rescene.privacy.accounting import NEIGHBOURS, Composition, check_target, epsilon_of, sigma_for
+from rescene.privacy.mechanism import FORMAL
+
+SIGMAS, EPSILONS = (0.5, 1.0, 3.0, 5.0), (1.0, 2.0, 4.0, 8.0)
+ADVICE = "The clip, the learning rate and other settings chosen by looking at private images are not accounted for."
+
+
+def show_privacy(
+    resolved: Resolved, epsilon: float | None, sigma: float | None, delta: float | None, as_json: bool
+) -> None:
+    """Both directions, or the one that was asked for."""
+    if epsilon is not None and sigma is not None:
+        raise ConfigError("E176", "--epsilon and --sigma cannot both be given", fix="one of them; the other follows")
+    recipe = resolved.recipe
+    method, kind = method_class(recipe.method["name"]), recipe.privacy.mechanism
+    if kind == "paper-experiment":
+        if epsilon is not None or sigma is not None:
+            raise ConfigError("E176", "the paper's experiment has no epsilon", fix="privacy.mechanism=release")
+        _print({"method": method.title, "mechanism": kind, "statement": _empirical(recipe.promise())}, [], as_json)
+        return
+    if kind == "none" and "release" not in method.mechanisms:
+        statement = f"Not private, and no mechanism covers everything it sends: {method.leaves_site}."
+        _print({"method": method.title, "mechanism": kind, "statement": statement}, [], as_json)
+        return
+    if sigma is not None and not sigma > 0:
+        raise ConfigError("E171", f"noise multiplier {sigma:g} is not possible", fix="a number above 0")
+    promise = _promise(resolved, delta)
+    check_target(epsilon, promise.delta, _num_records(resolved))
+    facts = {
+        "method": method.title,
+        "mechanism": kind,
+        "statement": promise.words() if kind in FORMAL else "Not private. With privacy.mechanism=release it would be:",
+        "neighbours": NEIGHBOURS,
+        "composition": promise.composition.words(),
+        "delta": promise.delta,
+    }
+    _print(facts, _rows(promise, epsilon, sigma), as_json, asdict(promise.composition))
+
+
+def _promise(resolved: Resolved, delta: float | None) -> Promise:
+    """The recipe's promise, at another delta if one is given; a recipe without a mechanism is read as a release."""
+    recipe, given = resolved.recipe, {} if delta is None else {"delta": delta}
+    check_target(delta=delta)
+    section = recipe.privacy.model_copy(update=given)
+    if section.mechanism == "none":
+        section = PrivacySection(
+            mechanism="release",
+            noise_multiplier=1.0,
+            delta=section.delta,
+            max_participations=section.max_participations,
+        )
+    steps, clip = recipe.method["num_steps"], recipe.method["clip"]
+    found = promise_of(section, recipe.federation.num_rounds, steps, clip)
+    assert found is not None  # it has a mechanism
+    return found
+
+
+def _rows(promise: Promise, epsilon: float | None, sigma: float | None) -> list[dict[str, Any]]:
+    whole, delta = promise.composition, promise.delta
+    once = Composition(whole.steps, 1, whole.rate)
+    sigmas = SIGMAS if sigma is None else (sigma,)
+    epsilons = EPSILONS if epsilon is None else (epsilon,)
+    pairs = [("given sigma", s) for s in sigmas if epsilon is None]
+    pairs += [("given epsilon", sigma_for(e, whole, delta)) for e in epsilons if sigma is None]
+    return [
+        {
+            "direction": direction,
+            "sigma": s,
+            "epsilon, one participation": epsilon_of(s, once, delta),
+            "epsilon, whole run": epsilon_of(s, whole, delta),
+        }
+        for direction, s in pairs
+    ]
+
+
+def _num_records(resolved: Resolved) -> int | None:
+    """Training images, where the data are at hand; a plan for data that are elsewhere is checked when it runs."""
+    try:
+        return len(load_data(resolved.recipe.data).train)
+    except DataError:
+        return None
+
+
+def _empirical(promise: Promise | None) -> str:
+    assert promise is not None  # it has a mechanism
+    return promise.words()
+
+
+def _print(
+    facts: dict[str, Any], rows: list[dict[str, Any]], as_json: bool, composition: dict[str, Any] | None = None
+) -> None:
+    if as_json:
+        print(json.dumps(facts | {"rows": rows, "counts": composition}))
+        return
+    for key, value in facts.items():
+        print(textwrap.fill(f"{key}: {value}", 118, subsequent_indent="  "))
+    if rows:
+        print()
+        print_rows([{k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows])
+        print(ADVICE)

@@ -1,0 +1,122 @@
+"""The recipe's privacy section: which mechanism stands between images and uploads, and what it adds up to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from rescene.privacy.accounting import NEIGHBOURS, Composition, check_target, epsilon_of, sigma_for
+from rescene.privacy.mechanism import FORMAL, Mechanism
+
+
+class PrivacySection(BaseModel):
+    """Public settings; a site's own limits are not here but beside its ledger, where no server reaches them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    mechanism: Literal["none", "release", "per-example", "paper-experiment"] = Field(
+        "none",
+        description="none: no guarantee; release: one noised sum per class and participation; per-example: the paper's "
+        "proposition; paper-experiment: the paper's runs, which certify nothing",
+    )
+    noise_multiplier: float | None = Field(None, ge=0, description="sigma: deviation of the noise / sensitivity")
+    epsilon: float | None = Field(None, gt=0, description="target for the whole run, in the place of noise_multiplier")
+    delta: float = Field(1e-5, gt=0, lt=1, description="must stay below 1 / training images")
+    clip: float = Field(
+        5.0, gt=0, description="C: bound on a record's embedding (release) or pixel gradient (per-example)"
+    )
+    max_participations: int | None = Field(
+        None, ge=1, description="a site takes part at most this often in a task, then declines; null: every round"
+    )
+    count_weight: float = Field(
+        0.33, gt=0, description="release: kappa / C; a third costs 5 % more noise for a count within 3.2 sigma images"
+    )
+    num_nets: int = Field(5, ge=1, description="release: perturbed networks under which a record is embedded")
+    threshold: float = Field(
+        3.0, ge=0, description="release: classes with a noised count below this many deviations stay home"
+    )
+    sampling_rate: float = Field(1.0, gt=0, le=1, description="per-example: a record's chance to enter a step")
+    typical_count: float = Field(
+        100.0, gt=0, description="per-example: public guess of a site's images per class; the true number is private"
+    )
+    noise: Literal["os", "seeded"] = Field(
+        "os", description="os: the operating system's entropy; seeded: test mode, protects nobody"
+    )
+
+    @model_validator(mode="after")
+    def _one_way_to_say_how_much(self) -> PrivacySection:
+        if self.mechanism == "none":
+            return self
+        if self.mechanism == "paper-experiment":
+            if self.epsilon is not None:
+                raise ValueError(
+                    "epsilon: the paper's experiment certifies none; give noise_multiplier, or use release"
+                )
+            if self.noise_multiplier is None:
+                raise ValueError("noise_multiplier is missing; the paper uses 0, 1, 3 and 5")
+        elif (self.epsilon is None) == (self.noise_multiplier is None):
+            raise ValueError("give either noise_multiplier (sigma) or epsilon, for instance privacy.epsilon=8")
+        elif self.noise_multiplier == 0:
+            raise ValueError("noise_multiplier 0 adds no noise, so nothing is private; mechanism none says so plainly")
+        return self
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What a recipe's mechanism guarantees for one record over the whole run. Empirical mechanisms have no epsilon."""
+
+    mechanism: Mechanism
+    composition: Composition
+    delta: float
+    test_mode: bool
+
+    @property
+    def formal(self) -> bool:
+        return self.mechanism.kind in FORMAL and not self.test_mode
+
+    def epsilon(self) -> float | None:
+        return epsilon_of(self.mechanism.sigma, self.composition, self.delta) if self.formal else None
+
+    def words(self) -> str:
+        sigma = self.mechanism.sigma
+        if self.mechanism.kind not in FORMAL:
+            return f"Not private: the paper's experiment (sigma = {sigma:g}) is empirical and certifies nothing."
+        if self.test_mode:
+            return "Not private: test mode, the noise comes from the run's seed, which the server knows."
+        return (
+            f"({self.epsilon():.2f}, {self.delta:g})-differentially private for each record over the whole run, "
+            f"with noise multiplier {sigma:.4g}."
+        )
+
+    def reasons(self) -> str:
+        return f"Neighbours: {NEIGHBOURS}. Composition: {self.composition.words()}."
+
+
+def promise_of(privacy: PrivacySection, num_rounds: int, num_steps: int, image_clip: float | None) -> Promise | None:
+    """The mechanism with its noise multiplier worked out, and its composition; None without a mechanism.
+
+    A record is used by the ``num_rounds`` rounds of its own task at most, fewer if participations are capped.
+    """
+    kind = privacy.mechanism
+    if kind == "none":
+        return None
+    each = Composition(num_steps, 1, privacy.sampling_rate) if kind == "per-example" else Composition(1, 1)
+    whole = Composition(each.steps, min(privacy.max_participations or num_rounds, num_rounds), each.rate)
+    sigma = privacy.noise_multiplier
+    if sigma is None:
+        assert privacy.epsilon is not None  # the section is validated
+        sigma = sigma_for(privacy.epsilon, whole, privacy.delta)
+    clip = privacy.clip if kind in FORMAL else float(image_clip or privacy.clip)
+    mechanism = Mechanism(
+        kind, sigma, clip, each, privacy.delta, privacy.count_weight * clip, privacy.num_nets, privacy.threshold,
+        privacy.typical_count,
+    )  # fmt: skip
+    return Promise(mechanism, whole, privacy.delta, privacy.noise == "seeded")
+
+
+def check_records(promise: Promise | None, num_records: int) -> None:
+    """delta must say something about a data set of this size."""
+    if promise is not None and promise.mechanism.kind in FORMAL:
+        check_target(delta=promise.delta, num_records=num_records)

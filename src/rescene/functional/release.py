@@ -1,0 +1,49 @@
+"""One clipped sum per class, with a count in its last coordinate: what is noised once and then used freely.
+
+    psi(x)  embedding of a record        C      bound on its part        kappa  what a record adds to the count coordinate
+    u(x) = (clip_C(psi(x)), kappa)       ||u|| <= D = sqrt(C^2 + kappa^2): adding or removing a record moves one sum by that
+
+Sums are float64: rounding stays fifteen digits below the bound.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def clip_rows(rows: Tensor, max_norm: float) -> Tensor:
+    """Each row scaled to norm at most ``max_norm``, in float64; a row that is not finite becomes 0, so the bound holds for any input.
+
+    >>> clip_rows(torch.tensor([[3., 4.], [0.3, 0.4], [torch.inf, 0.]]), 1.0).tolist()
+    [[0.6, 0.8], [0.30000001192092896, 0.4000000059604645], [0.0, 0.0]]
+    """
+    rows = rows.double()
+    largest = rows.abs().amax(dim=1, keepdim=True) if rows.shape[1] else rows.new_zeros(len(rows), 1)
+    finite = torch.isfinite(largest)
+    rows = torch.where(finite, rows, 0.0)
+    unit = torch.where(finite & (largest > 0), largest, 1.0)
+    norms = unit * (rows / unit).square().sum(dim=1, keepdim=True).sqrt()  # squares of huge entries would overflow
+    return rows * (max_norm / norms.clamp(min=max_norm))
+
+
+def release_bound(clip: float, kappa: float) -> float:
+    """D, the sensitivity of :func:`class_sums` to one record."""
+    return math.hypot(clip, kappa)
+
+
+def class_sums(psi: Tensor, groups: Tensor, num_groups: int, clip: float, kappa: float) -> Tensor:
+    """Sum of u(x) over each group: psi [n, d], groups [n] -> [num_groups, d + 1]. An empty group has sum 0."""
+    u = torch.cat([clip_rows(psi, clip), torch.full((len(psi), 1), kappa, dtype=torch.float64, device=psi.device)], 1)
+    return u.new_zeros(num_groups, u.shape[1]).index_add(0, groups, u)
+
+
+def noised_means(sums: Tensor, kappa: float, least: float) -> tuple[Tensor, Tensor]:
+    """From noised sums to means: ([g, d], which groups have a noised count of at least ``least`` [g]).
+
+    Post-processing: it looks at nothing but the noised sums. Rows of groups below the threshold carry no meaning.
+    """
+    counts = sums[:, -1] / kappa
+    return sums[:, :-1] / counts.clamp(min=1.0).unsqueeze(1), (counts >= least) & (counts >= 1.0)

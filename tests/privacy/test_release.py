@@ -1,0 +1,197 @@
+"""Sensitivity, noise and thresholds of the release, and the per-example sum: the bounds that the accountant relies on."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rescene.errors import ConfigError
+from rescene.functional.release import class_sums, clip_rows, noised_means, release_bound
+from rescene.privacy.accounting import Composition
+from rescene.privacy.mechanism import Mechanism, Site, refuse_batch_statistics
+from rescene.privacy.noise import Noise
+from rescene.rng import Rng
+from rescene.steps import Condensation, condense
+from rescene.steps.private import clipped_gradient_sum, embeddings, noised_sums
+
+SETTINGS = Condensation(ipc=3, num_steps=4, start="noise")
+RELEASE = Mechanism("release", 0.1, 2.0, Composition(1, 1), kappa=1.0, num_nets=2, threshold=3.0)
+
+
+class Silent(Noise):
+    """No noise, every record sampled: what remains is the part that must be bounded."""
+
+    def normal(self, *shape):
+        return torch.zeros(shape, dtype=torch.float64)
+
+
+def at_site(shard, mechanism, noise=None):
+    return replace(shard, site=Site(mechanism, noise or Noise(Rng(5).generator())))
+
+
+def test_five_thousand_neighbours_never_move_a_sum_beyond_the_bound():
+    """Data sets of 0 to 7 records of hostile sizes, and the same with one record more: no pair differs by more than D."""
+    g = torch.Generator().manual_seed(0)
+    worst = 0.0
+    for _ in range(5000):
+        n, d, classes = (int(torch.randint(low, high, (), generator=g)) for low, high in ((0, 8), (1, 40), (1, 4)))
+        clip, kappa = (10 ** (4 * torch.rand(2, generator=g) - 2)).tolist()
+        size = 10 ** (12 * torch.rand(n + 1, 1, generator=g) - 4)
+        psi, label = torch.randn(n + 1, d, generator=g) * size, torch.randint(classes, (n + 1,), generator=g)
+        if torch.rand((), generator=g) < 0.05:
+            psi[-1, 0] = torch.tensor([torch.inf, torch.nan, 3e38])[int(torch.randint(3, (), generator=g))]
+        less = class_sums(psi[:n], label[:n], classes, clip, kappa)
+        moved = float((class_sums(psi, label, classes, clip, kappa) - less).norm()) / release_bound(clip, kappa)
+        worst = max(worst, moved)
+        assert moved <= 1 + 1e-9
+    assert worst > 0.999, "the bound is reached, so a smaller one would be wrong"
+
+
+def test_neighbours_of_a_real_network_stay_within_the_bound(tiny_world):
+    """The whole way from pictures to sums, for every record of a site left out in turn."""
+    net, shard = tiny_world["net"].eval(), tiny_world["shards"][1]
+    thetas = [[p * scale for p in net.parameters()] for scale in (1.0, 30.0)]
+    thetas = [[p.detach().clone() for p in theta] for theta in thetas]
+
+    def sums(one):
+        return noised_sums(embeddings(net, one, thetas, SETTINGS), one, RELEASE, Silent())
+
+    whole = sums(shard)
+    for i in range(len(shard)):
+        rest = replace(shard, index=torch.cat([shard.index[:i], shard.index[i + 1 :]]))
+        assert 0 < float((whole - sums(rest)).norm()) <= RELEASE.sensitivity * (1 + 1e-6)
+
+
+def test_per_example_gradients_are_the_true_ones_clipped_one_by_one(tiny_world):
+    """Against a plain loop: autograd of ||mu_s - psi(x_i)||^2 for each record on its own, then clip, then sum."""
+    net, shard = tiny_world["net"].eval().requires_grad_(False), tiny_world["shards"][1]
+    real, pixels = shard.pictures(shard.index), torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    rows = []
+    for x in real:
+        s = pixels.clone().requires_grad_(True)
+        loss = sum((f(s).mean(0) - f(x[None])[0]).square().sum() for f in (net.features, net))
+        rows.append(torch.autograd.grad(loss, s)[0].flatten())
+    rows = torch.stack(rows).double()
+    clip = float(rows.norm(dim=1).median())  # half of them are clipped
+    expected = (rows * (clip / rows.norm(dim=1, keepdim=True)).clamp(max=1)).sum(0).reshape(pixels.shape)
+    found = clipped_gradient_sum(net, pixels, real, clip, SETTINGS)
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-6 * float(expected.abs().max()))
+    without = clipped_gradient_sum(net, pixels, real[1:], clip, SETTINGS)
+    assert float((found - without).norm()) <= clip * (1 + 1e-6)
+    assert torch.equal(clipped_gradient_sum(net, pixels, real[:0], clip, SETTINGS), torch.zeros_like(expected))
+
+
+def test_rows_within_the_bound_stay_as_they_are():
+    rows = torch.tensor([[0.3, 0.4], [0.0, 0.0], [6.0, 8.0]], dtype=torch.float64)
+    assert torch.equal(clip_rows(rows, 5.0), torch.tensor([[0.3, 0.4], [0.0, 0.0], [3.0, 4.0]], dtype=torch.float64))
+
+
+def test_means_come_from_noised_sums_alone_and_small_counts_are_suppressed():
+    sums = torch.tensor([[20.0, 40.0, 10.0], [1.0, 1.0, 1.0], [9.0, 9.0, -3.0]])  # counts 5, .5 and -1.5 at kappa 2
+    means, enough = noised_means(sums, kappa=2.0, least=2.0)
+    assert means[0].tolist() == [4.0, 8.0] and enough.tolist() == [True, False, False]
+    assert torch.isfinite(means).all()
+
+
+def test_the_noise_has_the_promised_deviation(tiny_world):
+    shard = tiny_world["shards"][0]
+    psi = torch.zeros(len(shard), 4000)
+    found = noised_sums(psi, shard, replace(RELEASE, sigma=3.0), Noise())
+    expected = 3.0 * (2.0**2 + 1.0**2) ** 0.5
+    assert float(found[:, :-1].std()) == pytest.approx(expected, rel=0.05)
+
+
+def test_noise_is_fresh_unless_it_is_the_test_mode_and_has_the_right_law():
+    assert not torch.equal(Noise().normal(8), Noise().normal(8))
+    seeded = [Noise(Rng(1).generator()).normal(8) for _ in range(2)]
+    assert torch.equal(*seeded)
+    many = Noise().normal(40000)
+    assert abs(float(many.mean())) < 0.03 and float(many.std()) == pytest.approx(1.0, abs=0.03)
+    assert float(Noise().chosen(40000, 0.25).double().mean()) == pytest.approx(0.25, abs=0.015)
+
+
+def test_torch_seeds_do_not_reach_the_noise():
+    torch.manual_seed(0)
+    first = Noise().normal(4)
+    torch.manual_seed(0)
+    assert not torch.equal(first, Noise().normal(4))
+
+
+def test_a_release_uploads_ipc_surrogates_of_every_class_it_is_sure_of(tiny_world):
+    """Client 1 has 13 and 3 images; the threshold lies at .1 * sqrt(5) * 3 < 1 record, then at 13 > 6.7 > 3."""
+    shard, net = tiny_world["shards"][1], tiny_world["net"]
+    (both,) = condense(net, [at_site(shard, RELEASE)], [Rng(0)], SETTINGS, 7)
+    assert both.labels.tolist() == [0, 0, 0, 1, 1, 1] and both.num_suppressed == 0
+    (one,) = condense(net, [at_site(shard, replace(RELEASE, threshold=30.0))], [Rng(0)], SETTINGS, 7)
+    assert one.labels.tolist() == [0, 0, 0] and one.num_suppressed == 1
+
+
+def test_without_noise_a_release_descends_towards_the_clipped_real_means(tiny_world):
+    """One network, a clip nobody reaches, no noise: the plain gradient of Eq. 1 from the same start."""
+    shard, net = tiny_world["shards"][2], tiny_world["net"]
+    settings = Condensation(ipc=3, num_steps=1, radius=0.0, start="noise", real_batch="all", clip=1.0)
+    free = replace(RELEASE, clip=1e6, num_nets=1, kappa=1e5, sigma=0.0)
+    (private,) = condense(net, [at_site(shard, free, Silent())], [Rng(0)], settings, 7)
+    (usual,) = condense(net, [shard], [Rng(0)], settings, 7)
+    assert not torch.allclose(private.images, private.start, atol=1e-4)
+    rows = private.labels == 1  # the site has this class only; both start from the same white noise
+    assert torch.equal(private.start[rows], usual.start)
+    assert torch.allclose(private.images[rows], usual.images, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["release", "per-example"])
+def test_uploads_do_not_tell_which_classes_a_site_has(tiny_world, kind):
+    """Client 0 has no image of class 1: it sends both classes all the same, or decides by a noised count."""
+    mechanism = replace(RELEASE, kind=kind, sigma=1.0, threshold=0.0, typical_count=10.0)
+    labels = set()
+    for seed in range(8):
+        shard = at_site(tiny_world["shards"][0], mechanism, Noise(Rng(seed).generator()))
+        (made,) = condense(tiny_world["net"], [shard], [Rng(0)], SETTINGS, 7)
+        labels.add(tuple(made.labels.unique().tolist()))
+    assert (0, 1) in labels
+
+
+@pytest.mark.parametrize("kind", ["release", "per-example", "paper-experiment"])
+def test_the_network_comes_back_and_two_sites_at_once_equal_one_by_one(tiny_world, kind):
+    mechanism, net = replace(RELEASE, kind=kind), tiny_world["net"]
+    before = {key: value.clone() for key, value in net.state_dict().items()}
+    rngs = [Rng(1).at(k) for k in range(2)]
+
+    def sites():
+        return [at_site(s, mechanism, Noise(Rng(k).generator())) for k, s in enumerate(tiny_world["shards"][1:])]
+
+    together = condense(net, sites(), rngs, SETTINGS, 7)
+    assert all(torch.equal(before[key], value) for key, value in net.state_dict().items())
+    assert all(p.requires_grad for p in net.parameters())
+    for shard, rng, batched in zip(sites(), rngs, together, strict=True):
+        (alone,) = condense(net, [shard], [rng], SETTINGS, 7)
+        assert torch.equal(alone.labels, batched.labels) and torch.allclose(alone.images, batched.images, atol=1e-5)
+        assert not torch.equal(alone.images, alone.start)
+
+
+def test_the_papers_experiment_without_noise_is_the_plain_clipped_descent(tiny_world):
+    settings, shard = Condensation(ipc=3, num_steps=3, clip=1.0), tiny_world["shards"][1]
+    quiet = Mechanism("paper-experiment", 0.0, 1.0, Composition(1, 1))
+    (ours,) = condense(tiny_world["net"], [at_site(shard, quiet)], [Rng(0)], settings, 7)
+    (plain,) = condense(tiny_world["net"], [shard], [Rng(0)], settings, 7)
+    assert torch.equal(ours.images, plain.images)
+    loud = replace(quiet, sigma=5.0)
+    (noisy,) = condense(tiny_world["net"], [at_site(shard, loud)], [Rng(0)], settings, 7)
+    spread = (noisy.images - plain.images)[
+        noisy.labels == 0
+    ].std()  # three steps of 5 * 1 / 13, plus what follows from it
+    assert float(spread) == pytest.approx(3**0.5 * 5 / 13, rel=0.1)
+
+
+def test_batch_norm_in_train_mode_is_refused(tiny_world):
+    net, shard = tiny_world["net"], tiny_world["shards"][0]
+    refuse_batch_statistics(net.eval())
+    theta = [p.detach().clone() for p in net.parameters()]
+    net.train()
+    for look in (
+        lambda: embeddings(net, shard, [theta], SETTINGS),
+        lambda: clipped_gradient_sum(net, shard.pictures(shard.index[:2]), shard.pictures(shard.index), 1.0, SETTINGS),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            look()
+        assert caught.value.code == "E175" and "model.norm=group" in caught.value.fix
