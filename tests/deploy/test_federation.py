@@ -18,7 +18,12 @@ from rescene.errors import ConfigError, RunError
 IMPATIENT = Patience(gather_s=0, deadline_s=0.2, poll_s=0, attempts=2)
 
 
-@pytest.mark.parametrize("method", ["rescene", "fedavg", "fedewc", "refed"])
+OTHERS = ["fedlwf", "target", "glfc", "fedcbdr", "feddm", "fedaf"]
+
+
+@pytest.mark.parametrize(
+    "method", ["rescene", "fedavg", "fedewc", "refed", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+)
 def test_the_same_bits_as_in_one_process(tmp_path, method):
     resolved = resolve("smoke", [*TINY, f"method={method}"])
     here, there = tmp_path / "here", tmp_path / "there"

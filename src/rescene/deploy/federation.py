@@ -108,7 +108,7 @@ class GridFederation(InProcess):
             self._nodes[k]: Letter(self._head(verb, self.client_states.get(k), rng.path), bodies[known[k]].data)
             for k in clients
         }
-        replies = self._exchange(letters)
+        replies = self._exchange(letters, needed=self._quorum * len(letters))
         found = {k: replies[self._nodes[k]] for k in clients if self._nodes[k] in replies}
         for client in clients:
             if client not in found:
@@ -122,29 +122,32 @@ class GridFederation(InProcess):
         version, sha256 = rescene.__version__, state.sha256 if state else None
         return pack_message(Request(version, self._run, self._recipe, verb, task, address, sha256)).data
 
-    def _exchange(self, letters: dict[int, Letter]) -> dict[int, Reply]:
+    def _exchange(self, letters: dict[int, Letter], needed: float = 0.0) -> dict[int, Reply]:
         """Replies by node. A letter that is lost, or long unanswered, is sent again; after the deadline it is given up.
 
         A site that restarts forgets the letter it had, and nobody is told. Sending again is harmless: sites keep their answer.
+        For a site that went away we wait only as long as fewer than ``needed`` have answered.
         """
         patience, now = self._patience, time.monotonic()
         end, again_at = now + patience.deadline_s, now + patience.deadline_s / patience.attempts
         replies: dict[int, Reply] = {}
-        tries = dict.fromkeys(letters, 1)
+        tries, lost = dict.fromkeys(letters, 1), set[int]()
         waiting = self._post.push(letters) if letters else {}
-        while waiting and time.monotonic() < end:
-            self._tell(replies, waiting)
-            lost = self._take(replies, waiting)
+        while (waiting or (lost and len(replies) < needed)) and time.monotonic() < end:
+            self._tell(replies, lost | set(waiting.values()))
+            lost |= self._take(replies, waiting)
             if time.monotonic() > again_at:
                 lost |= set(waiting.values())
                 again_at += patience.deadline_s / patience.attempts
-            again = {node: letters[node] for node in sorted(lost) if tries[node] < patience.attempts}
+            lost = {node for node in lost if node not in replies and tries[node] < patience.attempts}
+            again = {node: letters[node] for node in sorted(lost & set(self._post.nodes() if lost else ()))}
             if again:
                 waiting |= self._post.push(again)
                 tries |= {node: tries[node] + 1 for node in again}
-            elif waiting:
+                lost -= again.keys()
+            elif waiting or lost:
                 time.sleep(patience.poll_s)
-        self._tell(replies, waiting)
+        self._tell(replies, set())
         return replies
 
     def _take(self, replies: dict[int, Reply], waiting: dict[str, int]) -> set[int]:
@@ -166,8 +169,8 @@ class GridFederation(InProcess):
             del waiting[number]
         return lost
 
-    def _tell(self, replies: dict[int, Reply], waiting: dict[str, int]) -> None:
-        facts = {"answered": sorted(map(self._name, replies)), "waiting_for": sorted(map(self._name, waiting.values()))}
+    def _tell(self, replies: dict[int, Reply], waiting: set[int]) -> None:
+        facts = {"answered": sorted(map(self._name, replies)), "waiting_for": sorted(map(self._name, waiting))}
         if facts != self._told:
             self._told = facts
             self.waiting(facts)
