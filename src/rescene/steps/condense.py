@@ -17,8 +17,10 @@ from torch import Tensor, nn
 
 from rescene.data import Shard
 from rescene.functional import clip_groups, group_means, matching_loss, perturbed
+from rescene.functional.starts import coloured_noise, dead_leaves
 from rescene.hyperparameters import Hyperparameters, hyper
 from rescene.rng import Rng, seeded_generator
+from rescene.steps.moments import descend_moments, is_grey, possible
 
 CHUNK = {"cpu": 256, "cuda": 2048}  # images that pass through the network at once: what fits the cache, or the memory
 
@@ -42,7 +44,18 @@ class Condensation(Hyperparameters):
     real_batch: PositiveInt | Literal["ipc", "all"] = hyper(
         256, "b", "App. F", "real images per class and step: a number, ipc (as many as surrogates) or all"
     )
-    start: Literal["real", "noise"] = hyper("real", "-", "App. F", "surrogates start as real images or as white noise")
+    start: Literal["real", "noise", "leaves", "coloured"] = hyper(
+        "real",
+        "-",
+        "App. F",
+        "surrogates start as real images, white noise, dead leaves (random discs), or noise with the class's mean and covariance",
+    )
+    match: tuple[Literal["features", "logits", "stages", "pixels", "covariance"], ...] | None = hyper(
+        None, "-", "[ours]", "statistics to match by Adam, each divided by its scale; null: Eq. 1 by gradient descent"
+    )
+    random_nets: int = hyper(0, "-", "[ours]", "freshly drawn networks that match is also taken under", ge=0)
+    own_net: bool = hyper(True, "-", "[ours]", "take match under the broadcast network")
+    min_images: int = hyper(1, "-", "[ours]", "a class with fewer local images is not sent", ge=1)
     surrogates_per_class: Literal["half", "min", "fixed"] = hyper(
         "half", "-", "[ours]", "of n images: min(IPC, n//2), min(IPC, n), or always IPC (drawn with replacement)"
     )
@@ -60,6 +73,8 @@ class Condensation(Hyperparameters):
 
     def num_surrogates(self, num_images: int) -> int:
         """How many surrogates a class of this many local images gets (0: the class is skipped)."""
+        if num_images < self.min_images:
+            return 0
         if self.surrogates_per_class == "half":  # nobody uploads a whole class
             return min(self.ipc, num_images // 2)
         return min(self.ipc, num_images) if self.surrogates_per_class == "min" else self.ipc * (num_images > 0)
@@ -145,6 +160,11 @@ def _groups(client: int, shard: Shard, rng: Rng, settings: Condensation) -> Iter
         if settings.start == "noise":
             shape = (m, *shard.images.pixels.shape[1:])
             start = torch.randn(shape, generator=generator).to(shard.device)
+        elif settings.start == "leaves":
+            leaves = dead_leaves(m, shard.images.pixels.shape[-1], generator, grey=is_grey(shard.transform))
+            start = shard.transform.normalise(255 * leaves.to(shard.device))
+        elif settings.start == "coloured":
+            start = possible(coloured_noise(shard.pictures(members), m, generator), shard.transform)
         else:
             # a fresh draw every round, so that the pool of a task sees many different images
             chosen = torch.randperm(n, generator=generator)[:m]
@@ -172,6 +192,9 @@ def _descend(
     term: Term | None,
 ) -> tuple[Tensor, Tensor]:
     """Gradient descent on the pixels of all groups; returns them and each group's loss at the last step."""
+    if settings.match is not None:
+        members = [group.members for group in groups]
+        return descend_moments(net, shard, members, pixels, owner, settings, noise_seed)
     if pixels.is_cuda and move is None and term is None and settings.num_steps:
         return _replayed(net, shard, groups, pixels, owner, settings, noise_seed, most_groups)
     device = pixels.device
