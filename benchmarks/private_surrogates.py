@@ -37,6 +37,14 @@ TRIES: dict[str, dict[str, Any]] = {
     "coloured, no crops": COLOURED | PLAIN,
     "coloured, no crops, soften": COLOURED | PLAIN | {"train.soften": 0.3},
     "coloured, no crops, group norm": COLOURED | PLAIN | {"model.norm": "group"},
+    "coloured, soften, batch 32": COLOURED | {"train.soften": 0.3, "train.batch_size": 32},
+    "coloured, no crops, soften, batch 32": COLOURED | PLAIN | {"train.soften": 0.3, "train.batch_size": 32},
+    "raw, soften, batch 32": {"method": "raw-upload", "train.soften": 0.3, "train.batch_size": 32},
+    "raw, no crops, soften, batch 32": {"method": "raw-upload", "train.soften": 0.3, "train.batch_size": 32} | PLAIN,
+    "local 10, no crops": COLOURED | PLAIN | {"method.neighbours": 10},
+    "local 20, no crops": COLOURED | PLAIN | {"method.neighbours": 20, "method.min_images": 20},
+    "local 10, soften, batch 32": COLOURED | {"method.neighbours": 10, "train.soften": 0.3, "train.batch_size": 32},
+    "local 10, no crops, batch 32": COLOURED | PLAIN | {"method.neighbours": 10, "train.batch_size": 32},
     "coloured+random, no crops": COLOURED
     | PLAIN
     | {"method.num_steps": 40, "method.image_lr": 0.05, "method.match": ["stages", "features", "pixels"]}

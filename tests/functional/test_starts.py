@@ -37,6 +37,14 @@ def test_coloured_noise_depends_on_the_two_moments_only():
     assert torch.allclose(a, b, atol=1e-5)
 
 
+def test_neighbours_keep_two_clouds_apart():
+    """Points near -5 and near +5: the moments of all fill the gap, those of the nearest ten do not."""
+    noise = 0.1 * torch.randn(20, 2, generator=seeded_generator(0))
+    real = torch.cat([noise[:10] - 5, noise[10:] + 5])
+    whole, local = (coloured_noise(real, 50, seeded_generator(1), k) for k in (None, 10))
+    assert bool((whole.abs() < 3).any()) and bool((local.abs() > 3).all())
+
+
 def test_softening_changes_pictures_by_its_strength_and_keeps_their_shape():
     x = torch.randn(8, 3, 8, 8, generator=seeded_generator(0))
     weak, strong = (soften(x, s, seeded_generator(1)) for s in (0.1, 0.5))

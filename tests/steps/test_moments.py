@@ -1,5 +1,7 @@
 """Condensation by moments: what it must approach, leave alone and refuse; and that the defaults did not change."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -61,6 +63,18 @@ def test_a_class_with_few_images_is_not_sent(tiny_world):
     settings = Condensation(start="coloured", num_steps=0, min_images=4)
     assert made(tiny_world, settings)[1].labels.unique().tolist() == [0]
     assert settings.num_surrogates(3) == 0 and settings.num_surrogates(4) == 2
+
+
+def test_a_coloured_start_never_sends_a_near_copy(tiny_world):
+    """The moments of a class whose images are all the same picture are that picture."""
+    shard = tiny_world["shards"][0]
+    same = shard.images.pixels.clone()
+    same[shard.index] = 128
+    shard = replace(shard, images=replace(shard.images, pixels=same))
+    (upload,) = condense(
+        tiny_world["net"], [shard], [tiny_world["rng"]], Condensation(start="coloured", num_steps=0), 0
+    )
+    assert len(upload.images) == 0
 
 
 def test_a_transformer_is_refused(tiny_world):

@@ -27,15 +27,24 @@ def dead_leaves(n: int, size: int, generator: torch.Generator, *, grey: bool = F
     return colour[place, top].permute(0, 3, 1, 2).contiguous()
 
 
-def coloured_noise(real: Tensor, m: int, generator: torch.Generator) -> Tensor:
+def coloured_noise(real: Tensor, m: int, generator: torch.Generator, neighbours: int | None = None) -> Tensor:
     """White noise z turned into mu + C^(1/2) z: ``m`` pictures with the mean mu and the covariance C of ``real`` [n, ...].
 
-    A function of these two moments and of noise: no picture is chosen. But it lies in the span of the real ones, so for few
-    pictures the moments tell almost everything, and for one they are the picture.
+    With ``neighbours``, each is drawn once more from the moments of that many real pictures nearest to it: a class is then
+    no single cloud. No picture is chosen, only moments are used; but the result lies in the span of the real ones, so for
+    few pictures the moments tell almost everything, and for one they are the picture.
     """
     flat = real.flatten(1)
-    mean = flat.mean(dim=0)
-    noise = torch.randn(m, flat.shape[1], generator=generator).to(real)
-    _, scale, axes = torch.linalg.svd(flat - mean, full_matrices=False)  # C = axes' scale^2 axes / n
-    drawn: Tensor = mean + noise @ axes.T * (scale / len(flat) ** 0.5) @ axes
+    drawn = _coloured(flat.unsqueeze(0), torch.randn(1, m, flat.shape[1], generator=generator).to(real))[0]
+    if neighbours is not None and neighbours < len(flat):
+        nearest = torch.cdist(drawn, flat).topk(neighbours, largest=False).indices  # [m, neighbours]
+        drawn = _coloured(flat[nearest], torch.randn(m, 1, flat.shape[1], generator=generator).to(real))[:, 0]
     return drawn.reshape(m, *real.shape[1:])
+
+
+def _coloured(sets: Tensor, noise: Tensor) -> Tensor:
+    """[s, n, d] pictures, [s, m, d] noise -> [s, m, d], each set with its own moments."""
+    mean = sets.mean(dim=1, keepdim=True)
+    _, scale, axes = torch.linalg.svd(sets - mean, full_matrices=False)  # C = axes' scale^2 axes / n
+    root: Tensor = noise @ axes.mT * (scale / sets.shape[1] ** 0.5).unsqueeze(1) @ axes
+    return mean + root

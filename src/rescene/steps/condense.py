@@ -19,6 +19,7 @@ from rescene.data import Shard
 from rescene.functional import clip_groups, group_means, matching_loss, perturbed
 from rescene.functional.starts import coloured_noise, dead_leaves
 from rescene.hyperparameters import Hyperparameters, hyper
+from rescene.privacy.leakage import NEAR_COPY_DB, nearest_real, psnr
 from rescene.rng import Rng, seeded_generator
 from rescene.steps.moments import descend_moments, is_grey, possible
 
@@ -49,6 +50,13 @@ class Condensation(Hyperparameters):
         "-",
         "App. F",
         "surrogates start as real images, white noise, dead leaves (random discs), or noise with the class's mean and covariance",
+    )
+    neighbours: int | None = hyper(
+        None,
+        "-",
+        "[ours]",
+        "coloured start: moments of this many images nearest to a first draw; null: of the class",
+        ge=2,
     )
     match: tuple[Literal["features", "logits", "stages", "pixels", "covariance"], ...] | None = hyper(
         None, "-", "[ours]", "statistics to match by Adam, each divided by its scale; null: Eq. 1 by gradient descent"
@@ -164,7 +172,10 @@ def _groups(client: int, shard: Shard, rng: Rng, settings: Condensation) -> Iter
             leaves = dead_leaves(m, shard.images.pixels.shape[-1], generator, grey=is_grey(shard.transform))
             start = shard.transform.normalise(255 * leaves.to(shard.device))
         elif settings.start == "coloured":
-            start = possible(coloured_noise(shard.pictures(members), m, generator), shard.transform)
+            drawn = coloured_noise(shard.pictures(members), m, generator, settings.neighbours)
+            start = _no_copies(possible(drawn, shard.transform), shard, members)
+            if not len(start):
+                continue
         else:
             # a fresh draw every round, so that the pool of a task sees many different images
             chosen = torch.randperm(n, generator=generator)[:m]
@@ -177,6 +188,13 @@ def _groups(client: int, shard: Shard, rng: Rng, settings: Condensation) -> Iter
             keys = torch.rand(settings.num_steps, n, generator=generator).to(members.device)
             batches = keys.argsort(dim=1)[:, :b]
         yield _Group(client, label, start, members, batches)
+
+
+def _no_copies(drawn: Tensor, shard: Shard, members: Tensor) -> Tensor:
+    """Those of the drawn pictures that are not, by chance, near-copies of one of the client's own images of the class."""
+    _, nearest = nearest_real(drawn, shard.images.pixels[members], shard.transform)
+    decibel = psnr(drawn, shard.pictures(members[nearest]), shard.transform)
+    return drawn[decibel <= NEAR_COPY_DB]
 
 
 def _descend(
