@@ -49,6 +49,10 @@ TRIES: dict[str, dict[str, Any]] = {
     | PLAIN
     | {"method.num_steps": 40, "method.image_lr": 0.05, "method.match": ["stages", "features", "pixels"]}
     | {"method.random_nets": 8, "method.own_net": False},
+    "coloured+random, no crops, soften": COLOURED
+    | PLAIN
+    | {"method.num_steps": 40, "method.image_lr": 0.05, "method.match": ["stages", "features", "pixels"]}
+    | {"method.random_nets": 8, "method.own_net": False, "train.soften": 0.3},
     "coloured+own, no crops": COLOURED
     | PLAIN
     | {"method.num_steps": 40, "method.image_lr": 0.05, "method.match": ["stages", "features", "pixels", "logits"]},
