@@ -17,8 +17,11 @@ from torch import Tensor, nn
 
 from rescene.data import Shard
 from rescene.functional import clip_groups, group_means, matching_loss, perturbed
+from rescene.functional.starts import coloured_noise, dead_leaves
 from rescene.hyperparameters import Hyperparameters, hyper
+from rescene.privacy.leakage import NEAR_COPY_DB, nearest_real, psnr
 from rescene.rng import Rng, seeded_generator
+from rescene.steps.moments import descend_moments, is_grey, possible
 
 CHUNK = {"cpu": 256, "cuda": 2048}  # images that pass through the network at once: what fits the cache, or the memory
 HELD = 8192  # real images at most that are kept in floating point for all steps: 100 MB of 32 x 32 pixels
@@ -46,7 +49,25 @@ class Condensation(Hyperparameters):
     real_batch: PositiveInt | Literal["ipc", "all"] = hyper(
         256, "b", "App. F", "real images per class and step: a number, ipc (as many as surrogates) or all"
     )
-    start: Literal["real", "noise"] = hyper("real", "-", "App. F", "surrogates start as real images or as white noise")
+    start: Literal["real", "noise", "leaves", "coloured"] = hyper(
+        "real",
+        "-",
+        "App. F",
+        "surrogates start as real images, white noise, dead leaves (random discs), or noise with the class's mean and covariance",
+    )
+    neighbours: int | None = hyper(
+        None,
+        "-",
+        "[ours]",
+        "coloured start: moments of this many images nearest to a first draw; null: of the class",
+        ge=2,
+    )
+    match: tuple[Literal["features", "logits", "stages", "pixels", "covariance"], ...] | None = hyper(
+        None, "-", "[ours]", "statistics to match by Adam, each divided by its scale; null: Eq. 1 by gradient descent"
+    )
+    random_nets: int = hyper(0, "-", "[ours]", "freshly drawn networks that match is also taken under", ge=0)
+    own_net: bool = hyper(True, "-", "[ours]", "take match under the broadcast network")
+    min_images: int = hyper(1, "-", "[ours]", "a class with fewer local images is not sent", ge=1)
     surrogates_per_class: Literal["half", "min", "fixed"] = hyper(
         "half", "-", "[ours]", "of n images: min(IPC, n//2), min(IPC, n), or always IPC (drawn with replacement)"
     )
@@ -67,6 +88,8 @@ class Condensation(Hyperparameters):
 
     def num_surrogates(self, num_images: int) -> int:
         """How many surrogates a class of this many local images gets (0: the class is skipped)."""
+        if num_images < self.min_images:
+            return 0
         if self.surrogates_per_class == "half":  # nobody uploads a whole class
             return min(self.ipc, num_images // 2)
         return min(self.ipc, num_images) if self.surrogates_per_class == "min" else self.ipc * (num_images > 0)
@@ -200,6 +223,14 @@ def groups_of(client: int, shard: Shard, rng: Rng, settings: Condensation) -> It
         if settings.start == "noise":
             shape = (m, *shard.images.pixels.shape[1:])
             start = torch.randn(shape, generator=generator).to(shard.device)
+        elif settings.start == "leaves":
+            leaves = dead_leaves(m, shard.images.pixels.shape[-1], generator, grey=is_grey(shard.transform))
+            start = shard.transform.normalise(255 * leaves.to(shard.device))
+        elif settings.start == "coloured":
+            drawn = coloured_noise(shard.pictures(members), m, generator, settings.neighbours)
+            start = _no_copies(possible(drawn, shard.transform), shard, members)
+            if not len(start):
+                continue
         else:
             # a fresh draw every round, so that the pool of a task sees many different images
             chosen = torch.randperm(n, generator=generator)[:m]
@@ -212,6 +243,13 @@ def groups_of(client: int, shard: Shard, rng: Rng, settings: Condensation) -> It
             keys = torch.rand(settings.num_steps, n, generator=generator).to(members.device)
             batches = keys.argsort(dim=1)[:, :b]
         yield Group(client, label, start, members, batches)
+
+
+def _no_copies(drawn: Tensor, shard: Shard, members: Tensor) -> Tensor:
+    """Those of the drawn pictures that are not, by chance, near-copies of one of the client's own images of the class."""
+    _, nearest = nearest_real(drawn, shard.images.pixels[members], shard.transform)
+    decibel = psnr(drawn, shard.pictures(members[nearest]), shard.transform)
+    return drawn[decibel <= NEAR_COPY_DB]
 
 
 def _descend(
@@ -230,6 +268,9 @@ def _descend(
     """Gradient descent on the pixels of all groups; returns them and each group's loss at the last step."""
     if settings.num_steps == 0:
         return pixels, torch.zeros(len(groups), device=pixels.device)
+    if settings.match is not None and gradient is None:
+        members = [group.members for group in groups]
+        return descend_moments(net, shard, members, pixels, owner, settings, noise_seed)
     if pixels.is_cuda and move is None and term is None and gradient is None:
         return _replayed(net, shard, groups, pixels, owner, settings, noise_seed, most_groups)
     device = pixels.device

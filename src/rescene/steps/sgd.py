@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from rescene.data import Shard, Transform
 from rescene.functional import logit_adjusted_cross_entropy, sampling_probabilities
 from rescene.functional.balance import EXCLUDED, log_prior
+from rescene.functional.texture import soften
 from rescene.hyperparameters import Hyperparameters, hyper
 
 
@@ -50,6 +51,9 @@ class Training(Hyperparameters):
         "auto", "-", "[ours]", "arithmetic of recorded steps; auto is bfloat16 on a GPU and float32 on a CPU"
     )
     augment: bool = hyper(True, "-", "App. A", "random crop and horizontal flip, on clients and (ours) on the server")
+    soften: float = hyper(
+        0.0, "-", "[ours]", "blur, noise and contrast on the server, which hide fine texture; 0: none", ge=0
+    )
 
 
 def repeatable(loss: Loss) -> Loss:
@@ -239,7 +243,7 @@ def fit_pool(
     runs as written here.
     """
     epochs = PoolEpochs(images, labels, num_classes, alpha, transform, settings.augment, generator)
-    if loss is None and is_recorded(images, labels):
+    if loss is None and is_recorded(images, labels) and not settings.soften:
         from rescene.steps.captured import fit_captured
 
         rates = [cosine_rate(settings.lr, epoch, settings.server_epochs) for epoch in range(settings.server_epochs)]
@@ -253,8 +257,8 @@ def fit_pool(
 
     def fetch(place: Tensor) -> Batch:
         index = order[place]
-        x = images[index]
-        return Batch(x if crops is None else transform.apply(x, crops[:, place]), labels[index], index)
+        x = images[index] if crops is None else transform.apply(images[index], crops[:, place])
+        return Batch(soften(x, settings.soften, generator) if settings.soften else x, labels[index], index)
 
     def adjusted(net: nn.Module, batch: Batch) -> Tensor:
         return logit_adjusted_cross_entropy(net(batch.x), batch.y, epochs.counts, tau)
