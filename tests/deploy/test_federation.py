@@ -18,6 +18,15 @@ from rescene.errors import ConfigError, RunError
 IMPATIENT = Patience(gather_s=0, deadline_s=0.2, poll_s=0, attempts=2)
 
 
+def without_starts(results):
+    """Start images never leave a site, so only a simulation can compare surrogates with them."""
+    keep = lambda part: {key: value for key, value in part.items() if "start" not in key and "unmoved" not in key}  # noqa: E731
+    leakage = results["leakage"]
+    if leakage:
+        leakage = keep(leakage) | {"per_task": [keep(task) for task in leakage["per_task"]]}
+    return results | {"leakage": leakage}
+
+
 OTHERS = ["fedlwf", "target", "glfc", "fedcbdr", "feddm", "fedaf"]
 
 
@@ -29,12 +38,16 @@ def test_the_same_bits_as_in_one_process(tmp_path, method):
     here, there = tmp_path / "here", tmp_path / "there"
     expected, found = in_process(resolved, here), across(resolved, there, LocalPost(sites(tmp_path)))
     assert hashes(there) == hashes(here) and len(set(hashes(here).split())) > 8
-    assert found == expected  # accuracy, bytes, operations, states, leakage
+    assert without_starts(found) == without_starts(expected)  # accuracy, bytes, operations, states, leakage
 
 
 def test_coded_pictures_are_decoded_once_and_alike(tmp_path):
     resolved = resolve("smoke", [*TINY, "federation.wire=uint8"])
-    assert in_process(resolved, tmp_path / "here") == across(resolved, tmp_path / "there", LocalPost(sites(tmp_path)))
+    here, there = (
+        in_process(resolved, tmp_path / "here"),
+        across(resolved, tmp_path / "there", LocalPost(sites(tmp_path))),
+    )
+    assert without_starts(here) == without_starts(there)
     assert hashes(tmp_path / "here") == hashes(tmp_path / "there")
 
 
