@@ -24,7 +24,7 @@ from rescene.functional import clip_groups, group_means, matching_loss
 from rescene.rng import seeded_generator
 from rescene.steps.captured import rows_of
 from rescene.steps.fused import FlatWeights, Folded, fuse, look
-from rescene.steps.recording import TURN, recorded
+from rescene.steps.recording import TURN, WARM_UP, recorded
 
 KEEP = 3
 CHUNKS = (
@@ -162,8 +162,9 @@ class Condenser:
         count = real.shape[1]
         plan = [large] * (count // large) + [small] * -(-(count % large) // small)
         spare, total = sum(plan) - count, len(real) * sum(plan)
-        if total > len(self.order):  # the recordings read these places
-            self.order, self.order_owner = (torch.zeros(total, dtype=torch.long, device=real.device) for _ in range(2))
+        room = total + WARM_UP * large  # a recording runs on from the start a few times, however few the steps are
+        if room > len(self.order):  # the recordings read these places
+            self.order, self.order_owner = (torch.zeros(room, dtype=torch.long, device=real.device) for _ in range(2))
             self._replays.clear()
         row = torch.cat([real_owner, real_owner.new_full((spare,), len(self.lanes) - 1)])
         self.order[:total] = torch.nn.functional.pad(real, (0, spare)).flatten()

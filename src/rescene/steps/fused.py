@@ -44,10 +44,12 @@ class SideStream:
         self._held: list[Any] = []  # used there; not to be given to others before ``join``
 
     def convolution_weight_gradient(self, dy: Tensor, x: Tensor, weight: Tensor, settings: tuple[Any, ...]) -> Tensor:
+        """Complete only after ``join``: nothing outside this stream may read it before."""
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            gradient = _convolution_backward(dy, x, weight, settings, (False, True, False))[1]
-        self._held.append((dy, x, gradient))
+            wide = _widened(x, weight)
+            gradient = _convolution_backward(dy, *wide, settings, (False, True, False))[1][:, : weight.shape[1]]
+        self._held.append((dy, x, wide, gradient))
         return gradient
 
     def join(self) -> None:
@@ -70,8 +72,7 @@ class _Convolution(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, settings: tuple[Any, ...], side: SideStream) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.settings, ctx.side = settings, side
-        stride, padding, dilation, groups = settings
-        return F.conv2d(x, weight, None, stride, padding, dilation, groups)
+        return _convolved(x, weight, settings)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -90,18 +91,24 @@ class FusedConv(nn.Conv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         x, weight = x.to(self.weight.dtype), self.weight
-        if x.is_cuda and x.shape[1] < LANES:  # three channels would keep the tensor cores from working
-            x, weight = _widened(x), _widened(weight)
-        if self.side is None or not (torch.is_grad_enabled() and self.weight.requires_grad):
-            return F.conv2d(x, weight, None, self.stride, self.padding, self.dilation, self.groups)
         settings = (self.stride, self.padding, self.dilation, self.groups)
+        if self.side is None or not (torch.is_grad_enabled() and self.weight.requires_grad):
+            return _convolved(x, weight, settings)
         out: Tensor = _Convolution.apply(x, weight, settings, self.side)  # type: ignore[no-untyped-call]
         return out
 
 
-def _widened(x: Tensor) -> Tensor:
-    """More channels, all zero."""
-    return F.pad(x, (0, 0, 0, 0, 0, LANES - x.shape[1]))
+def _convolved(x: Tensor, weight: Tensor, settings: tuple[Any, ...]) -> Tensor:
+    stride, padding, dilation, groups = settings
+    return F.conv2d(*_widened(x, weight), None, stride, padding, dilation, groups)
+
+
+def _widened(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """On a GPU three channels would keep the tensor cores from working: some more, all zero."""
+    if not x.is_cuda or x.shape[1] >= LANES or x.shape[1] != weight.shape[1]:
+        return x, weight
+    more = (0, 0, 0, 0, 0, LANES - x.shape[1])
+    return F.pad(x, more), F.pad(weight, more)
 
 
 class FusedNorm(nn.BatchNorm2d):
@@ -294,10 +301,7 @@ class FoldedConv:
         if not x.is_cuda:
             y = F.conv2d(x, self.weight, bias, self.stride, self.padding)
             return F.relu(y if shortcut is None else y + shortcut)
-        if x.shape[1] < LANES:
-            x, weight = _widened(x), _widened(self.weight)
-        else:
-            weight = self.weight
+        x, weight = _widened(x, self.weight)
         if shortcut is None:
             return torch.cudnn_convolution_relu(x, weight, bias, *place)
         return torch.cudnn_convolution_add_relu(x, weight, shortcut, 1.0, bias, *place)

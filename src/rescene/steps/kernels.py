@@ -18,9 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS = 128  # rows of a tile
-TILES = 2  # of a program
-WIDTH = 32  # channels of a tile, where there are as many
+LARGE = 2**22  # elements of a batch from which on memory, not the number of programs, limits a kernel
 FORWARD_SCALE = 2.0**20  # fixed point: sums of x and x^2 up to 8e12, to 1e-6
 BACKWARD_SCALE = 2.0**40  # sums of gradients up to 8e6, to 1e-12
 
@@ -137,25 +135,33 @@ def _backward_kernel(
         tl.store(dx + place, (g * scale[None, :]).to(dx.dtype.element_ty), mask=mask)
 
 
-def _tiles(x: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
-    """The grid over the matrix [rows, channels], and the tiles of a program: several where there are many."""
-    rows, channels = x.numel() // x.shape[1], x.shape[1]
-    width = min(2 * WIDTH, channels)
-    tile = {"ROWS": 4096 // width, "TILES": 4 if x.numel() >= 2**22 else 1, "WIDTH": width, "num_warps": 8}
-    return (triton.cdiv(rows, tile["ROWS"] * tile["TILES"]), channels // width), tile
+def _tiles(x: Tensor, rows: int, width: int, tiles: int, num_warps: int = 4) -> tuple[tuple[int, int], dict[str, int]]:
+    """The grid over the matrix [rows, channels], and what a program does: ``tiles`` tiles of rows x width, one after another.
+
+    Where ``width`` does not divide the channels, tiles get narrower and longer. The sizes our callers ask for are the
+    fastest of a search over the layers of a ResNet-18 (docs/performance.md).
+    """
+    height, channels = x.numel() // x.shape[1], x.shape[1]
+    narrow = min(width, channels & -channels)  # Triton wants powers of two
+    rows = rows * width // narrow
+    tile = {"ROWS": rows, "TILES": tiles, "WIDTH": narrow, "num_warps": num_warps}
+    return (triton.cdiv(height, rows * tiles), channels // narrow), tile
+
+
+def _many(x: Tensor, share: int) -> int:
+    """1 to 4 tiles of a program, one for each ``share`` elements."""
+    return 4 if x.numel() >= 4 * share else 2 if x.numel() >= 2 * share else 1
 
 
 def _collect_sums(
     x: Tensor, dy: Tensor, y: Tensor, gamma: Tensor, beta: Tensor, place: dict[str, Any], relu: bool, from_y: bool,
     backward: bool,
 ) -> None:  # fmt: skip
-    rows, channels = x.numel() // x.shape[1], x.shape[1]
-    width = min(WIDTH, channels)
-    _sums_kernel[(triton.cdiv(rows, ROWS * TILES), channels // width)](
-        x, dy, y, gamma, beta, place["sums"][0], place["sums"][1], place["valid"], rows // len(x), channels,
+    grid, tile = _tiles(x, 128, 32, 2) if backward else _tiles(x, 256, 32, _many(x, 2**20))
+    _sums_kernel[grid](
+        x, dy, y, gamma, beta, place["sums"][0], place["sums"][1], place["valid"], x[0, 0].numel(), x.shape[1],
         place["eps"], int(relu), int(from_y),
-        FORWARD_SCALE=FORWARD_SCALE, BACKWARD_SCALE=BACKWARD_SCALE, BACKWARD=backward,
-        ROWS=ROWS, TILES=TILES, WIDTH=width,
+        FORWARD_SCALE=FORWARD_SCALE, BACKWARD_SCALE=BACKWARD_SCALE, BACKWARD=backward, **tile,
     )  # fmt: skip
 
 
@@ -174,7 +180,7 @@ class NormAct(torch.autograd.Function):
         if train:
             _collect_sums(x, x, x, gamma, beta, place, False, False, backward=False)
         y, add = torch.empty_like(x), shortcut is not None
-        grid, tile = _tiles(x)
+        grid, tile = _tiles(x, 128, 64, _many(x, 2**21), 8) if x.numel() >= LARGE else _tiles(x, 64, 32, 2)
         _forward_kernel[grid](
             x, gamma, beta, x if shortcut is None else shortcut, y, place["sums"][0], place["running_mean"],
             place["running_var"], place["valid"], x[0, 0].numel(), x.numel(), x.shape[1], place["momentum"],
@@ -196,7 +202,7 @@ class NormAct(torch.autograd.Function):
         dx, dgamma, dbeta = torch.empty_like(dy), torch.empty_like(gamma), torch.empty_like(beta)
         masked = add and relu  # else the shortcut's gradient is dy itself
         dshortcut = torch.empty_like(dy) if masked else dy
-        grid, tile = _tiles(dy)
+        grid, tile = _tiles(dy, 64, 64, _many(dy, 2**21)) if dy.numel() >= LARGE else _tiles(dy, 128, 64, 1)
         _backward_kernel[grid](
             dy, y, x, gamma, beta, place["sums"][0], place["sums"][1], place["running_var"], dx, dshortcut, dgamma,
             dbeta, place["valid"], dy[0, 0].numel(), dy.numel(), dy.shape[1], place["eps"],

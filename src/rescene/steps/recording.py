@@ -12,6 +12,9 @@ import torch
 from rescene.errors import ResceneWarning
 
 
+WARM_UP = 3  # times a piece of work is run before it is recorded
+
+
 class _Turn:
     """Threads that share a GPU prepare its work one at a time; only replaying what is recorded goes on side by side.
 
@@ -48,7 +51,7 @@ class _Turn:
 TURN = _Turn()
 
 
-def recorded(work: Callable[[], None], warm_up: int = 3) -> Callable[[], None]:
+def recorded(work: Callable[[], None], warm_up: int = WARM_UP) -> Callable[[], None]:
     """``work`` as a graph that can be replayed, or ``work`` itself (with a warning) where recording is refused.
 
     ``work`` reads and writes fixed tensors; it is run a few times before it is recorded. The recording has a stream of its
