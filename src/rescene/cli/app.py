@@ -12,7 +12,7 @@ import typer
 
 from rescene.cli.data_verbs import data_app
 from rescene.cli.deploying import deploy_app
-from rescene.cli.frame import AsJson, Out, Overrides, Plugin, Quiet, interruptible, load_plugins, verb
+from rescene.cli.frame import AsJson, Jobs, Out, Overrides, Plugin, Quiet, interruptible, load_plugins, verb
 from rescene.cli.papers import paper_app
 from rescene.cli.presenting import plot, table
 from rescene.errors import ConfigError, did_you_mean
@@ -83,7 +83,7 @@ def sweep(
     overrides: Annotated[list[str] | None, typer.Argument(help="key=a,b,c: every combination; method=all")] = None,
     seeds: Annotated[str, typer.Option("--seeds", help="comma-separated")] = "0",
     out: Annotated[Path | None, typer.Option("--out", help="folder for the cells (default: runs/<recipe>)")] = None,
-    jobs: Annotated[int, typer.Option("--jobs", min=1, help="cells at a time, side by side on one GPU")] = 1,
+    jobs: Jobs = 1,
     plan: Annotated[
         bool, typer.Option("--plan", help="list the cells with what they will cost, and run nothing")
     ] = False,

@@ -20,6 +20,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="print results only")
 Plugin = Annotated[
     list[Path] | None, typer.Option("--plugin", help="Python file that registers a method; may be repeated")
 ]
+Jobs = Annotated[int, typer.Option("--jobs", min=1, help="cells at a time, side by side on one GPU")]
 AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output")]
 
 

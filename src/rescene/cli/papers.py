@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rescene.cli.frame import AsJson, Quiet, interruptible, verb
+from rescene.cli.frame import AsJson, Jobs, Quiet, interruptible, verb
 from rescene.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ def paper_run(
     fast: Annotated[
         bool, typer.Option("--fast", help="E_srv=10 where the paper has 100: a tenth of the server's work")
     ] = False,
+    jobs: Jobs = 1,
     plan: Annotated[bool, typer.Option("--plan", help="list the cells and run nothing")] = False,
     out: Annotated[Path | None, typer.Option("--out", help="folder for the runs (default: runs/<data set>)")] = None,
     runs: Runs = None,
@@ -86,7 +87,7 @@ def paper_run(
         ready += planned
 
     def work() -> None:
-        results, failures = run_cells(ready, quiet, as_json)
+        results, failures = run_cells(ready, quiet, as_json, jobs=jobs)
         if as_json:
             rows = [{"folder": str(r.folder), "aa": r.aa, "aia": r.aia} for r in results]
             print_rows([*rows, *_refused_rows(refused), *failures], as_json)

@@ -122,9 +122,13 @@ def _side_by_side(cells: Sequence[Cell], quiet: bool, jobs: int) -> Outcomes:
             why="on a CPU one run at a time already uses all cores",
             fix="leave --jobs out",
         )
+
+    def result(cell: Cell) -> Result:
+        return load(cell.folder) if cell.done else execute(cell.resolved, cell.folder)
+
     streams = Streams(device, jobs)
     try:
-        outcomes = streams.outcomes(lambda cell: execute(cell.resolved, cell.folder), cells)
+        outcomes = streams.outcomes(result, cells)
         for number, (cell, outcome) in enumerate(zip(cells, outcomes, strict=True), start=1):
             if not quiet:
                 print(f"[{number}/{len(cells)}] {' '.join(cell.overrides)}", file=sys.stderr)

@@ -11,7 +11,6 @@ import torch
 
 from rescene.errors import ResceneWarning
 
-
 WARM_UP = 3  # times a piece of work is run before it is recorded
 
 
