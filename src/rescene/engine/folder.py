@@ -10,6 +10,7 @@ checkpoints/                                    how to go on
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -122,6 +123,7 @@ def environment(experiment: Experiment) -> dict[str, Any]:
         "schema": 1,
         "rescene": rescene.__version__,
         "commit": _commit(),
+        "code": _code(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "platform": platform.platform(),
@@ -139,6 +141,14 @@ def _command() -> str:
     """How this run was started, as a person would type it."""
     program = Path(sys.argv[0]).name
     return shlex.join(["rescene" if program == "__main__.py" else program, *sys.argv[1:]])
+
+
+def _code() -> str:
+    """Hash of the package's source: says what a commit does not, whether something in it was changed."""
+    root, digest = Path(rescene.__file__).parent, hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(f"{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def _commit() -> str | None:

@@ -26,7 +26,7 @@ from rescene.engine.ledger import FlopMeter, Ledger
 from rescene.engine.results import results_of, write_tables
 from rescene.engine.sites import Sites
 from rescene.engine.theory import TheoryWatch
-from rescene.engine.watch import LeakageWatch, Progress, Timer, warnings_to
+from rescene.engine.watch import LeakageWatch, Progress, Timer, memory_mb, warnings_to
 from rescene.engine.writer import Writer
 from rescene.errors import RunError
 from rescene.nets import flops_to, state_bytes
@@ -202,6 +202,7 @@ class Run:
             "notes": _notes(self.state, uploads),
         }
         self.folder.append("metrics.jsonl", row)
+        self.timer.memory_mb.append(memory_mb(e.device))
         self._tell("round", **row)
 
     def _after_task(self, task: Task) -> None:

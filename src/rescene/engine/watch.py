@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ class Timer:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.aside: dict[str, float] = {}  # work in other threads, which goes on during some phase
+        self.memory_mb: list[int] = []  # held after each round
         self._open: list[tuple[str, float]] = []
         self._begin = time.perf_counter()
         self._parts = 1
@@ -39,6 +42,7 @@ class Timer:
             if name != "other":
                 self.seconds[name] = self.seconds.get(name, 0.0) + value
         self.aside = dict(earlier.get("aside", {}))
+        self.memory_mb = list(earlier.get("memory_mb", []))
 
     @contextmanager
     def beside(self, name: str) -> Iterator[None]:
@@ -79,7 +83,19 @@ class Timer:
             "parts": self._parts,
             "phases": rounded | {"other": round(total - sum(self.seconds.values()), 3)},
             "aside": {name: round(value, 3) for name, value in self.aside.items()},
+            "memory_mb": self.memory_mb,
         }
+
+
+def memory_mb(device: torch.device) -> int:
+    """What this process holds now: of the GPU's memory, or of the machine's (0 where the system does not say)."""
+    if device.type == "cuda":
+        return torch.cuda.memory_reserved(device) >> 20
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE") >> 20
 
 
 class LeakageWatch:
