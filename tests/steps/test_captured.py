@@ -90,10 +90,10 @@ def test_a_second_round_reuses_the_recording_and_starts_without_momentum(tiny_wo
     for _ in range(2):
         net = tiny_world["arch"].restore(tiny_world["net"].state_dict())
         epochs = PoolEpochs(images, labels, 2, 0.5, tiny_world["transform"], True, torch.Generator().manual_seed(1))
-        before = set(KEPT.trainers)
+        before = set(KEPT.by_key)
         fit_captured(net, epochs, SETTINGS, RATES, epochs.adjustment(1.0))
         ends.append(net.state_dict())
-    assert set(KEPT.trainers) == before
+    assert set(KEPT.by_key) == before
     assert all(torch.equal(ends[0][key], ends[1][key]) for key in ends[0])
 
 
@@ -105,7 +105,7 @@ def test_a_grown_head_and_a_larger_pool_below_the_capacity_reuse_the_recording(t
         more = images.repeat(repeat, 1, 1, 1), labels.repeat(repeat)
         epochs = PoolEpochs(*more, classes, 0.5, tiny_world["transform"], True, torch.Generator().manual_seed(1))
         fit_captured(net, epochs, SETTINGS, RATES, epochs.adjustment(1.0))
-        kept.append(set(KEPT.trainers))
+        kept.append(set(KEPT.by_key))
     assert kept[0] == kept[1]
 
 

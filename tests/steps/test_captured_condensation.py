@@ -8,6 +8,7 @@ from rescene.steps import Condensation, condense
 from rescene.steps.captured_condense import KEPT
 from rescene.steps.captured_condense import descend_captured as descend
 from rescene.steps.condense import groups_of
+from rescene.steps.recording import WARM_UP
 
 
 def descend_captured(net, shard, pixels, owner, real, real_owner, settings, seed):
@@ -48,7 +49,7 @@ def test_with_perturbation_it_agrees_with_the_plain_descent_under_the_same_noise
     shards, rngs, (pixels, owner, real, real_owner) = inputs(tiny_world, settings)
     net = tiny_world["arch"].restore(tiny_world["net"].state_dict())
     found, _ = descend_captured(net, shards[0], pixels, owner, real, real_owner, settings, 7)
-    condenser = list(KEPT.condensers.values())[-1]
+    condenser = list(KEPT.by_key.values())[-1]
 
     def move(theta, generator):
         """The recorded form draws all noise in one piece, in the order of its flat buffer."""
@@ -67,18 +68,29 @@ def test_the_noise_lies_on_the_sphere(tiny_world):
     settings = SETTINGS.model_copy(update={"radius": 2.0, "num_steps": 1})
     shards, _, given = inputs(tiny_world, settings)
     descend_captured(tiny_world["net"], shards[0], *given, settings, 7)
-    condenser = list(KEPT.condensers.values())[-1]
+    condenser = list(KEPT.by_key.values())[-1]
     assert float((condenser.weights.theta - condenser.anchor).norm()) == pytest.approx(2.0, rel=1e-4)
 
 
 def test_another_number_of_groups_below_the_capacity_reuses_the_recording(tiny_world):
     shards, _, (pixels, owner, real, real_owner) = inputs(tiny_world, SETTINGS)
     descend_captured(tiny_world["net"], shards[0], pixels, owner, real, real_owner, SETTINGS, 7)
-    before = set(KEPT.condensers)
+    before = set(KEPT.by_key)
     few, fewer_real = owner < owner[-1], real_owner < owner[-1]
     alone, _ = descend_captured(
         tiny_world["net"], shards[0], pixels[few], owner[few], real[:, fewer_real], real_owner[fewer_real], SETTINGS, 7
     )
     everybody, _ = descend_captured(tiny_world["net"], shards[0], pixels, owner, real, real_owner, SETTINGS, 7)
-    assert set(KEPT.condensers) == before
+    assert set(KEPT.by_key) == before
     assert torch.allclose(alone, everybody[few], atol=1e-5), "a group does not depend on the others"
+
+
+def test_recording_a_part_runs_beyond_the_steps_without_leaving_its_places(tiny_world):
+    settings = SETTINGS.model_copy(update={"num_steps": 1})
+    shards, _, given = inputs(tiny_world, settings)
+    descend_captured(tiny_world["net"], shards[0], *given, settings, 7)
+    condenser = list(KEPT.by_key.values())[-1]
+    condenser.start.zero_()
+    for _ in range(WARM_UP):
+        condenser._real(condenser.chunks[0])  # an index out of range would be an error here, a wild read on a GPU
+    assert int(condenser.start) == WARM_UP * condenser.chunks[0]

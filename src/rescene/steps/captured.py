@@ -9,8 +9,6 @@ The mathematics is that of ``rescene.steps.sgd``, and so are the draws: in float
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -22,9 +20,8 @@ from torch import Tensor, nn
 from rescene.data import Transform
 from rescene.functional.balance import EXCLUDED
 from rescene.steps.fused import FlatWeights, SideStream, fuse, look, loss_and_gradient
-from rescene.steps.recording import TURN, recorded
+from rescene.steps.recording import TURN, Kept, recorded
 
-KEEP = 4  # recordings of recent shapes; older ones are dropped with their memory
 SMALLEST_POOL = 8192
 HEAD_STEP = 32  # heads are recorded with a multiple of this many rows
 
@@ -55,14 +52,7 @@ def fit_captured(net: Any, epochs: Epochs, settings: Any, rates: list[float], ad
     return mean
 
 
-class _Kept(threading.local):
-    """Recordings of this thread: runs and clients that go on side by side must not share one."""
-
-    def __init__(self) -> None:
-        self.trainers: OrderedDict[tuple[Any, ...], Trainer] = OrderedDict()
-
-
-KEPT = _Kept()
+KEPT = Kept(4)
 
 
 def rows_of(num_classes: int) -> int:
@@ -80,13 +70,7 @@ def _trainer_for(net: Any, epochs: Epochs, settings: Any) -> Trainer:
     fixed = (settings.batch_size, settings.momentum, settings.weight_decay, settings.precision, settings.augment)
     images = (str(epochs.images.device), epochs.images.dtype, tuple(epochs.images.shape[1:]), epochs.transform)
     key = (body, rows, capacity, images, fixed)
-    kept = KEPT.trainers
-    if key not in kept:
-        kept[key] = Trainer(net, epochs, settings, capacity, rows)
-        while len(kept) > KEEP:
-            kept.popitem(last=False)
-    kept.move_to_end(key)
-    return kept[key]
+    return KEPT.get(key, lambda: Trainer(net, epochs, settings, capacity, rows))
 
 
 class Trainer:

@@ -9,8 +9,6 @@ The mathematics is that of ``rescene.steps.condense``; the noise is drawn on the
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -24,23 +22,12 @@ from rescene.functional import clip_groups, group_means, matching_loss
 from rescene.rng import seeded_generator
 from rescene.steps.captured import rows_of
 from rescene.steps.fused import FlatWeights, Folded, fuse, look
-from rescene.steps.recording import TURN, WARM_UP, recorded
+from rescene.steps.recording import TURN, WARM_UP, Kept, recorded
 
-KEEP = 3
-CHUNKS = (
-    1024,
-    256,
-)  # real images of 32 x 32 that pass through the network at once; what is left over fills the smallest
+CHUNKS = (1024, 256)  # real images of 32 x 32 pixels that pass through the network at once; the rest fills the smaller
 
 
-class _Kept(threading.local):
-    """Recordings of this thread: runs that go on side by side must not share one."""
-
-    def __init__(self) -> None:
-        self.condensers: OrderedDict[tuple[Any, ...], Condenser] = OrderedDict()
-
-
-KEPT = _Kept()
+KEPT = Kept(3)
 
 
 def descend_captured(
@@ -70,13 +57,7 @@ def _condenser_for(net: Any, shard: Shard, groups: int, settings: Any) -> Conden
     fixed = (settings.image_lr, settings.image_momentum, settings.radius, settings.clip, settings.reduction)
     images = shard.images.pixels
     key = (shapes, capacity, fixed, settings.match_logits, settings.precision, images.data_ptr(), shard.transform)
-    kept = KEPT.condensers
-    if key not in kept:
-        kept[key] = Condenser(net, shard, *capacity, settings)
-        while len(kept) > KEEP:
-            kept.popitem(last=False)
-    kept.move_to_end(key)
-    return kept[key]
+    return KEPT.get(key, lambda: Condenser(net, shard, *capacity, settings))
 
 
 class Condenser:

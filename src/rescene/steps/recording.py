@@ -4,14 +4,37 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 
 from rescene.errors import ResceneWarning
 
 WARM_UP = 3  # times a piece of work is run before it is recorded
+
+
+T = TypeVar("T")
+
+
+class Kept(threading.local):
+    """Recordings of this thread by what they depend on, the latest few: runs side by side must not share one."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.by_key: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
+
+    def get(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
+        """What was made for this key before, or what ``make`` gives; the oldest go, with their memory."""
+        if key not in self.by_key:
+            self.by_key[key] = make()
+            while len(self.by_key) > self.most:
+                self.by_key.popitem(last=False)
+        self.by_key.move_to_end(key)
+        found: T = self.by_key[key]
+        return found
 
 
 class _Turn:
