@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from rescene.cli.deploy_check import check
 from rescene.cli.frame import AsJson, Overrides, interruptible, verb
 
 deploy_app = typer.Typer(
@@ -38,6 +39,9 @@ def init(
     print(
         f"next: rescene deploy server {name}; at each site: rescene deploy site FOLDER; then: rescene deploy run {name} demo"
     )
+
+
+deploy_app.command()(check)
 
 
 @deploy_app.command()

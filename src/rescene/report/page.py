@@ -39,14 +39,15 @@ def write_report(folders: list[Path], out: Path) -> Path:
     out = Path(out)
     plots = out.parent / "plots"
     plots.mkdir(parents=True, exist_ok=True)
-    html = _template().render(_view(runs, plots))
+    html = template("page.html.j2").render(_view(runs, plots))
     draft = out.with_name(f".{out.name}.{os.getpid()}")
     draft.write_text(html, "utf-8")
     os.replace(draft, out)
     return out
 
 
-def _template() -> Any:
+def template(name: str) -> Any:
+    """A page of ours: everything put into it is escaped, and what is missing is an error."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     env = Environment(
@@ -56,7 +57,7 @@ def _template() -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return env.get_template("page.html.j2")
+    return env.get_template(name)
 
 
 def _view(runs: Sequence[Run], plots: Path) -> dict[str, Any]:
