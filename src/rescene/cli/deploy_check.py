@@ -21,7 +21,7 @@ Rows = list[dict[str, str]]
 def check(
     folder: Annotated[Path, typer.Argument(help="folder of the federation, or of one site")],
     overrides: Overrides = None,
-    recipe: Annotated[str, typer.Option("--recipe", help="what to try at a site: shipped recipe or file")] = "smoke",
+    recipe: Annotated[str, typer.Option("--recipe", help="what to try at a site: shipped recipe or file")] = "demo",
     steps: Annotated[int | None, typer.Option("--steps", min=1, help="condensation steps, to try it quickly")] = None,
     trial: Annotated[bool, typer.Option("--trial/--no-trial", help="at a site: work through one round")] = True,
     as_json: AsJson = False,
@@ -39,7 +39,7 @@ def check(
         _check_site(folder, recipe, chosen, trial, as_json)
     else:
         raise ConfigError(
-            "E190",
+            "E195",
             "this is the folder of neither a federation nor a site",
             where=str(folder),
             why="it holds no federation.yaml and no site.yaml",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +20,8 @@ deploy_app = typer.Typer(
 )
 Folder = Annotated[Path, typer.Argument(help="folder of the federation")]
 Wait = Annotated[bool, typer.Option("--wait", help="stay in the foreground, and stop everything at the end (systemd)")]
+Serve = Annotated[bool, typer.Option("--serve", help="show the run on a page of this machine, live")]
+Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="of that page; 0: any that is free")]
 Deadline = Annotated[float, typer.Option("--deadline", min=1, help="seconds to wait for the answers of a round")]
 
 
@@ -61,8 +65,9 @@ def server(folder: Folder, wait: Wait = False) -> None:
 def site(folder: Annotated[Path, typer.Argument(help="the site's own folder")], wait: Wait = False) -> None:
     """Start this site: it answers the server until it is stopped."""
     from rescene.deploy.control import start_site
+    from rescene.deploy.keeping import start_kept
 
-    _started(lambda: [start_site(folder)], folder, wait)
+    _started(lambda: [start_kept(folder.resolve(), lambda: start_site(folder))], folder, wait)
     print(f"site started, log in {folder / 'logs'}; stop it with: rescene deploy stop {folder}")
 
 
@@ -76,29 +81,49 @@ def run(
         Path | None, typer.Option("--out", help="run folder (default: <federation>/server/runs/...)")
     ] = None,
     deadline: Deadline = 3600.0,
+    serve: Serve = False,
+    port: Port = 8765,
 ) -> None:
     """Run a recipe across the sites; the same command continues one that was interrupted."""
     from rescene.api import default_folder
+    from rescene.cli.operating import operator_page, stay_open
     from rescene.config import resolve
     from rescene.deploy.control import run as run_across
     from rescene.deploy.folder import Federation
     from rescene.deploy.letters import Patience
+    from rescene.deploy.operator import watch_sites
 
     federation, resolved = Federation.open(folder), resolve(recipe, overrides or [])
     place = out or federation.server / "runs" / default_folder(resolved).name
     patience = Patience(deadline_s=deadline)
-    interruptible(lambda: _finish(run_across(federation, resolved, place, patience), place), "the same command")
+
+    def work() -> None:
+        with operator_page(federation, lambda: place, port) if serve else nullcontext():
+            results = run_across(federation, resolved, place, patience)
+            watch_sites(federation, place)
+            _finish(results, place)
+            if serve and sys.stdout.isatty():
+                stay_open()
+
+    interruptible(work, "the same command")
 
 
 @deploy_app.command()
 @verb
-def status(folder: Folder, as_json: AsJson = False) -> None:
+def status(folder: Folder, as_json: AsJson = False, serve: Serve = False, port: Port = 8765) -> None:
     """Which sites are there, which runs go on, and whom they wait for."""
     from rescene.cli.listing import print_rows
     from rescene.deploy.control import status_rows
     from rescene.deploy.folder import Federation
 
-    print_rows(status_rows(Federation.open(folder)), as_json)
+    federation = Federation.open(folder)
+    print_rows(status_rows(federation), as_json)
+    if serve:
+        from rescene.cli.operating import operator_page, stay_open
+        from rescene.deploy.operator import newest_run
+
+        with operator_page(federation, lambda: newest_run(federation), port):
+            stay_open()
 
 
 @deploy_app.command()

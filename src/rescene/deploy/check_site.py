@@ -52,7 +52,10 @@ def data_rows(site: Site) -> list[Row]:
         row("images", f"{len(dataset.train):,} to learn from, {len(dataset.test):,} to test with; {where}"),
         row("classes", _counts(dataset)),
         row("images readable", "" if damaged else "all", "; ".join(damaged), "copy them again, or remove them"),
-        *(row(one["check"], "" if one["problem"] else "yes", one["problem"], one["fix"]) for one in content_rows(dataset)),
+        *(
+            row(one["check"], "" if one["problem"] else "yes", one["problem"], one["fix"])
+            for one in content_rows(dataset)
+        ),
     ]
 
 

@@ -73,7 +73,10 @@ def explain(error: ssl.SSLError, host: str) -> tuple[str, str]:
     if code in _FOREIGN:
         return "the server's certificate is not signed by this ca.crt", "ask the operator for the federation's ca.crt"
     if code in _OTHER_NAME:
-        return f"the server's certificate is not for {host}", "`server` in site.yaml must be the --host of `deploy init`"
+        return (
+            f"the server's certificate is not for {host}",
+            "`server` in site.yaml must be the --host of `deploy init`",
+        )
     if code == _NOT_YET:
         return "the certificate is not valid yet", "set this machine's clock (NTP)"
     if code == _EXPIRED:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ class GridFederation(InProcess):
         self._refused: set[int] = set()
         self.waiting: Callable[[dict[str, Any]], None] = lambda facts: None  # told whenever somebody has answered
         self._told: dict[str, Any] = {}
+        self._asked_at, self._heard_at = "", dict[int, str]()  # the last letters; the last answer of each node
         self.fingerprint = ""  # of the images that all sites split between them
         self._known: dict[tuple[int, str], frozenset[str]] = {}  # what a site keeps of the last message of a verb
 
@@ -132,6 +134,7 @@ class GridFederation(InProcess):
         end, again_at = now + patience.deadline_s, now + patience.deadline_s / patience.attempts
         replies: dict[int, Reply] = {}
         tries, lost = dict.fromkeys(letters, 1), set[int]()
+        self._asked_at = _clock()
         waiting = self._post.push(letters) if letters else {}
         while (waiting or (lost and len(replies) < needed)) and time.monotonic() < end:
             self._tell(replies, lost | set(waiting.values()))
@@ -163,6 +166,7 @@ class GridFederation(InProcess):
                 continue
             try:
                 replies[node] = _reply(data)
+                self._heard_at[node] = _clock()
             except RunError as error:
                 self.note("error", error.code, f"{self._name(node)}: {error.what}")
         for number in [number for number, node in waiting.items() if node in replies]:
@@ -171,9 +175,18 @@ class GridFederation(InProcess):
 
     def _tell(self, replies: dict[int, Reply], waiting: set[int]) -> None:
         facts = {"answered": sorted(map(self._name, replies)), "waiting_for": sorted(map(self._name, waiting))}
+        facts |= {"asked_at": self._asked_at, "heard_at": {self._name(node): at for node, at in self._heard_at.items()}}
         if facts != self._told:
             self._told = facts
             self.waiting(facts)
+
+    def _require_quorum(self, answered: int, asked: int, verb: str) -> None:
+        """As everywhere, with what an operator can do about it; the events before it name each site."""
+        try:
+            super()._require_quorum(answered, asked, verb)
+        except RunError as error:
+            fix = "rescene deploy status FOLDER shows who is away: start them (rescene deploy site FOLDER); the run goes on"
+            raise RunError(error.code, error.what, where=error.where, why=error.why, fix=fix) from None
 
     def _name(self, node: int) -> str:
         return next((f"site {k}" for k, own in self._nodes.items() if own == node), f"node {node}")
@@ -195,6 +208,10 @@ class GridFederation(InProcess):
                 raise RunError("E342", "its pictures are not float32")
             if images.shape != (len(labels), 3, side, side):
                 raise RunError("E342", f"its pictures are {list(images.shape)}")
+
+
+def _clock() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _reply(data: bytes) -> Reply:

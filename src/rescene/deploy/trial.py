@@ -143,7 +143,11 @@ def _round(run: Run, client: int, post: NoPost, recipe: str) -> Trial:
     upload = federation.ask([client], "client_round", payload)[client]
     real = e.dataset.train.pixels[e.shards[task.index][client]]
     return Trial(
-        recipe, e.method.title, e.method.leaves_site, post.log, **_beside(upload, real, e.dataset.transform, e.dataset.classes)
+        recipe,
+        e.method.title,
+        e.method.leaves_site,
+        post.log,
+        **_beside(upload, real, e.dataset.transform, e.dataset.classes),
     )
 
 
@@ -161,9 +165,7 @@ def _beside(upload: dict[str, Any], real: Tensor, transform: Any, classes: Seque
     return {
         "num_images": len(images),
         "near_copies": float((decibel > NEAR_COPY_DB).float().mean()),
-        "pairs": [
-            {"class": classes[int(labels[i])], "rms": float(rms[i]), "psnr": float(decibel[i])} for i in chosen
-        ],
+        "pairs": [{"class": classes[int(labels[i])], "rms": float(rms[i]), "psnr": float(decibel[i])} for i in chosen],
         "surrogates": transform.to_pixels(images[chosen]).cpu(),
         "nearest": real[where[chosen]].cpu(),
     }

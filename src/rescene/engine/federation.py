@@ -54,6 +54,7 @@ class InProcess:
         self.observe: Callable[[Mapping[int, Payload]], None] = lambda uploads: None
         self.phase: Callable[[], AbstractContextManager[None]] = nullcontext  # entered while clients work
         self.traffic = [0, 0]  # bytes up and down since the last move
+        self.traffic_of: dict[int, list[int]] = {}  # the same of each client that was asked
         self._shard_of, self._rng, self._form, self._quorum = shard_of, rng, form, quorum
         self._streams: Streams | None = None
         self._wire = wire
@@ -63,7 +64,7 @@ class InProcess:
         self.task, self.participants = task, self.clients if participants is None else participants
         self._place = self._rng.at("client", task.index, -1 if round is None else round)
         self._exchanges = 0
-        self.traffic = [0, 0]
+        self.traffic, self.traffic_of = [0, 0], {}
 
     def net(self, model: Mapping[str, Tensor]) -> nn.Module:
         return self.ledger.meter.attach(self.arch.restore(model), len(model["head.weight"]))
@@ -90,10 +91,18 @@ class InProcess:
         messages = {client: self._sent(upload) for client, (upload, _) in answers.items()}
         up, down = self.ledger.exchange(verb, payload, list(messages.values()), len(clients))
         self.traffic = [self.traffic[0] + up, self.traffic[1] + down]
+        self._meter_clients(clients, payload, messages)
         self._require_quorum(len(messages), len(clients), verb)
         uploads = {k: self._received(message) for k, message in messages.items()}
         self.observe(uploads)
         return uploads
+
+    def _meter_clients(self, clients: Sequence[int], payload: Payload, messages: Mapping[int, Payload]) -> None:
+        down = num_bytes(payload)
+        for client in clients:
+            own = self.traffic_of.setdefault(client, [0, 0])
+            own[0] += num_bytes(messages[client]) if client in messages else 0
+            own[1] += down
 
     def largest_state(self) -> int:
         """Bytes that the client with most to remember keeps between rounds."""

@@ -199,6 +199,9 @@ class Run:
             "accuracy": accuracy,
             "uplink_bytes": up,
             "downlink_bytes": down,
+            "sites": {
+                str(k): own for k, own in sorted(self.federation.traffic_of.items())
+            },  # bytes up and down of each
             "notes": _notes(self.state, uploads),
         }
         self.folder.append("metrics.jsonl", row)

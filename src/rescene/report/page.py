@@ -21,6 +21,7 @@ from rescene.report.costs import cost_rows, cost_titles
 from rescene.report.glossary import GLOSSARY
 from rescene.report.groups import Group, comparison_rows, differing_settings, group_runs, headline_group
 from rescene.report.runs import Run, load_run
+from rescene.report.sites import sites_view
 from rescene.report.surrogates import gallery
 from rescene.report.tables import METRICS, PAGE, downloads, figures, page_cells, shown
 from rescene.report.theory import theory_rows, theory_view
@@ -91,6 +92,7 @@ def _view(runs: Sequence[Run], plots: Path) -> dict[str, Any]:
         "figures": {figure.name: figure for figure in _figures(groups, head, told, plots)},
         "matrices": [render(plot, plots) for group in groups if (plot := plots_grids.accuracy_matrix(group))],
         "galleries": [found for group in groups if (found := gallery(group, plots))],
+        "federation": sites_view(runs),
         "theory": theory_view(theory_rows(head)),
         "costs": cost_rows(groups),
         "cost_titles": cost_titles(),
