@@ -12,6 +12,7 @@ from rescene.deploy.letters import Letter, Patience, Reply
 from rescene.deploy.message import pack_message, unpack_message
 from rescene.deploy.site import Memory, Site, client_verb
 from rescene.engine import RunFolder
+from rescene.engine.checkpoint import could_not_save, write_atomically
 from rescene.engine.loop import Run
 from rescene.errors import ConfigError, RunError
 
@@ -149,6 +150,53 @@ def test_below_the_quorum_the_run_stops_and_can_be_resumed(tmp_path):
     with pytest.raises(RunError, match="only 1 of 3 sites answered"):
         asked.ask([0, 1, 2], "client_round", payload)
     assert [code for code, _ in noted] == ["E348", "E348"]
+
+
+def test_all_sites_lost_is_told_for_each_and_the_run_goes_on_once_they_are_back(tmp_path):
+    post = LocalPost(sites(tmp_path))
+    asked, payload, noted = federation(tmp_path, post, IMPATIENT)
+    asked.ask([0, 1, 2], "client_round", payload)
+    post.lose = lambda number: "late"
+    with pytest.raises(RunError, match="only 0 of 3") as stopped:
+        asked.ask([0, 1, 2], "client_round", payload)
+    assert "rescene deploy status" in stopped.value.fix
+    assert [message for code, message in noted if code == "E349"] == [
+        f"site {k} did not answer client_round in time" for k in range(3)
+    ]
+    post.lose = lambda number: False
+    assert list(asked.ask([0, 1, 2], "client_round", payload)) == [0, 1, 2]
+
+
+def test_a_full_disk_at_a_site_is_told_and_nothing_is_lost(tmp_path, monkeypatch):
+    """The site answers with the code, the others count; with room again the same letter gives the same answer."""
+    post = LocalPost(sites(tmp_path))
+    asked, payload, noted = federation(tmp_path, post)
+    expected = asked.ask([0, 1, 2], "client_round", payload)
+
+    def full(path, *parts, **more):
+        if "site-1" in str(path):
+            raise could_not_save(path, OSError(28, "No space left on device"))
+        write(path, *parts, **more)
+
+    write = write_atomically
+    monkeypatch.setattr("rescene.deploy.site.write_atomically", full)
+    asked.move(asked.task, 1, [0, 1, 2])
+    assert list(asked.ask([0, 1, 2], "client_round", payload)) == [0, 2]
+    (code, message), *more = noted
+    assert (code, more) == ("E410", []) and "site 1" in message and "No space left" in message
+    monkeypatch.undo()
+    asked.move(asked.task, 0, [0, 1, 2])
+    again = asked.ask([0, 1, 2], "client_round", payload)
+    assert all(torch.equal(again[k]["model"]["head.weight"], expected[k]["model"]["head.weight"]) for k in range(3))
+
+
+def test_who_answered_when_and_since_when_we_wait_is_told(tmp_path):
+    post, heard = LocalPost(sites(tmp_path)), []
+    asked, payload, _ = federation(tmp_path, post)
+    asked.waiting = heard.append
+    asked.ask([0, 1, 2], "client_round", payload)
+    assert heard[0]["waiting_for"] and heard[-1]["waiting_for"] == [] and heard[-1]["asked"].endswith("+00:00")
+    assert set(heard[-1]["heard"]) == {"site 0", "site 1", "site 2"}
 
 
 @pytest.mark.parametrize(

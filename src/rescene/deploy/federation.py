@@ -35,7 +35,8 @@ class GridFederation(InProcess):
         self._refused: set[int] = set()
         self.waiting: Callable[[dict[str, Any]], None] = lambda facts: None  # told whenever somebody has answered
         self._told: dict[str, Any] = {}
-        self._asked_at, self._heard_at = "", dict[int, str]()  # the last letters; the last answer of each node
+        self._asked = ""  # when the letters of the exchange under way were sent
+        self._heard: dict[int, str] = {}  # when each node last answered
         self.fingerprint = ""  # of the images that all sites split between them
         self._known: dict[tuple[int, str], frozenset[str]] = {}  # what a site keeps of the last message of a verb
 
@@ -134,8 +135,8 @@ class GridFederation(InProcess):
         end, again_at = now + patience.deadline_s, now + patience.deadline_s / patience.attempts
         replies: dict[int, Reply] = {}
         tries, lost = dict.fromkeys(letters, 1), set[int]()
-        self._asked_at = _clock()
         waiting = self._post.push(letters) if letters else {}
+        self._asked = datetime.now(UTC).isoformat(timespec="seconds")
         while (waiting or (lost and len(replies) < needed)) and time.monotonic() < end:
             self._tell(replies, lost | set(waiting.values()))
             lost |= self._take(replies, waiting)
@@ -166,7 +167,7 @@ class GridFederation(InProcess):
                 continue
             try:
                 replies[node] = _reply(data)
-                self._heard_at[node] = _clock()
+                self._heard[node] = datetime.now(UTC).isoformat(timespec="seconds")
             except RunError as error:
                 self.note("error", error.code, f"{self._name(node)}: {error.what}")
         for number in [number for number, node in waiting.items() if node in replies]:
@@ -174,8 +175,9 @@ class GridFederation(InProcess):
         return lost
 
     def _tell(self, replies: dict[int, Reply], waiting: set[int]) -> None:
-        facts = {"answered": sorted(map(self._name, replies)), "waiting_for": sorted(map(self._name, waiting))}
-        facts |= {"asked_at": self._asked_at, "heard_at": {self._name(node): at for node, at in self._heard_at.items()}}
+        facts: dict[str, Any] = {"asked": self._asked}
+        facts |= {"answered": sorted(map(self._name, replies)), "waiting_for": sorted(map(self._name, waiting))}
+        facts["heard"] = {self._name(node): at for node, at in self._heard.items()}
         if facts != self._told:
             self._told = facts
             self.waiting(facts)
@@ -208,10 +210,6 @@ class GridFederation(InProcess):
                 raise RunError("E342", "its pictures are not float32")
             if images.shape != (len(labels), 3, side, side):
                 raise RunError("E342", f"its pictures are {list(images.shape)}")
-
-
-def _clock() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _reply(data: bytes) -> Reply:

@@ -28,8 +28,8 @@ def watch_sites(federation: Federation, run: Path) -> None:
             "client": client,
             "name": name,
             "state": states.get(name, "unknown"),
-            "last_answer": told.get("heard_at", {}).get(f"site {client}"),
-            "waiting_since": told.get("asked_at") if f"site {client}" in told.get("waiting_for", []) else None,
+            "last_answer": told.get("heard", {}).get(f"site {client}"),
+            "waiting_since": told.get("asked") if f"site {client}" in told.get("waiting_for", []) else None,
         }
         for client, name in enumerate(federation.sites)
     ]

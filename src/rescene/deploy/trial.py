@@ -96,7 +96,7 @@ def try_round(site: Site, resolved: Resolved) -> Trial:
         post = NoPost(replace(site, folder=Path(spare) / "site"))
         run = _run(_at_site(site, resolved), post, RunFolder(Path(spare) / "run"), notes)
         try:
-            return _round(run, site.section.client, post, resolved.name)
+            return _round(run, post, resolved.name)
         except RunError as error:
             raise RunError(error.code, error.what, why="\n".join(notes) or error.why) from error
 
@@ -112,6 +112,8 @@ def _at_site(site: Site, resolved: Resolved) -> Resolved:
 
 
 def _run(resolved: Resolved, post: NoPost, folder: RunFolder, notes: list[str]) -> Run:
+    """The server's side of a run, with this site and nobody else behind its post."""
+
     def hear(event: dict[str, Any]) -> None:
         if event["event"] == "event" and event["level"] != "info":
             notes.append(f"{event['code']} {event['message']}")
@@ -121,34 +123,32 @@ def _run(resolved: Resolved, post: NoPost, folder: RunFolder, notes: list[str]) 
         patience = Patience(gather_s=0, poll_s=0)
         return GridFederation(*args, post=post, run="trial", recipe=recipe, patience=patience, **options)
 
-    run = Run(resolved, folder, hear, federate)
-    assert isinstance(run.federation, GridFederation)
-    run.federation.fingerprint = run.experiment.dataset.fingerprint()
-    return run
+    return Run(resolved, folder, hear, federate)
 
 
-def _round(run: Run, client: int, post: NoPost, recipe: str) -> Trial:
+def _round(run: Run, post: NoPost, recipe: str) -> Trial:
     """begin_task, broadcast and ask of the loop, with one site; the server learns nothing from it."""
-    e, federation = run.experiment, run.federation
-    task = next((task for task in e.tasks if len(e.shards[task.index][client])), None)
+    e, federation, client = run.experiment, run.federation, post.site.section.client
+    assert isinstance(federation, GridFederation)
+    head = federation._head(HELLO, None, ())
+    hello = unpack_message(post.site.answer(Letter(head))).tree
+    if hello.problem:
+        raise RunError(*hello.problem)
+    federation.fingerprint = hello.upload["fingerprint"]  # one machine, so the same images
+    here = post.site._experiment(unpack_message(head).tree)
+    task = next((task for task in here.tasks if len(here.shards[task.index][client])), None)
     if task is None:
-        raise DataError("E209", f"site {client} has no image in any task of {recipe}", fix="other images, or --recipe")
-    rng = e.rng.at("server", task.index)
+        raise DataError("E218", f"site {client} has no image in any task of {recipe}", fix="other images, or --recipe")
+    federation.clients, rng = [client], e.rng.at("server", task.index)
     state = e.method.init(e.initial_net(), e.rng.at("init"))
-    federation.clients = [client]
-    federation.move(task, None)
-    state = e.method.begin_task(state, task, federation, rng.at("begin"))
-    federation.move(task, 0, [client])
+    federation.move(e.tasks[task.index], None)
+    state = e.method.begin_task(state, e.tasks[task.index], federation, rng.at("begin"))
+    federation.move(e.tasks[task.index], 0, [client])
     payload = e.method.broadcast(state, 0, federation, rng.at(0).at("broadcast"))
     upload = federation.ask([client], "client_round", payload)[client]
-    real = e.dataset.train.pixels[e.shards[task.index][client]]
-    return Trial(
-        recipe,
-        e.method.title,
-        e.method.leaves_site,
-        post.log,
-        **_beside(upload, real, e.dataset.transform, e.dataset.classes),
-    )
+    real = here.dataset.train.pixels[here.shards[task.index][client]]
+    beside = _beside(upload, real, here.dataset.transform, here.dataset.classes)
+    return Trial(recipe, e.method.title, e.method.leaves_site, post.log, **beside)
 
 
 def _beside(upload: dict[str, Any], real: Tensor, transform: Any, classes: Sequence[str]) -> dict[str, Any]:
