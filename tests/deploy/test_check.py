@@ -42,7 +42,7 @@ def of(rows, check):
 @pytest.fixture(scope="session")
 def made(tmp_path_factory):
     """Two federations with keys and certificates: one is ours, the other is a stranger."""
-    pytest.importorskip("cryptography", reason="comes with Flower: pip install 'rescene[deploy]'")
+    pytest.importorskip("flwr", reason="Flower is not installed: pip install 'rescene[deploy]'")
     from rescene.deploy.folder import init
 
     root = tmp_path_factory.mktemp("made")

@@ -235,6 +235,15 @@ def test_two_sites_with_one_number_and_a_site_with_other_images_are_told(tmp_pat
     assert any("other images" in message for _, message in noted)
 
 
+def test_a_site_of_another_version_is_left_out_by_name(tmp_path):
+    post = LocalPost(sites(tmp_path))
+    asked, payload, noted = federation(tmp_path, post)
+    old = pack_message(Reply(1, None, None, 0, ("E343", "this site has rescene 0.0.1"))).data
+    post.change = lambda node, data: old if node == 999 else data
+    assert list(asked.ask([0, 1, 2], "client_round", payload)) == [0, 2]
+    assert noted[0] == ("E343", "site 1 cannot take part: this site has rescene 0.0.1") and noted[1][0] == "E348"
+
+
 def test_what_does_not_change_travels_once(tmp_path):
     post = LocalPost(sites(tmp_path))
     asked, payload, noted = federation(tmp_path, post)
@@ -259,6 +268,7 @@ def test_a_site_refuses_what_is_no_verb_and_other_versions(tmp_path):
     old = type(head)(**(vars(head) | {"version": "0.0.1"}))
     reply = unpack_message(Site.open(folder).answer(Letter(pack_message(old).data))).tree
     assert reply.problem[0] == "E343" and "0.0.1" in reply.problem[1]
+    assert "pip install rescene==0.0.1" in reply.problem[1]
     away = type(head)(**(vars(head) | {"run": "../../etc"}))
     assert unpack_message(Site.open(folder).answer(Letter(pack_message(away).data))).tree.problem[0] == "E340"
 

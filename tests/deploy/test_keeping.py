@@ -55,6 +55,7 @@ def test_a_server_that_is_away_is_no_reason_to_give_up(tmp_path):
         ("print('CERTIFICATE_VERIFY_FAILED')", "E362", "not signed by this site's ca.crt"),
         ("print('SuperNode terminated gracefully.')", "E363", "clocks"),
         ("raise SystemExit('out of memory')", "E350", "out of memory"),
+        ("print('Exit Code: 606\\nversions differ\\n' + 9 * 'Shutting down\\n')", "E350", "versions differ"),
     ],
 )
 def test_what_lasts_is_explained(tmp_path, said, code, words):

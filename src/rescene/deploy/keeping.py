@@ -6,6 +6,7 @@ words it has for a key that it does not know. So a refusal is only believed when
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -70,6 +71,11 @@ def ended(folder: Path, said: str) -> RunError:
     if ENDED_BY_ITSELF in said or "401 Unauthorized" in said:
         why = "the clocks of the two differ too much, or node.key is damaged"
         return RunError("E363", "the server does not believe this site's signature", where=where, why=why, fix=look)
-    return RunError(
-        "E350", "node has ended", where=str(folder / "logs" / "node.log"), why="\n".join(said.splitlines()[-5:])
-    )
+    return RunError("E350", "node has ended", where=str(folder / "logs" / "node.log"), why=_reason(said))
+
+
+def _reason(said: str) -> str:
+    """The lines in which Flower says why it exits, else the last ones."""
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", said).strip().splitlines()
+    first = next((i for i, line in enumerate(lines) if "Exit Code" in line), max(len(lines) - 5, 0))
+    return "\n".join(lines[first : first + 5])

@@ -94,7 +94,8 @@ class Site:
         if not isinstance(request, Request):
             raise RunError("E340", "the message is refused: it is no request")
         if request.version != rescene.__version__:
-            raise RunError("E343", f"this site has rescene {rescene.__version__}, the server {request.version}")
+            fix = f"pip install rescene=={request.version}"
+            raise RunError("E343", f"this site has rescene {rescene.__version__}, the server {request.version}: {fix}")
         if request.verb == HELLO:
             return pack_message(self._hello(request)).data
         files = Memory(self.folder / "state" / _safe(request.run) / f"client-{self.section.client}")
