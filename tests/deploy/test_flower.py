@@ -137,7 +137,7 @@ def test_two_nodes_and_two_rounds_over_tls_with_node_keys(tmp_path):
         start_server(federation)
         for name in federation.sites:
             start_site(federation.site(name))
-        found = run_deployed(federation, resolved, tmp_path / "across", Patience(120, 120, 0.5), lambda line: None, 1)
+        found = run_deployed(federation, resolved, tmp_path / "across", Patience(300, 300, 0.5), lambda line: None, 1)
     finally:
         started = [one for place in places for one in running(place)]
         for place in places:
