@@ -104,6 +104,10 @@ class InProcess:
             own[0] += num_bytes(messages[client]) if client in messages else 0
             own[1] += down
 
+    def traffic_by_site(self) -> dict[str, list[int]]:
+        """Client -> its bytes up and down since the last move, as JSON has it."""
+        return {str(client): own for client, own in sorted(self.traffic_of.items())}
+
     def largest_state(self) -> int:
         """Bytes that the client with most to remember keeps between rounds."""
         return max((num_bytes(state) for state in self.client_states.values()), default=0)

@@ -199,9 +199,7 @@ class Run:
             "accuracy": accuracy,
             "uplink_bytes": up,
             "downlink_bytes": down,
-            "sites": {
-                str(k): own for k, own in sorted(self.federation.traffic_of.items())
-            },  # bytes up and down of each
+            "sites": self.federation.traffic_by_site(),
             "notes": _notes(self.state, uploads),
         }
         self.folder.append("metrics.jsonl", row)
