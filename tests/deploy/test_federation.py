@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from local_sites import PATIENT, TINY, LocalPost, across, events, hashes, in_process, sites
+from local_sites import PATIENT, TINY, LocalPost, across, events, hashes, in_process, sites, without_starts
 
 from rescene.config import resolve
 from rescene.deploy.federation import GridFederation
@@ -17,15 +17,6 @@ from rescene.engine.loop import Run
 from rescene.errors import ConfigError, RunError
 
 IMPATIENT = Patience(gather_s=0, deadline_s=0.2, poll_s=0, attempts=2)
-
-
-def without_starts(results):
-    """Start images never leave a site, so only a simulation can compare surrogates with them."""
-    keep = lambda part: {key: value for key, value in part.items() if "start" not in key and "unmoved" not in key}  # noqa: E731
-    leakage = results["leakage"]
-    if leakage:
-        leakage = keep(leakage) | {"per_task": [keep(task) for task in leakage["per_task"]]}
-    return results | {"leakage": leakage}
 
 
 OTHERS = ["fedlwf", "target", "glfc", "fedcbdr", "feddm", "fedaf"]

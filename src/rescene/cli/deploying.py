@@ -98,11 +98,13 @@ def run(
     patience = Patience(deadline_s=deadline)
 
     def work() -> None:
-        with operator_page(federation, lambda: place, port) if serve else nullcontext():
+        page = (lambda: operator_page(federation, lambda: place, port)) if serve else nullcontext
+        with page():
             results = run_across(federation, resolved, place, patience)
-            watch_sites(federation, place)
-            _finish(results, place)
-            if serve and sys.stdout.isatty():
+        watch_sites(federation, place)
+        _finish(results, place)
+        if serve and sys.stdout.isatty():
+            with page():
                 stay_open()
 
     interruptible(work, "the same command")

@@ -53,7 +53,7 @@ def serving(build: Callable[[], bytes], port: int) -> Iterator[str]:
     except OSError as error:
         why = f"{error.strerror}: another program, or another page of ours, is there"
         raise ConfigError("E196", f"cannot serve the page on {HOST}:{port}", why=why, fix="another --port") from None
-    server.daemon_threads = True
+    server.daemon_threads = False  # the end waits for a page that is being made: nothing else may write it meanwhile
     thread = threading.Thread(target=server.serve_forever, name="page", daemon=True)
     thread.start()
     try:

@@ -38,6 +38,7 @@ from rescene.errors import ConfigError, RunError
 LINK = "here"  # the name of our link in Flower's own configuration
 LOOK_S = 5.0
 SUBMISSIONS = 3
+COMPLETED = "finished:completed"
 RETURN_S = 600.0  # for a server that ended to be started again
 
 
@@ -147,7 +148,7 @@ def run(
         answer = flwr(federation, "run", str(federation.app), LINK, "--format", "json", "--run-config", text)
         status = _watch(federation, int(answer["run-id"]), out, tell, look_s)
         results = out / "results.json"
-        if status == "finished:completed" and results.is_file():
+        if status == COMPLETED and results.is_file():
             found: dict[str, Any] = json.loads(results.read_text(encoding="utf-8"))
             return found
         tell(f"submission {number} of {SUBMISSIONS} ended as {status}")
@@ -174,9 +175,10 @@ def _watch(federation: Federation, run_id: int, out: Path, tell: Callable[[str],
         if gone and time.monotonic() - lost_at > RETURN_S:
             return "lost with the server"
         with contextlib.suppress(RunError):  # the link is busy, or away
-            status = next((str(r["status"]) for r in runs(federation) if str(r["run-id"]) == str(run_id)), "")
+            found = next((r for r in runs(federation) if str(r["run-id"]) == str(run_id)), {})
+            status, why = str(found.get("status", "")), found.get("status-details")
             if status.startswith("finished"):
-                return status
+                return f"{status} ({why})" if why and status != COMPLETED else status
         time.sleep(look_s)
 
 
