@@ -226,6 +226,15 @@ def test_two_sites_with_one_number_and_a_site_with_other_images_are_told(tmp_pat
     assert any("other images" in message for _, message in noted)
 
 
+def test_a_site_with_an_empty_data_folder_is_left_out_by_name(tmp_path):
+    folders, empty = sites(tmp_path), tmp_path / "images"
+    empty.mkdir()
+    (folders[1] / "site.yaml").write_text(f"client: 1\ndata: {{path: {empty}}}")
+    asked, payload, noted = federation(tmp_path, LocalPost(folders))
+    assert list(asked.ask([0, 1, 2], "client_round", payload)) == [0, 2]
+    assert noted[0][0] == "E205" and noted[0][1].startswith("site 1 cannot take part: ")
+
+
 def test_a_site_of_another_version_is_left_out_by_name(tmp_path):
     post = LocalPost(sites(tmp_path))
     asked, payload, noted = federation(tmp_path, post)
