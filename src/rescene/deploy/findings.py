@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import os
 import shutil
 import stat
 from importlib.metadata import PackageNotFoundError, version
@@ -73,7 +72,7 @@ def secret_row(path: Path, needed: bool = True) -> Row:
     except FileNotFoundError:
         return row(path.name, "not here", "it is missing" if needed else "", "ask the operator for the site's folder")
     except OSError as error:
-        return row(path.name, "", f"cannot be read: {error.strerror}", f"chown {os.getuid()} {path}")
+        return row(path.name, "", f"cannot be read: {error.strerror}", f"give {path} to the user who runs this")
     shared = f"others can read it (mode {mode:04o})" if mode & 0o077 else ""
     return row(path.name, f"mode {mode:04o}", shared, f"chmod 600 {path}")
 
