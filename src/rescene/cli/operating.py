@@ -35,7 +35,7 @@ def operator_page(federation: Federation, run: Callable[[], Path | None], port: 
         return write_report([place], place / "report.html").read_bytes()
 
     with serving(build, port) as address:
-        print(f"the operator's page: {address}")
+        print(f"the operator's page: {address}", flush=True)
         yield
 
 
