@@ -42,12 +42,13 @@ def answer(message: Message, context: Context) -> Message:
 def main(grid: Grid, context: Context) -> None:
     use_all_cores()
     config = context.run_config
-    # a run notes down how it was started, and the command line of this process holds a token of Flower's
-    sys.argv = ["rescene", "deploy", "run", str(Path(str(config["recipe"])).parents[2]), str(config["recipe"])]
     gather_s, deadline_s, poll_s = (float(config[key]) for key in ("gather-s", "deadline-s", "poll-s"))
     patience = Patience(gather_s, deadline_s, poll_s)
     post = FlowerPost(grid, ttl_s=patience.deadline_s)
-    run_across(resolve(str(config["recipe"])), RunFolder(Path(str(config["out"]))), post, patience)
+    recipe = Path(str(config["recipe"]))
+    # the run folder keeps the command, and Flower's own holds a token
+    sys.argv = ["rescene", "deploy", "run", str(recipe.parents[2]), str(recipe)]
+    run_across(resolve(recipe), RunFolder(Path(str(config["out"]))), post, patience)
 
 
 class FlowerPost:
