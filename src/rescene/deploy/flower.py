@@ -44,7 +44,8 @@ def main(grid: Grid, context: Context) -> None:
     gather_s, deadline_s, poll_s = (float(config[key]) for key in ("gather-s", "deadline-s", "poll-s"))
     patience = Patience(gather_s, deadline_s, poll_s)
     post = FlowerPost(grid, ttl_s=patience.deadline_s)
-    run_across(resolve(str(config["recipe"])), RunFolder(Path(str(config["out"]))), post, patience)
+    plan = Path(str(config["plan"])) if config.get("plan") else None
+    run_across(resolve(str(config["recipe"])), RunFolder(Path(str(config["out"]))), post, patience, plan=plan)
 
 
 class FlowerPost:
