@@ -1,9 +1,8 @@
 """Three sites with folders of their own images, and plans for them."""
 
+import numpy as np
 import yaml
 from local_sites import PATIENT, LocalPost
-
-import numpy as np
 from PIL import Image
 
 from rescene.config import resolve
@@ -31,7 +30,7 @@ def own_sites(root, names=NAMES, count=10, **more):
     """Sites 0 to 2; the last has no image of the first class."""
     folders = []
     for k in range(3):
-        images = write_images(root / f"images-{k}", {n: count for n in names[k == 2 :]}, site=k)
+        images = write_images(root / f"images-{k}", dict.fromkeys(names[k == 2 :], count), site=k)
         folder = root / f"site-{k}"
         folder.mkdir(exist_ok=True)
         section = {"client": k, "device": "cpu", "holds": "own", "data": {"path": str(images)}, "hold_out": 0.3}

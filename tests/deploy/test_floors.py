@@ -25,7 +25,7 @@ def ledger(folder):
 
 
 def test_a_deployed_site_keeps_its_ledger_and_gives_the_same_bytes_again(tmp_path):
-    folders, letters = own_sites(tmp_path), []
+    folders = own_sites(tmp_path)
     post = LocalPost(folders)
     run_plan(PLAN, tmp_path / "run", folders, [*RELEASE, "federation.per_round=3"], post)
     kinds = [row["kind"] for row in ledger(folders[0])]

@@ -107,7 +107,7 @@ def add_classes(
     names = [name.strip() for name in classes.split(",") if name.strip()]
     plan = open_task(federation.plan, federation.plan_run, names, rounds, image_size)
     task = plan.tasks[-1]
-    print(f"task {len(plan.tasks) - 1}: {', '.join(task.classes)}, {task.rounds} rounds ({federation.plan})")
+    print(f"task {len(plan.tasks) - 1}: {', '.join(task.classes)}; rounds: {task.rounds} ({federation.plan})")
     print(f"next: rescene deploy run {folder} RECIPE")
 
 
@@ -120,7 +120,7 @@ def close_task(folder: Folder) -> None:
 
     federation = Federation.open(folder)
     task, held = close(federation.plan, federation.plan_run)
-    print(f"task {task} closes: {held.rounds} rounds are held, and the one under way counts")
+    print(f"task {task} closes; rounds held: {held.rounds}, and the one under way counts")
     print(f"if no run is going: rescene deploy run {folder} RECIPE brings it to its end")
 
 

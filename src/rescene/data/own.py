@@ -38,7 +38,9 @@ def adopt(
     strangers = sorted({labels.get(name, name) or "" for name in dataset.classes} - {*classes, ""})
     if strangers:
         fix = "rescene deploy add-classes opens them; labels in site.yaml maps them"
-        warnings.warn(ResceneWarning("W342", f"classes outside the plan: {', '.join(strangers[:10])}; {fix}"), stacklevel=2)
+        warnings.warn(
+            ResceneWarning("W342", f"classes outside the plan: {', '.join(strangers[:10])}; {fix}"), stacklevel=2
+        )
     return replace(dataset, classes=tuple(classes), train=train, test=test, transform=transform, domains=())
 
 

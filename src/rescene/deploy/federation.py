@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 import rescene
+from rescene.data import Task
 from rescene.deploy.letters import EVALUATE, HELLO, Letter, Patience, Post, Remembered, Reply, Request, Undelivered
 from rescene.deploy.message import pack_message, unpack_message
-from rescene.data import Task
 from rescene.engine.evaluate import Evaluation, Tally, summed
 from rescene.engine.federation import Answer, InProcess
 from rescene.errors import RunError

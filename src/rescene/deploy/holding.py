@@ -1,7 +1,7 @@
 """site.yaml: who a site is, which images it holds, and what it allows. The server can change none of it.
 
-    holds: share   all sites have the same data set, and this one works on its part of the recipe's split (rehearsals)
-    holds: own     the folder of images is this site's own; classes, size and normalisation are the federation's plan
+holds: share   all sites have the same data set, and this one works on its part of the recipe's split (rehearsals)
+holds: own     the folder of images is this site's own; classes, size and normalisation are the federation's plan
 """
 
 from __future__ import annotations
@@ -114,7 +114,9 @@ def check_floor(section: SiteSection, recipe: Recipe) -> None:
         raise Declined("E413", f"site declines: delta {promise.delta:g} is above its limit {limit:g}")
 
 
-def guarded(section: SiteSection, experiment: Experiment, ledger: Path, run: str, task: int, round: int) -> Guarded | None:
+def guarded(
+    section: SiteSection, experiment: Experiment, ledger: Path, run: str, task: int, round: int
+) -> Guarded | None:
     """The mechanism of the recipe with this site's ledger and floor; None without a mechanism."""
     floor = section.privacy.floor() if section.privacy else Floor()
     return site_at(experiment, run, task, round, section.client, Ledger(ledger, floor))

@@ -73,8 +73,12 @@ class Held:
 def add_classes(path: Path, run: Path, names: list[str], rounds: int | None, image_size: int | None) -> SitesSection:
     """Open the next task, or the first one; refused while a task runs."""
     plan, held = read_plan(path), Held.of(run)
+    if not names:
+        raise ConfigError("E193", "no class is named", fix="rescene deploy add-classes FEDERATION scratch,dent")
     if plan is not None and image_size not in (None, plan.image_size):
-        raise ConfigError("E193", f"the plan has images of {plan.image_size} pixels, for ever", fix="leave out --image-size")
+        raise ConfigError(
+            "E193", f"the plan has images of {plan.image_size} pixels, for ever", fix="leave out --image-size"
+        )
     if plan is not None and held.task is not None:
         raise ConfigError(
             "E192",

@@ -49,7 +49,10 @@ from rescene.rng import Rng
 
 KEPT = 12  # memories: two checkpoints of the server and the step under way, a few exchanges each
 VERB = ["self", "payload", "shard", "client_state", "rng"]
-HEARD = ("W310", "W342")  # warnings the server hears: the site declines, classes outside the plan; others may name files
+HEARD = (
+    "W310",
+    "W342",
+)  # warnings the server hears: the site declines, classes outside the plan; others may name files
 TOLD = ("E204", "E205", "E209", "E210")  # errors about images whose words name classes at most
 
 
@@ -117,7 +120,9 @@ class Site:
             experiment = self._experiment(request)
         fingerprint = OWN if self.section.holds == "own" else experiment.dataset.fingerprint()
         told = [] if self.section.privacy else told  # which classes it has is nobody's business then
-        return Reply(self.section.client, {"fingerprint": fingerprint, "torch": torch.__version__}, None, 0, None, tuple(told))
+        return Reply(
+            self.section.client, {"fingerprint": fingerprint, "torch": torch.__version__}, None, 0, None, tuple(told)
+        )
 
     def _evaluate(self, request: Request, body: bytes, files: Memory) -> Reply:
         """How the model does on the hold-out: counts and right answers per class, nothing else."""

@@ -24,9 +24,9 @@ def site_answers(runs: list[Path], sites: list[str], now: datetime | None = None
             continue
         asked = datetime.fromisoformat(waiting["asked"])
         minutes = int(((now or datetime.now(UTC)) - asked).total_seconds() // 60)
-        found |= {name: "answered" for name in _names(waiting.get("answered", []), sites)}
+        found |= dict.fromkeys(_names(waiting.get("answered", []), sites), "answered")
         words = f"waited for since {asked:%Y-%m-%d %H:%M} UTC ({minutes} min)"
-        found |= {name: words for name in _names(waiting.get("waiting_for", []), sites)}
+        found |= dict.fromkeys(_names(waiting.get("waiting_for", []), sites), words)
     return found
 
 
@@ -51,7 +51,9 @@ def left_out_rows(runs: list[Path], sites: list[str]) -> list[Row]:
         for event in _events(run / "events.jsonl"):
             client = event.get("client")
             if client is not None and event.get("level") in ("error", "warning"):
-                place = f"task {event['task']}, round {event['round']}" if event["round"] >= 0 else f"task {event['task']}"
+                place = (
+                    f"task {event['task']}, round {event['round']}" if event["round"] >= 0 else f"task {event['task']}"
+                )
                 name = sites[client] if client < len(sites) else f"site {client}"
                 rows.append({"what": "left out", "name": name, "state": f"{place}: {event['code']} {event['message']}"})
     return rows[-MOST:]

@@ -40,7 +40,9 @@ def results_of(experiment: Experiment, facts: dict[str, Any], ledger: Ledger) ->
             "old": old,
             "recent": recent,
             "worst_task": min(matrix[-1]),
-            "balanced_accuracy": fn.balanced_accuracy(facts["confusion"]) if facts["confusion"] else _mean(facts["recall"]),
+            "balanced_accuracy": fn.balanced_accuracy(facts["confusion"])
+            if facts["confusion"]
+            else _mean(facts["recall"]),
             "within_task": facts["within_task"],
             "incremental_accuracy": facts["incremental"],
             "accuracy_matrix": matrix,

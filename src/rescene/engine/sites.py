@@ -23,9 +23,7 @@ class Sites:
 
     def at(self, task: int, round: int, client: int) -> Site | None:
         """The site of this client in this round; None without a mechanism."""
-        return site_at(
-            self.experiment, self.run, task, round, client, Ledger(self.folder / f"client-{client}.jsonl")
-        )
+        return site_at(self.experiment, self.run, task, round, client, Ledger(self.folder / f"client-{client}.jsonl"))
 
 
 def site_at(experiment: Experiment, run: str, task: int, round: int, client: int, ledger: Ledger) -> Site | None:
