@@ -111,6 +111,8 @@ def close_task(path: Path, run: Path) -> tuple[int, Held]:
     task = plan.tasks[held.task]
     if task.closed:
         raise ConfigError("E192", f"task {held.task} is closed already", fix="rescene deploy run brings it to its end")
+    if held.rounds >= task.rounds:
+        raise ConfigError("E192", f"task {held.task} has held all its rounds, and ends by itself")
     write_plan(path, plan.closing(held.task, task.rounds))
     return held.task, held
 
