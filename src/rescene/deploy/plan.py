@@ -120,7 +120,7 @@ def close_task(path: Path, run: Path) -> tuple[int, Held]:
 def with_plan(resolved: Resolved, plan: SitesSection, num_sites: int, run: Path) -> Resolved:
     """The recipe for a federation with a plan: all its sites, the plan's classes, and the rounds held where one was closed."""
     held = [PlannedTask.model_validate(task) for task in _tasks(run)]
-    for number, task in enumerate(held):
+    for number, task in enumerate(held[: len(plan.tasks)]):
         if task.closed:
             plan = plan.closing(number, task.rounds)
     given = resolved.recipe.model_dump(mode="json", exclude={"data", "tasks"})
