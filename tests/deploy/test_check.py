@@ -282,3 +282,10 @@ def test_a_trial_that_fails_says_why(tmp_path, monkeypatch):
     monkeypatch.setattr(Site, "_experiment", empty)
     with pytest.raises(DataError, match="has no image"):
         try_round(Site.open(folder), resolve("smoke"))
+
+
+def test_a_site_with_its_own_images_sees_them_under_the_federations_names(tmp_path, image_folder):
+    labels = {"ant": "insect", "bee": "insect", "eel": None}
+    folder = folder_site(tmp_path, image_folder, holds="own", labels=labels)
+    found = try_round(Site.open(folder), resolve("smoke"))
+    assert {pair["class"] for pair in found.pairs} == {"insect", "cat", "dog"} and found.num_bytes > 0

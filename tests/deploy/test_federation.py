@@ -132,7 +132,7 @@ def test_a_letter_that_comes_twice_gets_the_same_answer_without_work(tmp_path, m
     asked.ask([0], "client_round", payload)
     (site,) = post.sites.values()
     first = site.answer(post.letters[-1])
-    monkeypatch.setattr("rescene.deploy.site.prepare", lambda recipe: pytest.fail("it worked again"))
+    monkeypatch.setattr("rescene.deploy.holding.prepare", lambda recipe: pytest.fail("it worked again"))
     assert site.answer(post.letters[-1]) == first and unpack_message(first).tree.problem is None
 
 

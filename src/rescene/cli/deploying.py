@@ -12,6 +12,7 @@ import typer
 
 from rescene.cli.deploy_check import check
 from rescene.cli.frame import AsJson, Overrides, interruptible, verb
+from rescene.errors import ConfigError
 
 deploy_app = typer.Typer(
     help="A federation across real sites, over Flower. Start with: rescene deploy rehearse",
@@ -95,6 +96,10 @@ def run(
 
     federation, resolved = Federation.open(folder), resolve(recipe, overrides or [])
     place = out or federation.server / "runs" / default_folder(resolved).name
+    if federation.plan.exists():
+        if out is not None:
+            raise ConfigError("E194", "a federation with a plan has one run folder, which grows", fix="leave out --out")
+        place = federation.plan_run
     patience = Patience(deadline_s=deadline)
 
     def work() -> None:
@@ -108,6 +113,39 @@ def run(
                 stay_open()
 
     interruptible(work, "the same command")
+
+
+@deploy_app.command("add-classes")
+@verb
+def add_classes(
+    folder: Folder,
+    classes: Annotated[str, typer.Argument(help="comma-separated names of the new classes")],
+    rounds: Annotated[int | None, typer.Option("--rounds", min=1, help="of this task (default: the plan's)")] = None,
+    image_size: Annotated[int | None, typer.Option("--image-size", min=8, help="first task only; default 32")] = None,
+) -> None:
+    """Open the next task: classes that have arrived at the sites. The first one makes the plan."""
+    from rescene.deploy.folder import Federation
+    from rescene.deploy.plan import add_classes as open_task
+
+    federation = Federation.open(folder)
+    names = [name.strip() for name in classes.split(",") if name.strip()]
+    plan = open_task(federation.plan, federation.plan_run, names, rounds, image_size)
+    task = plan.tasks[-1]
+    print(f"task {len(plan.tasks) - 1}: {', '.join(task.classes)}; rounds: {task.rounds} ({federation.plan})")
+    print(f"next: rescene deploy run {folder} RECIPE")
+
+
+@deploy_app.command("close-task")
+@verb
+def close_task(folder: Folder) -> None:
+    """End the current task early: after the round under way, but not before its first."""
+    from rescene.deploy.folder import Federation
+    from rescene.deploy.plan import close_task as close
+
+    federation = Federation.open(folder)
+    task, held = close(federation.plan, federation.plan_run)
+    print(f"task {task} closes; rounds held: {held.rounds}, and the one under way counts")
+    print(f"if no run is going: rescene deploy run {folder} RECIPE brings it to its end")
 
 
 @deploy_app.command()

@@ -77,10 +77,10 @@ def content_rows(dataset: Dataset) -> list[Row]:
     train, test = (_counts(images, len(dataset.classes)) for images in (dataset.train, dataset.test))
     small = [f"{name} ({n})" for name, n in zip(dataset.classes, train, strict=True) if n < _TINY_CLASS]
     untested = [name for name, n in zip(dataset.classes, test, strict=True) if n == 0]
-    hashes = [_hashes(images) for images in (dataset.train, dataset.test)]
-    repeats = [len(values) - len(set(values)) for values in hashes]
-    trained = set(hashes[0])
-    leaked = sum(value in trained for value in hashes[1])
+    digests = [hashes(images) for images in (dataset.train, dataset.test)]
+    repeats = [len(values) - len(set(values)) for values in digests]
+    trained = set(digests[0])
+    leaked = sum(value in trained for value in digests[1])
     return [
         _row(
             f"at least {_TINY_CLASS} training images per class",
@@ -115,7 +115,7 @@ def _in_domain(images: Images, domain: int) -> int:
     return 0 if images.domains is None else int((images.domains == domain).sum())
 
 
-def _hashes(images: Images) -> list[bytes]:
+def hashes(images: Images) -> list[bytes]:
     """One digest per picture, by its pixels."""
     rows = images.pixels.cpu().flatten(1).numpy()
     return [hashlib.blake2b(row.data, digest_size=16).digest() for row in rows]

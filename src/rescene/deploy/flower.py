@@ -48,7 +48,8 @@ def main(grid: Grid, context: Context) -> None:
     recipe = Path(str(config["recipe"]))
     # the run folder keeps the command, and Flower's own holds a token
     sys.argv = ["rescene", "deploy", "run", str(recipe.parents[2]), str(recipe)]
-    run_across(resolve(recipe), RunFolder(Path(str(config["out"]))), post, patience)
+    plan = Path(str(config["plan"])) if config.get("plan") else None
+    run_across(resolve(recipe), RunFolder(Path(str(config["out"]))), post, patience, plan=plan)
 
 
 class FlowerPost:

@@ -1,6 +1,7 @@
 """The folder of a federation: what `rescene deploy init` writes and the other commands read.
 
 federation.yaml     name, address and sites, in the order of their numbers
+plan.yaml           classes and tasks, where sites hold their own images (rescene deploy add-classes)
 server/             certificates (ca.key and server.key are secret), database, logs, runs
 app/                the bundle that Flower sends to the nodes: a shim, without any dependency
 sites/<name>/       to be carried to the site: site.yaml, ca.crt, node.key (secret), node.pub, a unit and a container file
@@ -49,6 +50,7 @@ out = ""
 gather-s = 600.0
 deadline-s = 3600.0
 poll-s = 1.0
+plan = ""
 """,
     "rescene_app/__init__.py": "",
     "rescene_app/server.py": "from rescene.deploy import flower\n\napp = flower.server\n",
@@ -118,6 +120,15 @@ class Federation:
     @property
     def server(self) -> Path:
         return self.path / "server"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.yaml"
+
+    @property
+    def plan_run(self) -> Path:
+        """The one run folder of a plan: it grows with it, for months."""
+        return self.server / "runs" / "plan"
 
     @property
     def app(self) -> Path:

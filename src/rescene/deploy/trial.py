@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from rescene.config import Resolved
+from rescene.config.plan import PlannedTask, SitesSection
 from rescene.deploy.federation import GridFederation
+from rescene.deploy.holding import local_images
 from rescene.deploy.letters import HELLO, Letter, Patience, Undelivered
 from rescene.deploy.message import unpack_message
 from rescene.deploy.site import Site
@@ -108,7 +110,17 @@ def _at_site(site: Site, resolved: Resolved) -> Resolved:
         update={"num_clients": max(recipe.federation.num_clients, client + 1), "engine": "one-by-one"}
     )
     own = {"data": site.section.data, "device": site.section.device, "federation": federation}
+    if site.section.holds == "own":
+        own["sites"] = _own_plan(site, recipe.federation.num_rounds)
     return replace(resolved, recipe=recipe.model_copy(update=own))
+
+
+def _own_plan(site: Site, num_rounds: int) -> SitesSection:
+    """A plan of one task with all classes that this site has, under the federation's names."""
+    section = site.section
+    names = [section.labels.get(name, name) for name in local_images(section).classes]
+    task = PlannedTask(classes=tuple(dict.fromkeys(name for name in names if name)), rounds=num_rounds)
+    return SitesSection(image_size=section.data.image_size or 32, tasks=(task,))
 
 
 def _run(resolved: Resolved, post: NoPost, folder: RunFolder, notes: list[str]) -> Run:

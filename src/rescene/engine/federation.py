@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from rescene.data import Shard, Task, Transform
 from rescene.engine import wire as on_wire
+from rescene.engine.evaluate import Evaluation
 from rescene.engine.ledger import Ledger
 from rescene.engine.streams import Streams, attempt
 from rescene.errors import ResceneError, RunError
@@ -62,6 +63,7 @@ class InProcess:
     def move(self, task: Task, round: int | None, participants: Sequence[int] | None = None) -> None:
         """Go to a place in time; ``round`` None is the beginning or end of the task, where everybody may be asked."""
         self.task, self.participants = task, self.clients if participants is None else participants
+        self.round = -1 if round is None else round
         self._place = self._rng.at("client", task.index, -1 if round is None else round)
         self._exchanges = 0
         self.traffic, self.traffic_of = [0, 0], {}
@@ -107,6 +109,10 @@ class InProcess:
     def traffic_by_site(self) -> dict[str, list[int]]:
         """Client -> its bytes up and down since the last move, as JSON has it."""
         return {str(client): own for client, own in sorted(self.traffic_of.items())}
+
+    def evaluate(self, model: Mapping[str, Tensor], tasks: Sequence[Task]) -> Evaluation:
+        """By the sites on images of their own; here all images are in one place, and nobody has a hold-out."""
+        raise TypeError("only a federation across sites evaluates at its sites")
 
     def largest_state(self) -> int:
         """Bytes that the client with most to remember keeps between rounds."""
