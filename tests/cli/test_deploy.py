@@ -45,3 +45,51 @@ def test_status_and_stop_of_a_server_that_is_down(federation):
 def test_only_the_paths_for_sites_pass_the_proxy(federation):
     text = (federation / "server" / "nginx.conf").read_text()
     assert text.count("location") == 2 and "location /v1/fleet/" in text and "location / { return 403; }" in text
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_rehearsal_ends_with_a_report_and_says_where_and_whether_the_bits_agree(tmp_path, monkeypatch, wrong):
+    """Here its sites are simulated; that a federation gives the same bits is tested beside this."""
+    from rescene.api import execute
+
+    def rehearse(resolved, folder, out):
+        execute(resolved, out)
+        if wrong:
+            (out / "model" / "final.safetensors").write_bytes(b"other bits")
+
+    monkeypatch.setattr("rescene.deploy.rehearsal.rehearse", rehearse)
+    small = ["method=fedavg", "tasks.limit=1", "federation.num_rounds=1", "device=cpu"]
+    code, output = say("rehearse", *small, "--sites", 2, "--out", tmp_path / "out")
+    assert code == (5 if wrong else 0) and ("they differ" if wrong else "the same bits") in output
+    assert f"Report: {tmp_path / 'out' / 'report.html'}" in output and (tmp_path / "out" / "report.html").is_file()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The folder of a federation as far as plans need it."""
+    (tmp_path / "clinic" / "server").mkdir(parents=True)
+    (tmp_path / "clinic" / "federation.yaml").write_text("{name: clinic, host: h, port: 1, sites: [north, south]}")
+    return tmp_path / "clinic"
+
+
+def test_classes_are_opened_on_the_command_line(folder):
+    code, output = say("add-classes", folder, "scratch, dent", "--rounds", "3")
+    assert code == 0 and "task 0: scratch, dent; rounds: 3" in output and "deploy run" in output
+    assert say("add-classes", folder, "crack")[1].startswith("task 1: crack; rounds: 3")
+    for words in (["add-classes", folder, "dent"], ["add-classes", folder, ", "]):
+        code, output = say(*words)
+        assert code == 2 and "E193" in output
+    code, output = say("close-task", folder)
+    assert code == 2 and "it has not run yet" in output
+    code, output = say("run", folder, "smoke", "--out", folder / "elsewhere")
+    assert code == 2 and "E194" in output
+    (folder / "plan.yaml").write_text("tasks: 3")
+    code, output = say("add-classes", folder, "hole")
+    assert code == 2 and "E191" in output and "plan.yaml" in output
+
+
+def test_a_site_with_bad_images_does_not_start(tmp_path, monkeypatch):
+    monkeypatch.setattr("rescene.deploy.control.require_flower", lambda: None)
+    (tmp_path / "site.yaml").write_text(f"{{client: 0, holds: own, data: {{path: {tmp_path / 'images'}}}}}")
+    code, output = say("site", tmp_path)
+    assert code == 3 and "E211" in output and "site.yaml" in output

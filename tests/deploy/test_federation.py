@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from local_sites import PATIENT, TINY, LocalPost, across, events, hashes, in_process, sites
+from local_sites import PATIENT, TINY, LocalPost, across, events, hashes, in_process, sites, without_starts
 
 from rescene.config import resolve
 from rescene.deploy.federation import GridFederation
@@ -12,19 +12,11 @@ from rescene.deploy.letters import Letter, Patience, Reply
 from rescene.deploy.message import pack_message, unpack_message
 from rescene.deploy.site import Memory, Site, client_verb
 from rescene.engine import RunFolder
+from rescene.engine.checkpoint import could_not_save, write_atomically
 from rescene.engine.loop import Run
 from rescene.errors import ConfigError, RunError
 
 IMPATIENT = Patience(gather_s=0, deadline_s=0.2, poll_s=0, attempts=2)
-
-
-def without_starts(results):
-    """Start images never leave a site, so only a simulation can compare surrogates with them."""
-    keep = lambda part: {key: value for key, value in part.items() if "start" not in key and "unmoved" not in key}  # noqa: E731
-    leakage = results["leakage"]
-    if leakage:
-        leakage = keep(leakage) | {"per_task": [keep(task) for task in leakage["per_task"]]}
-    return results | {"leakage": leakage}
 
 
 OTHERS = ["fedlwf", "target", "glfc", "fedcbdr", "feddm", "fedaf"]
@@ -140,7 +132,7 @@ def test_a_letter_that_comes_twice_gets_the_same_answer_without_work(tmp_path, m
     asked.ask([0], "client_round", payload)
     (site,) = post.sites.values()
     first = site.answer(post.letters[-1])
-    monkeypatch.setattr("rescene.deploy.site.prepare", lambda recipe: pytest.fail("it worked again"))
+    monkeypatch.setattr("rescene.deploy.holding.prepare", lambda recipe: pytest.fail("it worked again"))
     assert site.answer(post.letters[-1]) == first and unpack_message(first).tree.problem is None
 
 
@@ -149,6 +141,53 @@ def test_below_the_quorum_the_run_stops_and_can_be_resumed(tmp_path):
     with pytest.raises(RunError, match="only 1 of 3 sites answered"):
         asked.ask([0, 1, 2], "client_round", payload)
     assert [code for code, _ in noted] == ["E348", "E348"]
+
+
+def test_all_sites_lost_is_told_for_each_and_the_run_goes_on_once_they_are_back(tmp_path):
+    post = LocalPost(sites(tmp_path))
+    asked, payload, noted = federation(tmp_path, post, IMPATIENT)
+    asked.ask([0, 1, 2], "client_round", payload)
+    post.lose = lambda number: "late"
+    with pytest.raises(RunError, match="only 0 of 3") as stopped:
+        asked.ask([0, 1, 2], "client_round", payload)
+    assert "rescene deploy status" in stopped.value.fix
+    assert [message for code, message in noted if code == "E349"] == [
+        f"site {k} did not answer client_round in time" for k in range(3)
+    ]
+    post.lose = lambda number: False
+    assert list(asked.ask([0, 1, 2], "client_round", payload)) == [0, 1, 2]
+
+
+def test_a_full_disk_at_a_site_is_told_and_nothing_is_lost(tmp_path, monkeypatch):
+    """The site answers with the code, the others count; with room again the same letter gives the same answer."""
+    post = LocalPost(sites(tmp_path))
+    asked, payload, noted = federation(tmp_path, post)
+    expected = asked.ask([0, 1, 2], "client_round", payload)
+
+    def full(path, *parts, **more):
+        if "site-1" in str(path):
+            raise could_not_save(path, OSError(28, "No space left on device"))
+        write(path, *parts, **more)
+
+    write = write_atomically
+    monkeypatch.setattr("rescene.deploy.site.write_atomically", full)
+    asked.move(asked.task, 1, [0, 1, 2])
+    assert list(asked.ask([0, 1, 2], "client_round", payload)) == [0, 2]
+    (code, message), *more = noted
+    assert (code, more) == ("E410", []) and "site 1" in message and "No space left" in message
+    monkeypatch.undo()
+    asked.move(asked.task, 0, [0, 1, 2])
+    again = asked.ask([0, 1, 2], "client_round", payload)
+    assert all(torch.equal(again[k]["model"]["head.weight"], expected[k]["model"]["head.weight"]) for k in range(3))
+
+
+def test_who_answered_when_and_since_when_we_wait_is_told(tmp_path):
+    post, heard = LocalPost(sites(tmp_path)), []
+    asked, payload, _ = federation(tmp_path, post)
+    asked.waiting = heard.append
+    asked.ask([0, 1, 2], "client_round", payload)
+    assert heard[0]["waiting_for"] and heard[-1]["waiting_for"] == [] and heard[-1]["asked"].endswith("+00:00")
+    assert set(heard[-1]["heard"]) == {"site 0", "site 1", "site 2"}
 
 
 @pytest.mark.parametrize(
@@ -187,6 +226,24 @@ def test_two_sites_with_one_number_and_a_site_with_other_images_are_told(tmp_pat
     assert any("other images" in message for _, message in noted)
 
 
+def test_a_site_with_an_empty_data_folder_is_left_out_by_name(tmp_path):
+    folders, empty = sites(tmp_path), tmp_path / "images"
+    empty.mkdir()
+    (folders[1] / "site.yaml").write_text(f"client: 1\ndata: {{path: {empty}}}")
+    asked, payload, noted = federation(tmp_path, LocalPost(folders))
+    assert list(asked.ask([0, 1, 2], "client_round", payload)) == [0, 2]
+    assert noted[0][0] == "E205" and noted[0][1].startswith("site 1 cannot take part: ")
+
+
+def test_a_site_of_another_version_is_left_out_by_name(tmp_path):
+    post = LocalPost(sites(tmp_path))
+    asked, payload, noted = federation(tmp_path, post)
+    old = pack_message(Reply(1, None, None, 0, ("E343", "this site has rescene 0.0.1"))).data
+    post.change = lambda node, data: old if node == 999 else data
+    assert list(asked.ask([0, 1, 2], "client_round", payload)) == [0, 2]
+    assert noted[0] == ("E343", "site 1 cannot take part: this site has rescene 0.0.1") and noted[1][0] == "E348"
+
+
 def test_what_does_not_change_travels_once(tmp_path):
     post = LocalPost(sites(tmp_path))
     asked, payload, noted = federation(tmp_path, post)
@@ -211,6 +268,7 @@ def test_a_site_refuses_what_is_no_verb_and_other_versions(tmp_path):
     old = type(head)(**(vars(head) | {"version": "0.0.1"}))
     reply = unpack_message(Site.open(folder).answer(Letter(pack_message(old).data))).tree
     assert reply.problem[0] == "E343" and "0.0.1" in reply.problem[1]
+    assert "pip install rescene==0.0.1" in reply.problem[1]
     away = type(head)(**(vars(head) | {"run": "../../etc"}))
     assert unpack_message(Site.open(folder).answer(Letter(pack_message(away).data))).tree.problem[0] == "E340"
 

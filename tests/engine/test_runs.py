@@ -62,6 +62,13 @@ def test_bytes_are_those_of_the_real_payloads(tmp_path):
     rows = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
     measured = result.values["cost"]["measured"]
     assert measured["uplink_bytes"] == sum(r["uplink_bytes"] for r in rows if r["kind"] == "round")
+    for row in rows:
+        if row["kind"] == "round":
+            assert [int(client) for client in row["sites"]] == row["participants"]
+            assert [sum(side) for side in zip(*row["sites"].values(), strict=True)] == [
+                row["uplink_bytes"],
+                row["downlink_bytes"],
+            ]
     images = result.values["leakage"]["num_images"]
     # float32 pictures and one int64 label each; the two numbers for the log are small change
     assert 0 <= measured["uplink_bytes"] - images * (3 * 32 * 32 * 4 + 8) < 60 * len(rows) * 2

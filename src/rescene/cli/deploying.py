@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from rescene.cli.deploy_check import check
 from rescene.cli.frame import AsJson, Overrides, interruptible, verb
+from rescene.errors import ConfigError
 
 deploy_app = typer.Typer(
     help="A federation across real sites, over Flower. Start with: rescene deploy rehearse",
@@ -17,6 +21,8 @@ deploy_app = typer.Typer(
 )
 Folder = Annotated[Path, typer.Argument(help="folder of the federation")]
 Wait = Annotated[bool, typer.Option("--wait", help="stay in the foreground, and stop everything at the end (systemd)")]
+Serve = Annotated[bool, typer.Option("--serve", help="show the run on a page of this machine, live")]
+Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="of that page; 0: any that is free")]
 Deadline = Annotated[float, typer.Option("--deadline", min=1, help="seconds to wait for the answers of a round")]
 
 
@@ -40,6 +46,9 @@ def init(
     )
 
 
+deploy_app.command()(check)
+
+
 @deploy_app.command()
 @verb
 def server(folder: Folder, wait: Wait = False) -> None:
@@ -57,8 +66,9 @@ def server(folder: Folder, wait: Wait = False) -> None:
 def site(folder: Annotated[Path, typer.Argument(help="the site's own folder")], wait: Wait = False) -> None:
     """Start this site: it answers the server until it is stopped."""
     from rescene.deploy.control import start_site
+    from rescene.deploy.keeping import start_kept
 
-    _started(lambda: [start_site(folder)], folder, wait)
+    _started(lambda: [start_kept(folder.resolve(), lambda: start_site(folder))], folder, wait)
     print(f"site started, log in {folder / 'logs'}; stop it with: rescene deploy stop {folder}")
 
 
@@ -72,29 +82,88 @@ def run(
         Path | None, typer.Option("--out", help="run folder (default: <federation>/server/runs/...)")
     ] = None,
     deadline: Deadline = 3600.0,
+    serve: Serve = False,
+    port: Port = 8765,
 ) -> None:
     """Run a recipe across the sites; the same command continues one that was interrupted."""
     from rescene.api import default_folder
+    from rescene.cli.operating import operator_page, stay_open
     from rescene.config import resolve
     from rescene.deploy.control import run as run_across
     from rescene.deploy.folder import Federation
     from rescene.deploy.letters import Patience
+    from rescene.deploy.operator import watch_sites
 
     federation, resolved = Federation.open(folder), resolve(recipe, overrides or [])
     place = out or federation.server / "runs" / default_folder(resolved).name
+    if federation.plan.exists():
+        if out is not None:
+            raise ConfigError("E194", "a federation with a plan has one run folder, which grows", fix="leave out --out")
+        place = federation.plan_run
     patience = Patience(deadline_s=deadline)
-    interruptible(lambda: _finish(run_across(federation, resolved, place, patience), place), "the same command")
+
+    def work() -> None:
+        page = (lambda: operator_page(federation, lambda: place, port)) if serve else nullcontext
+        with page():
+            results = run_across(federation, resolved, place, patience)
+        watch_sites(federation, place)
+        _finish(results, place)
+        if serve and sys.stdout.isatty():
+            with page():
+                stay_open()
+
+    interruptible(work, "the same command")
+
+
+@deploy_app.command("add-classes")
+@verb
+def add_classes(
+    folder: Folder,
+    classes: Annotated[str, typer.Argument(help="comma-separated names of the new classes")],
+    rounds: Annotated[int | None, typer.Option("--rounds", min=1, help="of this task (default: the plan's)")] = None,
+    image_size: Annotated[int | None, typer.Option("--image-size", min=8, help="first task only; default 32")] = None,
+) -> None:
+    """Open the next task: classes that have arrived at the sites. The first one makes the plan."""
+    from rescene.deploy.folder import Federation
+    from rescene.deploy.plan import add_classes as open_task
+
+    federation = Federation.open(folder)
+    names = [name.strip() for name in classes.split(",") if name.strip()]
+    plan = open_task(federation.plan, federation.plan_run, names, rounds, image_size)
+    task = plan.tasks[-1]
+    print(f"task {len(plan.tasks) - 1}: {', '.join(task.classes)}; rounds: {task.rounds} ({federation.plan})")
+    print(f"next: rescene deploy run {folder} RECIPE")
+
+
+@deploy_app.command("close-task")
+@verb
+def close_task(folder: Folder) -> None:
+    """End the current task early: after the round under way, but not before its first."""
+    from rescene.deploy.folder import Federation
+    from rescene.deploy.plan import close_task as close
+
+    federation = Federation.open(folder)
+    task, held = close(federation.plan, federation.plan_run)
+    print(f"task {task} closes; rounds held: {held.rounds}, and the one under way counts")
+    print(f"if no run is going: rescene deploy run {folder} RECIPE brings it to its end")
 
 
 @deploy_app.command()
 @verb
-def status(folder: Folder, as_json: AsJson = False) -> None:
+def status(folder: Folder, as_json: AsJson = False, serve: Serve = False, port: Port = 8765) -> None:
     """Which sites are there, which runs go on, and whom they wait for."""
     from rescene.cli.listing import print_rows
     from rescene.deploy.control import status_rows
     from rescene.deploy.folder import Federation
 
-    print_rows(status_rows(Federation.open(folder)), as_json)
+    federation = Federation.open(folder)
+    print_rows(status_rows(federation), as_json)
+    if serve:
+        from rescene.cli.operating import operator_page, stay_open
+        from rescene.deploy.operator import newest_run
+
+        with operator_page(federation, lambda: newest_run(federation), port):
+            stay_open()
 
 
 @deploy_app.command()

@@ -88,17 +88,23 @@ def print_summary(results: list[Result], page: Path) -> None:
     rows = []
     for result in results:
         values = result.values
-        per_task = {f"T{j}": f"{v:.1f}" for j, v in enumerate(values["accuracy_matrix"][-1])}
+        per_task = {f"T{j}": _known(v) for j, v in enumerate(values["accuracy_matrix"][-1])}
         if len(per_task) > 10:
             per_task = {}
         upload = values["cost"]["measured"]["uplink_bytes_per_message"] / 1e6
         leakage = values["leakage"]
-        copies = f"{100 * leakage['near_copies']:.0f} %" if leakage else "no images sent"
+        missing = "not measured" if "leakage" in values.get("not_measured", {}) else "no images sent"
+        copies = f"{100 * leakage['near_copies']:.0f} %" if leakage else missing
         rows.append(
-            {"method": values["method"], "AA": f"{values['aa']:.1f}", "AIA": f"{values['aia']:.1f}", **per_task}
-            | {"forgetting": f"{values['forgetting']:.1f}", "upload/round": f"{upload:.2f} MB", "near-copies": copies}
+            {"method": values["method"], "AA": _known(values["aa"]), "AIA": _known(values["aia"]), **per_task}
+            | {"forgetting": _known(values["forgetting"]), "upload/round": f"{upload:.2f} MB", "near-copies": copies}
         )
     print_rows(rows)
     for statement in dict.fromkeys(f"{r.values['method']}: {r.values['privacy']['statement']}" for r in results):
         print(statement)
     print(f"Report: {page}")
+
+
+def _known(value: float | None) -> str:
+    """An accuracy; sites may have no image to measure it on."""
+    return "-" if value is None else f"{value:.1f}"

@@ -40,8 +40,12 @@ class Resolved:
         return flatten(self.recipe.model_dump(mode="json"))
 
     def digest(self) -> str:
-        """Eight hex digits that identify the experiment, whatever it is called."""
-        text = json.dumps(self.recipe.model_dump(mode="json", exclude={"device"}), sort_keys=True)
+        """Eight hex digits that identify the experiment, whatever it is called.
+
+        A plan's tasks do not count: a federation that opens another task is the same federation.
+        """
+        left_out: dict[str, Any] = {"device": True, "sites": {"tasks"} if self.recipe.sites else True}
+        text = json.dumps(self.recipe.model_dump(mode="json", exclude=left_out), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
@@ -178,8 +182,8 @@ def _known_keys(method: str) -> dict[str, Any]:
 
 
 def _check_key(key: str, known: Mapping[str, Any], origin: str) -> None:
-    if key in known or any(name.startswith(f"{key}.") for name in known):
-        return
+    if key in known or any(name.startswith(f"{key}.") for name in known) or key.startswith("sites."):
+        return  # a plan is none by default, so its keys are not among the known; the schema checks them
     close = did_you_mean(key, known) or did_you_mean(key.rsplit(".", 1)[-1], [k.rsplit(".", 1)[-1] for k in known])
     full = next((k for k in known if k == close or k.rsplit(".", 1)[-1] == close), None)
     hint = f"did you mean {full} (default {known[full]!r})?" if full else None

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from rescene.config.plan import SitesSection
 from rescene.config.privacy import PrivacySection, Promise, promise_of
 from rescene.methods import Method, method_class
 from rescene.steps import Training
@@ -68,6 +69,9 @@ class Recipe(Section):
     method: dict[str, Any] = {"name": "rescene"}
     train: Training = Training()
     privacy: PrivacySection = PrivacySection()
+    sites: SitesSection | None = Field(
+        None, description="images live at the sites: the federation's plan, in the place of data and tasks"
+    )
     seed: int = Field(0, ge=0)
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
 
@@ -113,6 +117,27 @@ class Recipe(Section):
         if kind == "paper-experiment" and self.method["clip"] is None:
             raise ValueError("method.clip: the paper's experiment clips each class's gradient; method.clip=5")
         return self
+
+    @model_validator(mode="after")
+    def _plan_fits(self) -> Recipe:
+        if self.sites is None:
+            return self
+        if self.tasks.scenario != "class":
+            raise ValueError("tasks.scenario: with images at the sites tasks bring classes, not domains")
+        longest = max(task.rounds for task in self.sites.tasks)
+        if self.privacy.mechanism != "none" and longest > self.federation.num_rounds:
+            raise ValueError(
+                f"sites.tasks: a task of {longest} rounds, but the noise is reckoned for {self.federation.num_rounds}"
+            )
+        return self
+
+    def rounds_of(self, task: int) -> int:
+        return self.federation.num_rounds if self.sites is None else self.sites.tasks[task].rounds
+
+    def closing(self, task: int, rounds: int) -> Recipe:
+        """The recipe whose plan had only so many rounds in this task."""
+        assert self.sites is not None
+        return self.model_copy(update={"sites": self.sites.closing(task, rounds)})
 
     def promise(self) -> Promise | None:
         """What the mechanism guarantees over the whole run; None without one."""

@@ -1,7 +1,7 @@
 """Images, tasks, partitions and shards; readers for the paper's data sets and for your own."""
 
 from rescene.data.catalog import available
-from rescene.data.checks import inspect, propose_tasks, verify
+from rescene.data.checks import content_rows, inspect, propose_tasks, verify
 from rescene.data.images import Dataset, Images, Transform
 from rescene.data.loading import load, prepare
 from rescene.data.partition import dirichlet_partition, iid_partition, partition
@@ -16,6 +16,7 @@ __all__ = [
     "Task",
     "Transform",
     "available",
+    "content_rows",
     "dirichlet_partition",
     "has_stand_in",
     "iid_partition",

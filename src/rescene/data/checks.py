@@ -37,7 +37,7 @@ def inspect(dataset: Dataset) -> Row:
         "split": dataset.split,
         "notes": list(dataset.notes),
         "proposed_tasks": propose_tasks(dataset),
-        "warnings": [row["problem"] for row in _content_rows(dataset) if row["problem"]],
+        "warnings": [row["problem"] for row in content_rows(dataset) if row["problem"]],
         "fingerprint": dataset.fingerprint(),
     }
 
@@ -59,7 +59,7 @@ def verify(name: str, path: str | os.PathLike[str] | None = None) -> list[Row]:
     return [
         _row(f"complete ({found})"),
         _row("images readable", "; ".join(w.what for w in unreadable), "copy them again"),
-        *_content_rows(dataset),
+        *content_rows(dataset),
     ]
 
 
@@ -72,14 +72,15 @@ def propose_tasks(dataset: Dataset) -> Row:
     return {"scenario": "class", "count": min(5 if num_classes < 50 else 10, max(1, num_classes // 2))}
 
 
-def _content_rows(dataset: Dataset) -> list[Row]:
+def content_rows(dataset: Dataset) -> list[Row]:
+    """Tiny and untested classes, repeated images: rows of check, problem and fix."""
     train, test = (_counts(images, len(dataset.classes)) for images in (dataset.train, dataset.test))
     small = [f"{name} ({n})" for name, n in zip(dataset.classes, train, strict=True) if n < _TINY_CLASS]
     untested = [name for name, n in zip(dataset.classes, test, strict=True) if n == 0]
-    hashes = [_hashes(images) for images in (dataset.train, dataset.test)]
-    repeats = [len(values) - len(set(values)) for values in hashes]
-    trained = set(hashes[0])
-    leaked = sum(value in trained for value in hashes[1])
+    digests = [hashes(images) for images in (dataset.train, dataset.test)]
+    repeats = [len(values) - len(set(values)) for values in digests]
+    trained = set(digests[0])
+    leaked = sum(value in trained for value in digests[1])
     return [
         _row(
             f"at least {_TINY_CLASS} training images per class",
@@ -114,7 +115,7 @@ def _in_domain(images: Images, domain: int) -> int:
     return 0 if images.domains is None else int((images.domains == domain).sum())
 
 
-def _hashes(images: Images) -> list[bytes]:
+def hashes(images: Images) -> list[bytes]:
     """One digest per picture, by its pixels."""
     rows = images.pixels.cpu().flatten(1).numpy()
     return [hashlib.blake2b(row.data, digest_size=16).digest() for row in rows]

@@ -144,16 +144,21 @@ def _class_tasks(dataset: Dataset, sizes: Sequence[int]) -> tuple[Dataset, list[
     if empty:
         what = f"no training image of class {', '.join(empty)}"
         raise DataError("E204", what, where=dataset.name, fix="add images, or leave the class out of the task plan")
+    return dataset, [tested(dataset, task) for task in cut(dataset, sizes)]
+
+
+def cut(dataset: Dataset, sizes: Sequence[int]) -> list[Task]:
+    """Tasks of so many classes each, in the order of the labels; some of them may have no picture here."""
     tasks, seen = [], 0
     for t, size in enumerate(sizes):
         classes = tuple(range(seen, seen + size))
         seen += size
         train, test = (_positions(images.labels, classes) for images in (dataset.train, dataset.test))
-        tasks.append(_tested(dataset, Task(t, classes, seen, None, train, test)))
-    return dataset, tasks
+        tasks.append(Task(t, classes, seen, None, train, test))
+    return tasks
 
 
-def _tested(dataset: Dataset, task: Task) -> Task:
+def tested(dataset: Dataset, task: Task) -> Task:
     """The task itself; without a test image its accuracy would be undefined."""
     if len(task.test) == 0:
         names = ", ".join(dataset.classes[c] for c in task.classes[:5])
@@ -182,5 +187,5 @@ def _domain_tasks(dataset: Dataset, given: list[str], order: str) -> list[Task]:
         )
         if len(train) == 0:
             raise DataError("E204", f"no training image in domain {name}", where=dataset.name, fix="add images to it")
-        tasks.append(_tested(dataset, Task(d, labels, len(labels), d, train, test)))
+        tasks.append(tested(dataset, Task(d, labels, len(labels), d, train, test)))
     return tasks

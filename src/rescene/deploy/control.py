@@ -19,7 +19,9 @@ import yaml
 
 from rescene.config import Resolved
 from rescene.deploy.folder import Federation, require_flower
+from rescene.deploy.holding import local_images
 from rescene.deploy.letters import Patience
+from rescene.deploy.plan import read_plan, with_plan
 from rescene.deploy.processes import (
     Started,
     alive,
@@ -32,12 +34,15 @@ from rescene.deploy.processes import (
     wait_for_port,
 )
 from rescene.deploy.site import Site
+from rescene.deploy.status import left_out_rows, site_answers, task_rows
+from rescene.engine import RunFolder
 from rescene.engine.checkpoint import write_json
 from rescene.errors import ConfigError, RunError
 
 LINK = "here"  # the name of our link in Flower's own configuration
 LOOK_S = 5.0
 SUBMISSIONS = 3
+COMPLETED = "finished:completed"
 RETURN_S = 600.0  # for a server that ended to be started again
 
 
@@ -104,6 +109,8 @@ def start_site(folder: Path) -> Started:
     require_flower()
     folder = folder.resolve()
     site = Site.open(folder)
+    if site.section.holds == "own":
+        local_images(site.section)  # what is wrong with them is told here and now, not in a log
     if running(folder):
         raise ConfigError("E176", "the site is already running", where=str(folder), fix="rescene deploy stop FOLDER")
     missing = [name for name in ("ca.crt", "node.key") if not (folder / name).is_file()]
@@ -125,8 +132,15 @@ def run(
     tell: Callable[[str], None] = print,
     look_s: float = LOOK_S,
 ) -> dict[str, Any]:
-    """Submit, watch, and submit again what failed: the run goes on from its checkpoint. Returns its results."""
+    """Submit, watch, and submit again what failed: the run goes on from its checkpoint. Returns its results.
+
+    A federation with a plan runs that: all its sites, in the plan's own run folder.
+    """
     require_flower()
+    plan = read_plan(federation.plan)
+    if plan is not None:
+        resolved = with_plan(resolved, plan, len(federation.sites), out)
+        RunFolder(out).check(resolved)
     if not running(federation.server):
         raise ConfigError("E178", "the server is not running", fix=f"rescene deploy server {federation.path}")
     num_clients = resolved.recipe.federation.num_clients
@@ -142,12 +156,13 @@ def run(
     recipe.write_text(yaml.safe_dump(resolved.recipe.model_dump(mode="json"), sort_keys=False))
     config = {"recipe": str(recipe), "out": str(out), "gather-s": patience.gather_s}
     config |= {"deadline-s": patience.deadline_s, "poll-s": patience.poll_s}
+    config |= {"plan": str(federation.plan)} if plan else {}
     text = " ".join(f"{key}={json.dumps(value)}" for key, value in config.items())
     for number in range(1, SUBMISSIONS + 1):
         answer = flwr(federation, "run", str(federation.app), LINK, "--format", "json", "--run-config", text)
         status = _watch(federation, int(answer["run-id"]), out, tell, look_s)
         results = out / "results.json"
-        if status == "finished:completed" and results.is_file():
+        if status == COMPLETED and results.is_file():
             found: dict[str, Any] = json.loads(results.read_text(encoding="utf-8"))
             return found
         tell(f"submission {number} of {SUBMISSIONS} ended as {status}")
@@ -174,9 +189,10 @@ def _watch(federation: Federation, run_id: int, out: Path, tell: Callable[[str],
         if gone and time.monotonic() - lost_at > RETURN_S:
             return "lost with the server"
         with contextlib.suppress(RunError):  # the link is busy, or away
-            status = next((str(r["status"]) for r in runs(federation) if str(r["run-id"]) == str(run_id)), "")
+            found = next((r for r in runs(federation) if str(r["run-id"]) == str(run_id)), {})
+            status, why = str(found.get("status", "")), found.get("status-details")
             if status.startswith("finished"):
-                return status
+                return f"{status} ({why})" if why and status != COMPLETED else status
         time.sleep(look_s)
 
 
@@ -192,14 +208,18 @@ def progress(out: Path) -> str:
 
 
 def status_rows(federation: Federation) -> list[dict[str, Any]]:
-    """One row for the server, each site and each run: what it is, how it is."""
+    """One row for the server, each site, each run, the task under way and each upload left out: what it is, how it is."""
     up = {one.name for one in running(federation.server)}
     rows = [{"what": "server", "name": part, "state": "up" if part in up else "down"} for part in ("link", "executor")]
     listed = {node["node-id"]: str(node["status"]) for node in nodes(federation)} if "link" in up else {}
     known = registered(federation)
-    rows += [{"what": "site", "name": n, "state": listed.get(known.get(n, ""), "unknown")} for n in federation.sites]
-    folders = sorted((federation.server / "runs").glob("*/status.json"))
-    return rows + [{"what": "run", "name": path.parent.name, "state": progress(path.parent)} for path in folders]
+    folders = [path.parent for path in sorted((federation.server / "runs").glob("*/status.json"))]
+    answers = site_answers(folders, federation.sites)
+    for name in federation.sites:
+        state = listed.get(known.get(name, ""), "unknown")
+        rows.append({"what": "site", "name": name, "state": f"{state}; {answers[name]}" if name in answers else state})
+    rows += [{"what": "run", "name": folder.name, "state": progress(folder)} for folder in folders]
+    return rows + task_rows(read_plan(federation.plan), federation.plan_run) + left_out_rows(folders, federation.sites)
 
 
 def nodes(federation: Federation) -> list[dict[str, Any]]:

@@ -7,21 +7,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import rescene
-from rescene.deploy.letters import HELLO, Letter, Patience, Post, Remembered, Reply, Request, Undelivered
+from rescene.data import Task
+from rescene.deploy.letters import EVALUATE, HELLO, Letter, Patience, Post, Remembered, Reply, Request, Undelivered
 from rescene.deploy.message import pack_message, unpack_message
+from rescene.engine.evaluate import Evaluation, Tally, summed
 from rescene.engine.federation import Answer, InProcess
 from rescene.errors import RunError
 from rescene.methods import Payload
+from rescene.methods.base import Model
 from rescene.record import check_tree, num_bytes, to_device
 from rescene.rng import Rng
 
 RESEND = "E341"  # the site no longer has parts that the letter only named
+MOST_IMAGES = 1 << 40  # of one class at one site; sums stay far from overflowing
 
 
 class GridFederation(InProcess):
@@ -34,6 +39,8 @@ class GridFederation(InProcess):
         self._refused: set[int] = set()
         self.waiting: Callable[[dict[str, Any]], None] = lambda facts: None  # told whenever somebody has answered
         self._told: dict[str, Any] = {}
+        self._asked = ""  # when the letters of the exchange under way were sent
+        self._heard: dict[int, str] = {}  # when each node last answered
         self.fingerprint = ""  # of the images that all sites split between them
         self._known: dict[tuple[int, str], frozenset[str]] = {}  # what a site keeps of the last message of a verb
 
@@ -54,10 +61,15 @@ class GridFederation(InProcess):
             if problem:
                 self._refused.add(node)
                 self.note("error", problem[0], f"site {reply.client} cannot take part: {problem[1]}")
-            elif reply.upload["torch"] != torch.__version__:
+                continue
+            if reply.upload["torch"] != torch.__version__:
                 self.note("warning", "W341", f"site {reply.client} has torch {reply.upload['torch']}: bits may differ")
+            for code, words in reply.told:
+                self.note("warning", code, f"site {reply.client}: {words}")
 
     def _misfit(self, reply: Reply, node: int) -> tuple[str, str] | None:
+        if not isinstance(reply.upload, dict) or reply.upload.keys() != {"fingerprint", "torch"}:
+            return "E340", "its answer is no greeting"
         if reply.client not in self.clients:
             return "E344", f"this run has sites 0 to {len(self.clients) - 1}; see `client` in its site.yaml"
         if reply.upload["fingerprint"] != self.fingerprint:
@@ -75,15 +87,39 @@ class GridFederation(InProcess):
     def _received(self, message: Payload) -> Payload:
         return to_device(super()._received(message), self.device)  # type: ignore[no-any-return]
 
-    def _answers(self, clients: Sequence[int], verb: str, payload: Payload, rng: Rng) -> dict[int, Answer]:
+    def evaluate(self, model: Model, tasks: Sequence[Task]) -> Evaluation:
+        """By the sites on their hold-outs. They tell counts per class, which are summed in client order."""
+        payload: Payload = {"model": model}
+        replies, tallies = self._replies(self.clients, EVALUATE, payload, self._rng), []
+        for client in sorted(replies):
+            reply = replies[client]
+            try:
+                if reply.problem:
+                    raise RunError(*reply.problem)
+                tallies.append(_checked_tally(reply, client, tasks[-1].num_seen))
+                self.ledger.meter.add(reply.flops)
+            except RunError as error:
+                self.note("warning", error.code, f"site {client} is not in the evaluation: {error.what}", client=client)
+        up, down = self.ledger.exchange(EVALUATE, payload, tallies, len(replies))
+        self.traffic = [self.traffic[0] + up, self.traffic[1] + down]
+        if len(tallies) < len(self.clients):
+            self.note("info", "I341", f"evaluated by {len(tallies)} of {len(self.clients)} sites")
+        return summed(tallies, tasks)
+
+    def _replies(self, clients: Sequence[int], verb: str, payload: Payload, rng: Rng) -> dict[int, Reply]:
+        """What those that are there answer; parts that a site no longer has are sent again."""
         self._gather(clients)
         there = [k for k in clients if k in self._nodes]
-        for absent in sorted(set(clients) - set(there)):
-            self.note("error", "E348", f"site {absent} is not there for {verb}", client=absent)
         replies = self._ask(there, verb, payload, rng, {k: self._known.get((k, verb), frozenset()) for k in there})
         again = [k for k, reply in replies.items() if reply.problem and reply.problem[0] == RESEND]
         if again:
             replies |= self._ask(again, verb, payload, rng, dict.fromkeys(again, frozenset()))
+        return replies
+
+    def _answers(self, clients: Sequence[int], verb: str, payload: Payload, rng: Rng) -> dict[int, Answer]:
+        replies = self._replies(clients, verb, payload, rng)
+        for absent in sorted(set(clients) - self._nodes.keys()):
+            self.note("error", "E348", f"site {absent} is not there for {verb}", client=absent)
         answers = {}
         for client in sorted(replies):
             reply = replies[client]
@@ -96,6 +132,8 @@ class GridFederation(InProcess):
             except RunError as error:
                 self.note("error", error.code, f"site {client} in {verb}: {error.what}; left out", client=client)
                 continue
+            for code, words in reply.told:
+                self.note("warning", code, f"site {client} in {verb}: {words}", client=client)
             self.ledger.meter.add(reply.flops)
             answers[client] = (reply.upload, reply.state)
         return answers
@@ -118,9 +156,9 @@ class GridFederation(InProcess):
         return found
 
     def _head(self, verb: str, state: Remembered | None, address: tuple[str | int, ...]) -> bytes:
-        task = 0 if verb == HELLO else self.task.index
+        task, round = (0, -1) if verb == HELLO else (self.task.index, self.round)
         version, sha256 = rescene.__version__, state.sha256 if state else None
-        return pack_message(Request(version, self._run, self._recipe, verb, task, address, sha256)).data
+        return pack_message(Request(version, self._run, self._recipe, verb, task, round, address, sha256)).data
 
     def _exchange(self, letters: dict[int, Letter], needed: float = 0.0) -> dict[int, Reply]:
         """Replies by node. A letter that is lost, or long unanswered, is sent again; after the deadline it is given up.
@@ -133,6 +171,7 @@ class GridFederation(InProcess):
         replies: dict[int, Reply] = {}
         tries, lost = dict.fromkeys(letters, 1), set[int]()
         waiting = self._post.push(letters) if letters else {}
+        self._asked = datetime.now(UTC).isoformat(timespec="seconds")
         while (waiting or (lost and len(replies) < needed)) and time.monotonic() < end:
             self._tell(replies, lost | set(waiting.values()))
             lost |= self._take(replies, waiting)
@@ -163,6 +202,7 @@ class GridFederation(InProcess):
                 continue
             try:
                 replies[node] = _reply(data)
+                self._heard[node] = datetime.now(UTC).isoformat(timespec="seconds")
             except RunError as error:
                 self.note("error", error.code, f"{self._name(node)}: {error.what}")
         for number in [number for number, node in waiting.items() if node in replies]:
@@ -170,10 +210,20 @@ class GridFederation(InProcess):
         return lost
 
     def _tell(self, replies: dict[int, Reply], waiting: set[int]) -> None:
-        facts = {"answered": sorted(map(self._name, replies)), "waiting_for": sorted(map(self._name, waiting))}
+        facts: dict[str, Any] = {"asked": self._asked}
+        facts |= {"answered": sorted(map(self._name, replies)), "waiting_for": sorted(map(self._name, waiting))}
+        facts["heard"] = {self._name(node): at for node, at in self._heard.items()}
         if facts != self._told:
             self._told = facts
             self.waiting(facts)
+
+    def _require_quorum(self, answered: int, asked: int, verb: str) -> None:
+        """As everywhere, with what an operator can do about it; the events before it name each site."""
+        try:
+            super()._require_quorum(answered, asked, verb)
+        except RunError as error:
+            fix = "rescene deploy status FOLDER shows who is away: start them (rescene deploy site FOLDER); the run goes on"
+            raise RunError(error.code, error.what, where=error.where, why=error.why, fix=fix) from None
 
     def _name(self, node: int) -> str:
         return next((f"site {k}" for k, own in self._nodes.items() if own == node), f"node {node}")
@@ -197,10 +247,25 @@ class GridFederation(InProcess):
                 raise RunError("E342", f"its pictures are {list(images.shape)}")
 
 
+def _checked_tally(reply: Reply, client: int, num_classes: int) -> Tally:
+    found = reply.upload.get("tally") if isinstance(reply.upload, dict) else None
+    if reply.client != client or not isinstance(found, Tally):
+        raise RunError("E342", "the answer is not this site's, or holds no counts")
+    for part in (found.num, found.right, found.right_within):
+        fits = isinstance(part, Tensor) and part.dtype == torch.int64 and part.shape == (num_classes,)
+        if not fits or bool(((part < 0) | (part > found.num) | (part > MOST_IMAGES)).any()):
+            raise RunError("E342", "its counts make no sense")
+    return found
+
+
 def _reply(data: bytes) -> Reply:
     reply = unpack_message(data).tree
     if not isinstance(reply, Reply) or not isinstance(reply.client, int) or not isinstance(reply.flops, int):
         raise RunError("E340", "the message is refused: it is no reply")
+    told = reply.told
+    pairs = isinstance(told, tuple) and all(isinstance(t, tuple) and [*map(type, t)] == [str, str] for t in told)
+    if not pairs or num_bytes(told) > 10_000:
+        raise RunError("E340", "the message is refused: what it tells is no list of codes and words")
     state = reply.state
     if state is not None and not (isinstance(state, Remembered) and num_bytes(state) < 1000):
         raise RunError("E340", "the message is refused: its memory is not named by a hash")

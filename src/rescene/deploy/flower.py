@@ -6,6 +6,7 @@ This is the one module that imports Flower. The bundle that Flower sends to the 
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -44,7 +45,11 @@ def main(grid: Grid, context: Context) -> None:
     gather_s, deadline_s, poll_s = (float(config[key]) for key in ("gather-s", "deadline-s", "poll-s"))
     patience = Patience(gather_s, deadline_s, poll_s)
     post = FlowerPost(grid, ttl_s=patience.deadline_s)
-    run_across(resolve(str(config["recipe"])), RunFolder(Path(str(config["out"]))), post, patience)
+    recipe = Path(str(config["recipe"]))
+    # the run folder keeps the command, and Flower's own holds a token
+    sys.argv = ["rescene", "deploy", "run", str(recipe.parents[2]), str(recipe)]
+    plan = Path(str(config["plan"])) if config.get("plan") else None
+    run_across(resolve(recipe), RunFolder(Path(str(config["out"]))), post, patience, plan=plan)
 
 
 class FlowerPost:

@@ -1,9 +1,10 @@
 """The folder of a federation: what `rescene deploy init` writes and the other commands read.
 
 federation.yaml     name, address and sites, in the order of their numbers
+plan.yaml           classes and tasks, where sites hold their own images (rescene deploy add-classes)
 server/             certificates (ca.key and server.key are secret), database, logs, runs
 app/                the bundle that Flower sends to the nodes: a shim, without any dependency
-sites/<name>/       to be carried to the site: site.yaml, ca.crt, node.key (secret), node.pub
+sites/<name>/       to be carried to the site: site.yaml, ca.crt, node.key (secret), node.pub, a unit and a container file
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import yaml
 
+from rescene.deploy.container import CONTAINERFILE, DOCKERIGNORE
 from rescene.errors import ConfigError
 
 NAME = re.compile(r"[a-z][a-z0-9-]{0,30}")
@@ -48,6 +50,7 @@ out = ""
 gather-s = 600.0
 deadline-s = 3600.0
 poll-s = 1.0
+plan = ""
 """,
     "rescene_app/__init__.py": "",
     "rescene_app/server.py": "from rescene.deploy import flower\n\napp = flower.server\n",
@@ -59,6 +62,16 @@ client: {client}            # the site's number in the federation
 server: {host}:{port}
 data: {{name: auto}}      # path: FOLDER, image_size: 32, ...; without a path the embedded fashion-mini
 device: auto         # auto, cpu, cuda
+# Images of your own, one folder per class:
+# holds: own
+# hold_out: 0.2        # of them are kept to test with
+# labels:              # your folder's name: the federation's name; null leaves a folder out
+#   katze: cat
+# Limits that the server cannot lower; above them this site sends nothing:
+# privacy:
+#   epsilon_max: 8
+#   min_sigma: 1.0
+#   max_participations: 20
 """
 PROXY = """\
 # Lets sites in and nobody else: the control API of Flower has no login and must stay on this machine.
@@ -109,6 +122,15 @@ class Federation:
         return self.path / "server"
 
     @property
+    def plan(self) -> Path:
+        return self.path / "plan.yaml"
+
+    @property
+    def plan_run(self) -> Path:
+        """The one run folder of a plan: it grows with it, for months."""
+        return self.server / "runs" / "plan"
+
+    @property
     def app(self) -> Path:
         return self.path / "app"
 
@@ -157,6 +179,8 @@ def init(path: Path, sites: list[str], host: str = "127.0.0.1", port: int = 8000
             make_node_key(federation.site(name))
             shutil.copy(federation.server / "ca.crt", federation.site(name))
             (federation.site(name) / "site.yaml").write_text(SITE.format(client=client, host=host, port=port))
+            (federation.site(name) / "Containerfile").write_text(CONTAINERFILE)
+            (federation.site(name) / ".dockerignore").write_text(DOCKERIGNORE)
             (federation.site(name) / "rescene-site.service").write_text(
                 UNIT.format(role="site", folder="/srv/rescene/site", python="/srv/rescene/venv/bin/python")
             )

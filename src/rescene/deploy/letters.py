@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 from rescene.record import Tree, record
 
 HELLO = "hello"  # the verb that asks a site who it is
+EVALUATE = "evaluate"  # and the one that asks how the model does on its hold-out; neither is the method's
 
 
 class Letter(NamedTuple):
@@ -27,6 +28,7 @@ class Request:
     recipe: str  # JSON; the site puts its own data and device in
     verb: str
     task: int
+    round: int  # -1 outside rounds
     address: tuple[str | int, ...]
     state: str | None
 
@@ -48,6 +50,7 @@ class Reply:
     state: Remembered | None
     flops: int
     problem: tuple[str, str] | None = None
+    told: tuple[tuple[str, str], ...] = ()  # codes and words the server should hear, though there is an answer
 
 
 class Undelivered(NamedTuple):

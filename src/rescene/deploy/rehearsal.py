@@ -11,6 +11,7 @@ from rescene.config import Resolved
 from rescene.deploy.control import run, start_server, start_site
 from rescene.deploy.folder import init, require_flower
 from rescene.deploy.letters import Patience
+from rescene.deploy.operator import watch_sites
 from rescene.deploy.processes import free_port, stop
 
 
@@ -33,7 +34,9 @@ def rehearse(
             for name in names:
                 start_site(federation.site(name))
             tell(f"{len(names)} sites started")
-            return run(federation, resolved, out, patience, tell)
+            results = run(federation, resolved, out, patience, tell)
+            watch_sites(federation, out)
+            return results
         finally:
             for place in (*map(federation.site, names), federation.server):
                 stop(place)

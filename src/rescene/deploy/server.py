@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 from rescene.config import Resolved
 from rescene.deploy.federation import GridFederation
+from rescene.deploy.holding import OWN
 from rescene.deploy.letters import Patience, Post
+from rescene.deploy.plan import is_closed
 from rescene.engine import RunFolder
 from rescene.engine.checkpoint import write_json
 from rescene.engine.loop import Run
@@ -21,8 +24,12 @@ def run_across(
     patience: Patience = Patience(),
     progress: Progress = lambda event: None,
     run: type[Run] = Run,
+    plan: Path | None = None,
 ) -> dict[str, Any]:
-    """Run, or continue, the experiment of this folder across the sites behind ``post``."""
+    """Run, or continue, the experiment of this folder across the sites behind ``post``.
+
+    ``plan`` is the federation's plan.yaml, in which an operator may close a task while it runs.
+    """
     folder.check(resolved)
     recipe = resolved.recipe
 
@@ -34,6 +41,8 @@ def run_across(
     going = run(resolved, folder, progress, federate)
     federation = going.federation
     assert isinstance(federation, GridFederation)
-    federation.fingerprint = going.experiment.dataset.fingerprint()
+    federation.fingerprint = OWN if recipe.sites else going.experiment.dataset.fingerprint()
+    if plan is not None:
+        going.closed = lambda task: is_closed(plan, task.index)
     federation.waiting = lambda facts: write_json(folder.path / "waiting.json", facts, sync="none")
     return going.complete()

@@ -4,6 +4,8 @@
     state/<run>/client-<k>/memory-*.bin  what it remembers between rounds, by hash, whole or not at all
     state/<run>/client-<k>/<verb>/       parts of messages that did not change, by hash
     state/<run>/client-<k>/answer-*.bin  the last answer, by the hash of its letter
+    state/<run>/client-<k>/recipe.json   what this run is; it may open new tasks and change nothing else
+    state/ledger.jsonl                   what was released under a privacy mechanism, in all runs
 
 A request says from which memory to start. Asked twice, a site gives the same answer twice: a letter that comes again, or a
 server that goes back to its last checkpoint, does no harm.
@@ -14,45 +16,44 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 
 import rescene
 from rescene.config import Recipe
-from rescene.config.schema import DataSection
-from rescene.deploy.letters import HELLO, Letter, Remembered, Reply, Request
+from rescene.config.plan import grows
+from rescene.deploy.holding import OWN, SiteSection, check_floor, experiment_of, guarded
+from rescene.deploy.letters import EVALUATE, HELLO, Letter, Remembered, Reply, Request
 from rescene.deploy.message import pack_message, unpack_message
-from rescene.engine import Experiment, prepare, use_all_cores
+from rescene.engine import Experiment, use_all_cores
 from rescene.engine import wire as on_wire
 from rescene.engine.checkpoint import write_atomically
+from rescene.engine.evaluate import tally
 from rescene.engine.federation import first_line
 from rescene.engine.ledger import FlopMeter
-from rescene.errors import ConfigError, ResceneError, RunError
+from rescene.engine.watch import warnings_to
+from rescene.errors import ConfigError, DataError, ResceneError, RunError
 from rescene.methods import Method
 from rescene.nets import flops_to
+from rescene.privacy.ledger import Declined
 from rescene.record import Tree, num_bytes, to_device
 from rescene.rng import Rng
 
 KEPT = 12  # memories: two checkpoints of the server and the step under way, a few exchanges each
 VERB = ["self", "payload", "shard", "client_state", "rng"]
-
-
-class SiteSection(BaseModel):
-    """site.yaml."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    client: int = Field(ge=0, description="the site's number in the federation")
-    server: str = Field("", description="host:port of the server")
-    data: DataSection = Field(DataSection(), description="where the images lie; never taken from the server")
-    holds: Literal["share"] = Field("share", description="share: this site works on its part of the recipe's split")
-    device: str = "auto"
+HEARD = (
+    "W310",
+    "W342",
+)  # warnings the server hears: the site declines, classes outside the plan; others may name files
+TOLD = ("E204", "E205", "E209", "E210")  # errors about images whose words name classes at most
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,10 @@ class Site:
             use_all_cores()
             return self._answer(unpack_message(letter.head).tree, letter)
         except ResceneError as error:
-            reply = Reply(client, None, None, 0, (error.code, error.what))
+            print(error, file=sys.stderr)  # the whole of it, for the site's own log
+            private = isinstance(error, (ConfigError, DataError)) and error.code not in TOLD
+            words = "its images or settings cannot be used; its log says why" if private else _in_a_line(error)
+            reply = Reply(client, None, None, 0, (error.code, words))
         except Exception as error:
             reply = Reply(client, None, None, 0, ("E321", first_line(error)))
         return pack_message(reply).data
@@ -94,21 +98,47 @@ class Site:
         if not isinstance(request, Request):
             raise RunError("E340", "the message is refused: it is no request")
         if request.version != rescene.__version__:
-            raise RunError("E343", f"this site has rescene {rescene.__version__}, the server {request.version}")
+            fix = f"pip install rescene=={request.version}"
+            raise RunError("E343", f"this site has rescene {rescene.__version__}, the server {request.version}: {fix}")
         if request.verb == HELLO:
             return pack_message(self._hello(request)).data
         files = Memory(self.folder / "state" / _safe(request.run) / f"client-{self.section.client}")
+        files.check_run(request.recipe)
+        if request.verb == EVALUATE:
+            return pack_message(self._evaluate(request, letter.body, files)).data
         return files.answered(letter) or files.keep(letter, pack_message(self._work(request, letter.body, files)).data)
 
-    def _experiment(self, request: Request) -> Experiment:
+    def _recipe(self, request: Request) -> Recipe:
+        """The server's recipe with this site's data and device."""
         given = json.loads(request.recipe) | {"data": self.section.data.model_dump(), "device": self.section.device}
-        return prepare(Recipe.model_validate(given))
+        return Recipe.model_validate(given)
+
+    def _experiment(self, request: Request) -> Experiment:
+        return experiment_of(self.section, self._recipe(request))
 
     def _hello(self, request: Request) -> Reply:
-        facts = {"fingerprint": self._experiment(request).dataset.fingerprint(), "torch": torch.__version__}
-        return Reply(self.section.client, facts, None, 0)
+        with _heard() as told:
+            experiment = self._experiment(request)
+        fingerprint = OWN if self.section.holds == "own" else experiment.dataset.fingerprint()
+        told = [] if self.section.privacy else told  # which classes it has is nobody's business then
+        return Reply(
+            self.section.client, {"fingerprint": fingerprint, "torch": torch.__version__}, None, 0, None, tuple(told)
+        )
+
+    def _evaluate(self, request: Request, body: bytes, files: Memory) -> Reply:
+        """How the model does on the hold-out: counts and right answers per class, nothing else."""
+        if self.section.privacy is not None:
+            raise Declined("E413", "site declines: counts of its hold-out are exact, and it has a privacy floor")
+        experiment = self._experiment(request)
+        meter, tasks = FlopMeter(experiment.arch), experiment.tasks[: request.task + 1]
+        model = to_device(files.payload(request.verb, body), experiment.device)["model"]
+        net = meter.attach(experiment.arch.restore(model), len(model["head.weight"]))
+        with meter.on("evaluation"):
+            found = tally(net, experiment.dataset, tasks)
+        return Reply(self.section.client, {"tally": found}, None, meter.flops["evaluation"])
 
     def _work(self, request: Request, body: bytes, files: Memory) -> Reply:
+        check_floor(self.section, self._recipe(request))
         experiment = self._experiment(request)
         client, task, meter = self.section.client, experiment.tasks[request.task], FlopMeter(experiment.arch)
         verb = client_verb(experiment.method, request.verb)
@@ -119,10 +149,12 @@ class Site:
             return meter.attach(experiment.arch.restore(model), len(model["head.weight"]))
 
         rng = Rng(experiment.rng.seed, request.address).at(client)
-        with meter.on("client"), flops_to(meter.add):
-            upload, after = verb(payload, experiment.shard(task, client, net), state, rng)
+        ledger = self.folder / "state" / "ledger.jsonl"
+        site = guarded(self.section, experiment, ledger, request.run, request.task, request.round)
+        with meter.on("client"), flops_to(meter.add), _heard() as told:
+            upload, after = verb(payload, experiment.shard(task, client, net, site), state, rng)
         message = on_wire.sent(upload, experiment.recipe.federation.wire)
-        return Reply(client, message, files.write(after), meter.flops["client"])
+        return Reply(client, message, files.write(after), meter.flops["client"], told=tuple(told))
 
 
 class Memory:
@@ -130,6 +162,18 @@ class Memory:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+
+    def check_run(self, recipe: str) -> None:
+        """A run may open new tasks and change nothing else: an image would be in two tasks, and the ledger would not know."""
+        path, after = self.folder / "recipe.json", _comparable(recipe)
+        if path.exists():
+            before = json.loads(path.read_bytes())
+            if before["rest"] != after["rest"] or not grows(before["tasks"], after["tasks"]):
+                raise RunError("E355", "the server has changed this run; only new tasks may be added to it")
+            if before == after:
+                return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(after).encode())
 
     def payload(self, verb: str, body: bytes) -> Tree:
         """The payload of a message; its large parts are kept until the next message of this verb names them no more."""
@@ -205,6 +249,35 @@ def client_verb(method: Method, name: str) -> Callable[..., Any]:
     if not inspect.isfunction(found) or list(inspect.signature(found).parameters) != VERB:
         raise RunError("E346", f"{method.title} has no client verb {name!r}")
     return getattr(method, name)  # type: ignore[no-any-return]
+
+
+def _comparable(recipe: str) -> dict[str, Any]:
+    """A recipe as far as it binds the server: its tasks, which may grow, and the rest without what is the site's own."""
+    given = json.loads(recipe)
+    rest = {key: value for key, value in given.items() if key not in ("data", "device", "sites")}
+    plan = given.get("sites") or {}
+    rest["sites"] = {key: value for key, value in plan.items() if key not in ("tasks", "test")}
+    return {"rest": rest, "tasks": plan.get("tasks", [])}
+
+
+@contextmanager
+def _heard() -> Iterator[list[tuple[str, str]]]:
+    """Collects the warnings that the server is told of; all are printed, for the site's own log."""
+    told: list[tuple[str, str]] = []
+
+    def listen(level: str, code: str, words: str) -> None:
+        print(f"{level}[{code}] {words}", file=sys.stderr)
+        if code in HEARD:
+            told.append((code, words))
+
+    with warnings_to(listen):
+        yield told
+
+
+def _in_a_line(error: ResceneError) -> str:
+    """What happened and what to do about it, for the operator's list of events."""
+    fix = f" (fix: {error.fix})" if error.fix and error.code in TOLD else ""
+    return error.what + " ".join(fix.splitlines())
 
 
 def _safe(name: str) -> str:

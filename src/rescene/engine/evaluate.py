@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rescene.data import Dataset, Task
+from rescene.record import record
 from rescene.steps import class_scores
 
 
@@ -20,6 +22,8 @@ class Evaluation:
     within_task: list[float]
     overall: float
     confusion: list[list[int]]
+    sizes: list[int]  # test images per task
+    recall: list[float]  # percent per class, in the place of a confusion that nobody knows; else empty
 
 
 def evaluate(net: nn.Module, dataset: Dataset, tasks: Sequence[Task]) -> Evaluation:
@@ -34,7 +38,50 @@ def evaluate(net: nn.Module, dataset: Dataset, tasks: Sequence[Task]) -> Evaluat
     within = [_within(*own) for own in zip(scores.split(sizes), truth.split(sizes), tasks, strict=True)]
     classes = tasks[-1].num_seen
     confusion = torch.bincount(truth * classes + guesses, minlength=classes * classes).reshape(classes, classes)
-    return Evaluation([_percent(r) for r in right], within, _percent(guesses == truth), confusion.tolist())
+    return Evaluation([_percent(r) for r in right], within, _percent(guesses == truth), confusion.tolist(), sizes, [])
+
+
+@record
+class Tally:
+    """What a site tells about its hold-out: int64 [classes seen] each, and nothing else."""
+
+    num: Tensor
+    right: Tensor
+    right_within: Tensor  # when the choice is only among the classes of the image's task
+
+
+@torch.no_grad()
+def tally(net: nn.Module, dataset: Dataset, tasks: Sequence[Task]) -> Tally:
+    """Test images and right answers per class of these tasks."""
+    num_seen, device = tasks[-1].num_seen, dataset.test.labels.device
+    num, right, right_within = (torch.zeros(num_seen, dtype=torch.int64) for _ in range(3))
+    for task in tasks:
+        truth = dataset.test.labels[task.test]
+        if not len(truth):
+            continue
+        scores = class_scores(net, dataset.test.pixels[task.test], dataset.transform.normalise)
+        classes = torch.tensor(task.classes, device=device)
+        inside = classes[scores[:, classes].argmax(dim=1)]
+        for counts, chosen in ((num, truth), (right, scores.argmax(dim=1)), (right_within, inside)):
+            counts += torch.bincount(truth[chosen == truth], minlength=num_seen).cpu()
+    return Tally(num, right, right_within)
+
+
+def summed(tallies: Sequence[Tally], tasks: Sequence[Task]) -> Evaluation:
+    """The evaluation of all hold-outs together; NaN where nobody has an image. Who is mistaken for whom stays unknown."""
+    zero = torch.zeros(tasks[-1].num_seen, dtype=torch.int64)
+    num, right, within = (
+        sum((getattr(one, name) for one in tallies), start=zero) for name in ("num", "right", "right_within")
+    )
+    own = [torch.tensor(task.classes) for task in tasks]
+    sizes = torch.stack([num[classes].sum() for classes in own])
+    per_task, inside = (_percents(torch.stack([part[c].sum() for c in own]), sizes) for part in (right, within))
+    (overall,) = _percents(right.sum()[None], num.sum()[None])
+    return Evaluation(per_task, inside, overall, [], sizes.tolist(), _percents(right, num))
+
+
+def _percents(right: Tensor, num: Tensor) -> list[float]:
+    return [100.0 * r / n if n else math.nan for r, n in zip(right.tolist(), num.tolist(), strict=True)]
 
 
 def _within(scores: Tensor, truth: Tensor, task: Task) -> float:

@@ -11,9 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from rescene.config import Recipe
+from rescene.config.plan import SitesSection
 from rescene.config.privacy import check_records
 from rescene.config.schema import DataSection
-from rescene.data import Dataset, Shard, Task, load, partition, plan_tasks
+from rescene.data import Dataset, Shard, Task, Transform, load, partition, plan_tasks
+from rescene.data.own import away
+from rescene.data.tasks import cut, tested
 from rescene.errors import ConfigError
 from rescene.methods import Method
 from rescene.nets import Arch, check_fits, grow_head, load_weights
@@ -33,6 +36,15 @@ class Experiment:
     arch: Arch
     device: torch.device
     rng: Rng
+
+    @property
+    def has_images(self) -> bool:
+        """Whether training images are here, so that uploads can be compared with them."""
+        return self.recipe.sites is None
+
+    @property
+    def tested_at_sites(self) -> bool:
+        return self.recipe.sites is not None and self.recipe.sites.test is None
 
     def shard(
         self, task: Task, client: int, net: Callable[..., nn.Module], site: Site | None = None, notice: Any = None
@@ -56,7 +68,7 @@ class Experiment:
         return sorted(drawn.tolist())
 
     def counts(self) -> dict[str, Any]:
-        """Images per site and class, for partition.json."""
+        """Images per site and class, for partition.json; no counts where only the sites know them."""
         labels = self.dataset.train.labels.cpu()
         rows = []
         for task, shards in zip(self.tasks, self.shards, strict=True):
@@ -65,7 +77,7 @@ class Experiment:
                 {
                     "task": task.index,
                     "classes": list(task.classes),
-                    "counts": [[int(row[c]) for c in task.classes] for row in full],
+                    "counts": [[int(row[c]) for c in task.classes] for row in full] if self.has_images else [],
                 }
             )
         return {"num_clients": len(self.shards[0]), "classes": list(self.dataset.classes), "tasks": rows}
@@ -82,6 +94,8 @@ class Experiment:
 
 def prepare(recipe: Recipe, dataset: Dataset | None = None) -> Experiment:
     """Load the data unless they are given, plan the tasks, draw the split. Everything random has its own address."""
+    if recipe.sites is not None:
+        return _prepare_planned(recipe, recipe.sites, dataset)
     device = pick_device(recipe.device)
     rng = Rng(recipe.seed)
     method = recipe.build_method()
@@ -115,6 +129,26 @@ def prepare(recipe: Recipe, dataset: Dataset | None = None) -> Experiment:
         shards.append([task.train[part.to(device)] for part in parts])
     arch = Arch(recipe.model.name, dataset.image_size, recipe.model.norm, recipe.model.width)
     return Experiment(recipe, method, dataset, tasks, shards, arch, device, rng)
+
+
+def _prepare_planned(recipe: Recipe, plan: SitesSection, own: Dataset | None) -> Experiment:
+    """One place of a federation with a plan: a site with ``own`` images, all its own, or the server, which has none."""
+    device, sizes = pick_device(recipe.device), [len(task.classes) for task in plan.tasks]
+    if own is None:
+        test = load(path=plan.test, image_size=plan.image_size) if plan.test else None
+        dataset = away(plan.classes, look_of(plan), plan.image_size, test).to(device)
+        tasks = [tested(dataset, task) if plan.test else task for task in cut(dataset, sizes)]
+    else:
+        dataset = own.to(device)
+        tasks = cut(dataset, sizes)
+        check_records(recipe.promise(), max((len(task.train) for task in tasks), default=0))
+    shards = [[task.train] * recipe.federation.num_clients for task in tasks]
+    arch = Arch(recipe.model.name, plan.image_size, recipe.model.norm, recipe.model.width)
+    return Experiment(recipe, recipe.build_method(), dataset, tasks, shards, arch, device, Rng(recipe.seed))
+
+
+def look_of(plan: SitesSection) -> Transform:
+    return Transform(plan.mean, plan.std, plan.image_size // 8)
 
 
 def load_data(data: DataSection) -> Dataset:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from rescene.data import Shard, Task, Transform
 from rescene.engine import wire as on_wire
+from rescene.engine.evaluate import Evaluation
 from rescene.engine.ledger import Ledger
 from rescene.engine.streams import Streams, attempt
 from rescene.errors import ResceneError, RunError
@@ -54,6 +55,7 @@ class InProcess:
         self.observe: Callable[[Mapping[int, Payload]], None] = lambda uploads: None
         self.phase: Callable[[], AbstractContextManager[None]] = nullcontext  # entered while clients work
         self.traffic = [0, 0]  # bytes up and down since the last move
+        self.traffic_of: dict[int, list[int]] = {}  # the same of each client that was asked
         self._shard_of, self._rng, self._form, self._quorum = shard_of, rng, form, quorum
         self._streams: Streams | None = None
         self._wire = wire
@@ -61,9 +63,10 @@ class InProcess:
     def move(self, task: Task, round: int | None, participants: Sequence[int] | None = None) -> None:
         """Go to a place in time; ``round`` None is the beginning or end of the task, where everybody may be asked."""
         self.task, self.participants = task, self.clients if participants is None else participants
+        self.round = -1 if round is None else round
         self._place = self._rng.at("client", task.index, -1 if round is None else round)
         self._exchanges = 0
-        self.traffic = [0, 0]
+        self.traffic, self.traffic_of = [0, 0], {}
 
     def net(self, model: Mapping[str, Tensor]) -> nn.Module:
         return self.ledger.meter.attach(self.arch.restore(model), len(model["head.weight"]))
@@ -90,10 +93,26 @@ class InProcess:
         messages = {client: self._sent(upload) for client, (upload, _) in answers.items()}
         up, down = self.ledger.exchange(verb, payload, list(messages.values()), len(clients))
         self.traffic = [self.traffic[0] + up, self.traffic[1] + down]
+        self._meter_clients(clients, payload, messages)
         self._require_quorum(len(messages), len(clients), verb)
         uploads = {k: self._received(message) for k, message in messages.items()}
         self.observe(uploads)
         return uploads
+
+    def _meter_clients(self, clients: Sequence[int], payload: Payload, messages: Mapping[int, Payload]) -> None:
+        down = num_bytes(payload)
+        for client in clients:
+            own = self.traffic_of.setdefault(client, [0, 0])
+            own[0] += num_bytes(messages[client]) if client in messages else 0
+            own[1] += down
+
+    def traffic_by_site(self) -> dict[str, list[int]]:
+        """Client -> its bytes up and down since the last move, as JSON has it."""
+        return {str(client): own for client, own in sorted(self.traffic_of.items())}
+
+    def evaluate(self, model: Mapping[str, Tensor], tasks: Sequence[Task]) -> Evaluation:
+        """By the sites on images of their own; here all images are in one place, and nobody has a hold-out."""
+        raise TypeError("only a federation across sites evaluates at its sites")
 
     def largest_state(self) -> int:
         """Bytes that the client with most to remember keeps between rounds."""

@@ -28,6 +28,7 @@ from safetensors.torch import save
 import rescene
 from rescene.config import Resolved
 from rescene.config.compose import difference, flatten
+from rescene.config.plan import grows
 from rescene.engine.checkpoint import Checkpoints, could_not_save, write_atomically, write_json
 from rescene.engine.experiment import Experiment
 from rescene.errors import RunError
@@ -47,18 +48,22 @@ class RunFolder:
         return (self.path / "results.json").is_file()
 
     def check(self, resolved: Resolved) -> None:
-        """Refuse a folder that holds something else than this very experiment."""
+        """Refuse a folder that holds something else than this very experiment.
+
+        A plan may have grown since (new tasks at the end, a task closed early) and nothing else: what ran stays true.
+        """
         config = self.path / "config.yaml"
         if config.is_file():
             before = flatten(yaml.safe_load(config.read_text(encoding="utf-8")))
-            changed = [row for row in difference(before, resolved.flat()) if row[0] not in NOT_COMPARED]
+            rows = difference(before, resolved.flat())
+            changed = [row for row in rows if row[0] not in NOT_COMPARED and not _is_growth(*row)]
             if changed:
-                rows = "\n".join(f"{key}: {old!r} -> {new!r}" for key, old, new in changed)
+                told = "\n".join(f"{key}: {old!r} -> {new!r}" for key, old, new in changed)
                 raise RunError(
                     "E405",
                     "this folder holds a run with a different recipe",
                     where=str(self.path),
-                    why=rows,
+                    why=told,
                     fix="use another --out, or remove the folder",
                 )
         elif self.path.is_dir() and any(self.path.iterdir()):
@@ -69,13 +74,15 @@ class RunFolder:
     def create(self, resolved: Resolved) -> None:
         """Make the folder unless it exists; called only once the data is loaded and the recipe is known to make sense."""
         config = self.path / "config.yaml"
+        text = yaml.safe_dump(resolved.recipe.model_dump(mode="json"), sort_keys=False)
         if config.is_file():
+            if resolved.recipe.sites is not None:
+                write_atomically(config, text.encode())  # its plan may have grown
             return
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RunError("E407", f"cannot make the run folder: {error.strerror}", where=str(self.path)) from None
-        text = yaml.safe_dump(resolved.recipe.model_dump(mode="json"), sort_keys=False)
         write_json(self.path / "origin.json", {"recipe": resolved.name, "origins": resolved.origins})
         write_atomically(self.path / "command.txt", f"{_command()}\n".encode())
         write_atomically(config, text.encode())
@@ -116,6 +123,10 @@ class RunFolder:
         write_json(self.path / "status.json", row, sync="none")  # for people who look; a resumed run does not read it
 
 
+def _is_growth(key: str, before: Any, after: Any) -> bool:
+    return key == "sites.tasks" and None not in (before, after) and grows(before, after)
+
+
 def environment(experiment: Experiment) -> dict[str, Any]:
     """What a number depends on besides the recipe."""
     device = experiment.device
@@ -132,7 +143,7 @@ def environment(experiment: Experiment) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "data": experiment.dataset.name,
         "data_notes": list(experiment.dataset.notes),
-        "data_fingerprint": experiment.dataset.fingerprint(),
+        "data_fingerprint": experiment.dataset.fingerprint() if experiment.has_images else "images are at the sites",
         "normalisation": {"mean": experiment.dataset.transform.mean, "std": experiment.dataset.transform.std},
     }
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from safetensors.torch import save
@@ -28,7 +28,7 @@ from rescene.engine.sites import Sites
 from rescene.engine.theory import TheoryWatch
 from rescene.engine.watch import LeakageWatch, Progress, Timer, memory_mb, warnings_to
 from rescene.engine.writer import Writer
-from rescene.errors import RunError
+from rescene.errors import ConfigError, RunError
 from rescene.nets import flops_to, state_bytes
 from rescene.record import to_device
 
@@ -48,6 +48,8 @@ class Facts:
     incremental: list[float] = field(default_factory=list)
     within_task: list[float] = field(default_factory=list)
     confusion: list[list[int]] = field(default_factory=list)
+    recall: list[float] = field(default_factory=list)
+    test_sizes: list[int] = field(default_factory=list)
     leakage: list[dict[str, Any]] = field(default_factory=list)
     theory: list[dict[str, Any]] = field(default_factory=list)
     num_client_failures: int = 0
@@ -57,11 +59,12 @@ class Facts:
     num_suppressed: int = 0
 
 
-def schedule(tasks: list[Task], num_rounds: int) -> list[Step]:
+def schedule(experiment: Experiment) -> list[Step]:
     """begin, rounds, end for each task."""
     steps = []
-    for task in tasks:
-        steps += [Step(task, None), *(Step(task, r) for r in range(num_rounds)), Step(task, None, ends=True)]
+    for task in experiment.tasks:
+        rounds = range(experiment.recipe.rounds_of(task.index))
+        steps += [Step(task, None), *(Step(task, r) for r in rounds), Step(task, None, ends=True)]
     return steps
 
 
@@ -72,6 +75,12 @@ def run(
     federate: Callable[..., InProcess] = InProcess,
 ) -> dict[str, Any]:
     """Run, or continue, the experiment of this folder; returns what results.json holds. ``federate`` reaches the sites."""
+    if resolved.recipe.sites is not None and federate is InProcess:
+        raise ConfigError(
+            "E190",
+            "this recipe's images live at the sites, so one machine cannot run it",
+            fix="rescene deploy run FEDERATION RECIPE",
+        )
     folder.check(resolved)
     return Run(resolved, folder, progress, federate).complete()
 
@@ -86,7 +95,8 @@ class Run:
         progress: Progress,
         federate: Callable[..., InProcess] = InProcess,
     ) -> None:
-        self.folder, self.progress, self.timer = folder, progress, Timer()
+        self.folder, self.progress, self.timer, self.resolved = folder, progress, Timer(), resolved
+        self.closed: Callable[[Task], bool] = lambda task: False  # whether somebody wants this task to end
         self.facts, self.place = Facts(), (0, -1)
         self.early: list[dict[str, Any]] = []
         with self.timer.phase("prepare"), warnings_to(self._keep_early):
@@ -94,7 +104,7 @@ class Run:
         folder.create(resolved)
         e = self.experiment
         self.writer, self.done = Writer(e.device), 0  # steps whose checkpoint is on disk
-        self.steps = schedule(e.tasks, resolved.recipe.federation.num_rounds)
+        self.steps = schedule(e)
         self.leakage = LeakageWatch(e.dataset)
         self.theory = TheoryWatch(e)
         self.ledger = Ledger(FlopMeter(e.arch))
@@ -132,8 +142,10 @@ class Run:
         self._tell("start", done=self.done, steps=len(self.steps))
         try:
             with warnings_to(self.note), flops_to(self.ledger.meter.add):
-                for number, step in enumerate(self.steps[self.done :], start=self.done + 1):
-                    self._perform(step)
+                number = self.done
+                while number < len(self.steps):
+                    self._perform(self._next(number))
+                    number += 1
                     self._commit(number)
                 with self.timer.phase("checkpoint"):
                     self.writer.wait()
@@ -145,6 +157,21 @@ class Run:
                 self.folder.status(**self._status(state, self.done))
             raise
 
+    def _next(self, number: int) -> Step:
+        """The step to take; a task that was closed goes to its end, once a round of it has been held."""
+        step = self.steps[number]
+        if step.round and self.closed(step.task):
+            self._shorten(step.task.index, step.round)
+        return self.steps[number]
+
+    def _shorten(self, task: int, held: int) -> None:
+        """From now on this run is one whose plan had only the rounds held; a run that dies here goes on as that one."""
+        recipe = self.experiment.recipe.closing(task, held)
+        self.resolved = replace(self.resolved, recipe=recipe)
+        self.folder.create(self.resolved)
+        self.experiment = replace(self.experiment, recipe=recipe)
+        self.steps = schedule(self.experiment)
+
     def _last_write(self) -> None:
         """Something else stopped the run: let the write under way end; its error is told too, but does not replace that."""
         try:
@@ -155,12 +182,15 @@ class Run:
     def _perform(self, step: Step) -> None:
         task, method, rng = step.task, self.experiment.method, self.experiment.rng.at("server", step.task.index)
         self.place = (task.index, -1 if step.round is None else step.round)
+        self.federation.num_rounds = self.experiment.recipe.rounds_of(task.index)
         if step.round is not None:
             self._round(task, step.round)
             return
         self.federation.move(task, None)
         if step.ends:
-            before = self.state
+            plan, before = self.experiment.recipe.sites, self.state
+            if plan is not None and plan.tasks[task.index].closed:
+                self.note("info", "I340", f"task {task.index} was closed after {plan.tasks[task.index].rounds} rounds")
             with self.timer.phase("server"):
                 self.state = method.end_task(self.state, task, self.federation, rng.at("end"))
             with self.timer.phase("theory"):
@@ -199,9 +229,10 @@ class Run:
             "accuracy": accuracy,
             "uplink_bytes": up,
             "downlink_bytes": down,
+            "sites": self.federation.traffic_by_site(),
             "notes": _notes(self.state, uploads),
         }
-        self.folder.append("metrics.jsonl", row)
+        self.folder.append("metrics.jsonl", _plain(row))
         self.timer.memory_mb.append(memory_mb(e.device))
         self._tell("round", **row)
 
@@ -211,19 +242,22 @@ class Run:
         facts.matrix.append(found.per_task + [math.nan] * missing)
         facts.incremental.append(_overall(found, self.experiment.recipe.tasks.scenario))
         facts.within_task, facts.confusion = found.within_task, found.confusion
+        facts.recall, facts.test_sizes = found.recall, found.sizes
         summary = self.leakage.summary()
         if summary is not None:
             facts.leakage.append({"task": task.index, **summary})
             self._save_gallery()
         row = {"kind": "task", "task": task.index, "accuracy": found.per_task, "aa": facts.incremental[-1]}
-        self.folder.append("metrics.jsonl", row)
+        self.folder.append("metrics.jsonl", _plain(row))
         self._tell("task", **row)
 
     def _evaluate(self, task: Task) -> Evaluation:
         self._tell("phase", phase="evaluate")
         with self.timer.phase("evaluate"), self.ledger.meter.on("evaluation"):
-            net = self.federation.net(self.state.model)
-            return evaluate(net, self.experiment.dataset, self.experiment.tasks[: task.index + 1])
+            tasks = self.experiment.tasks[: task.index + 1]
+            if self.experiment.tested_at_sites:
+                return self.federation.evaluate(self.state.model, tasks)
+            return evaluate(self.federation.net(self.state.model), self.experiment.dataset, tasks)
 
     def _observe(self, uploads: Any) -> None:
         with self.timer.phase("leakage"):
@@ -282,7 +316,8 @@ class Run:
     def _status(self, state: str, done: int) -> dict[str, Any]:
         aa = self.facts.incremental[-1] if self.facts.incremental else None
         (task, round), steps = self.place, len(self.steps)
-        return {"state": state, "task": task, "round": round, "done": done, "steps": steps, "aa": aa, **self._setting}
+        place = {"state": state, "task": task, "round": round, "done": done, "steps": steps, "aa": _plain(aa)}
+        return place | self._setting | {"num_rounds": self.experiment.recipe.rounds_of(task)}
 
     def _restore(self) -> int:
         """Load the newest good checkpoint; returns the number of steps done (0: from the beginning)."""
@@ -297,6 +332,7 @@ class Run:
             self.state = to_device(saved.tree["state"], e.device)
             self.federation.client_states = {int(k): to_device(v, e.device) for k, v in saved.tree["clients"].items()}
             self.facts = Facts(**_unplain(saved.facts["facts"]))
+            self._fit_plan(saved.step)
             self.ledger.restore(saved.facts["ledger"])
             self.timer.resume(saved.facts["timing"])
             step = self.steps[saved.step - 1]
@@ -307,6 +343,23 @@ class Run:
         for event in self.early:
             self.note(**event)
         return saved.step if saved else 0
+
+    def _fit_plan(self, done: int) -> None:
+        """The plan may have grown since the checkpoint: its matrix gets wider, and what is done must still be in it."""
+        ended = sum(step.ends for step in self.steps[:done])
+        if done > len(self.steps) or ended != len(self.facts.matrix):
+            raise RunError(
+                "E409",
+                "the plan has fewer rounds than were already held",
+                where=str(self.folder.path),
+                fix="put the rounds of finished tasks back; rescene deploy close-task ends one early",
+            )
+        num_tasks = len(self.experiment.tasks)
+        self.facts.matrix = [row + [math.nan] * (num_tasks - len(row)) for row in self.facts.matrix]
+        if done < len(self.steps):
+            (self.folder.path / "results.json").unlink(missing_ok=True)  # they were of the plan as it was before
+        if self.experiment.recipe.sites is not None:
+            self.folder.describe(self.experiment)
 
     def _finish(self) -> dict[str, Any]:
         """The model first, then the tables: whatever happens later, the result of the training is safe."""
@@ -357,4 +410,8 @@ def _plain(value: Any) -> Any:
 
 
 def _unplain(facts: dict[str, Any]) -> dict[str, Any]:
-    return facts | {"matrix": [[math.nan if v is None else v for v in row] for row in facts["matrix"]]}
+    def back(value: Any) -> Any:
+        return [back(v) for v in value] if isinstance(value, list) else math.nan if value is None else value
+
+    names = ("matrix", "incremental", "within_task", "recall")
+    return facts | {name: back(facts.get(name, [])) for name in names}

@@ -27,7 +27,12 @@ AVERAGING_METHODS = ("fedavg", "fedewc", "fedlwf", "target", "glfc", "fedcbdr", 
 
 
 def nominal_cost(experiment: Experiment) -> dict[str, float] | None:
-    """Bytes of one message each way, client state, and the FLOPs of the run on all clients and on the server."""
+    """Bytes of one message each way, client state, and the FLOPs of the run on all clients and on the server.
+
+    None where the images are at the sites: the paper's conventions begin with who holds what.
+    """
+    if not experiment.has_images:
+        return None
     tasks = experiment.tasks
     largest = max(len(task.classes) for task in tasks)
     cost = nominal_bytes(experiment.method, experiment.arch, largest, tasks[-1].num_seen)

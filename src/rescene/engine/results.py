@@ -25,7 +25,8 @@ def results_of(experiment: Experiment, facts: dict[str, Any], ledger: Ledger) ->
     """The record of a finished run. Percent throughout; entries of the accuracy matrix above the diagonal are null."""
     matrix = facts["matrix"]
     tasks = experiment.tasks
-    sizes = None if experiment.recipe.tasks.scenario == "domain" else [len(task.test) for task in tasks]
+    tested = facts["test_sizes"] or [len(task.test) for task in tasks]
+    sizes = None if experiment.recipe.tasks.scenario == "domain" else tested
     old, recent = fn.old_and_recent(matrix)
     leakage = _leakage(facts["leakage"])
     record: dict[str, Any] = _rounded(
@@ -39,7 +40,9 @@ def results_of(experiment: Experiment, facts: dict[str, Any], ledger: Ledger) ->
             "old": old,
             "recent": recent,
             "worst_task": min(matrix[-1]),
-            "balanced_accuracy": fn.balanced_accuracy(facts["confusion"]),
+            "balanced_accuracy": fn.balanced_accuracy(facts["confusion"])
+            if facts["confusion"]
+            else _mean(facts["recall"]),
             "within_task": facts["within_task"],
             "incremental_accuracy": facts["incremental"],
             "accuracy_matrix": matrix,
@@ -49,9 +52,10 @@ def results_of(experiment: Experiment, facts: dict[str, Any], ledger: Ledger) ->
                     "index": task.index,
                     "classes": [experiment.dataset.classes[c] for c in task.classes],
                     "domain": None if task.domain is None else experiment.dataset.domains[task.domain],
-                    "train_size": len(task.train),
-                    "test_size": len(task.test),
+                    "train_size": len(task.train) if experiment.has_images else None,
+                    "test_size": tested[task.index],
                 }
+                | _held(experiment, task.index)
                 for task in tasks
             ],
             "cost": {"measured": ledger.measured(), "nominal": nominal_cost(experiment)},
@@ -65,6 +69,7 @@ def results_of(experiment: Experiment, facts: dict[str, Any], ledger: Ledger) ->
                 "uploads_declined": facts["num_declined"],
                 "classes_suppressed": facts["num_suppressed"],
             },
+            **_at_sites(experiment, facts["recall"]),
             "seed": experiment.recipe.seed,
             "config": experiment.recipe.model_dump(mode="json", exclude={"device"}),
         }
@@ -106,6 +111,33 @@ def write_tables(folder: Path, results: dict[str, Any], metrics: Path) -> None:
     )
     for name, (header, rows) in theory_tables(results["theory"]).items():
         _write_csv(folder / f"{name}.csv", header, rows)
+
+
+def _held(experiment: Experiment, task: int) -> dict[str, Any]:
+    """Rounds of a task of a plan, and whether it was closed before its last one."""
+    plan = experiment.recipe.sites
+    return {} if plan is None else {"rounds": plan.tasks[task].rounds, "closed": plan.tasks[task].closed}
+
+
+def _at_sites(experiment: Experiment, recall: list[float]) -> dict[str, Any]:
+    """Where the images are at the sites: where accuracy was measured, and what could not be measured anywhere."""
+    if experiment.has_images:
+        return {}
+    words = "not measured: images are at the sites"
+    missing = {"leakage": words, "theory": words, "cost.nominal": words}
+    if not experiment.tested_at_sites:
+        return {"evaluated": "on the server's test images", "not_measured": missing}
+    by_class = dict(zip(experiment.dataset.classes, recall, strict=False))
+    return {
+        "evaluated": "at the sites",
+        "accuracy_by_class": by_class,
+        "not_measured": missing | {"confusion": "not measured: sites tell counts and right answers only"},
+    }
+
+
+def _mean(values: list[float]) -> float:
+    known = [value for value in values if math.isfinite(value)]
+    return sum(known) / len(known) if known else math.nan
 
 
 def _leakage(per_task: list[dict[str, Any]]) -> dict[str, Any] | None:

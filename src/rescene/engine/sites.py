@@ -1,4 +1,4 @@
-"""The sites' side of privacy in a simulation: each client's mechanism, its noise and its ledger in the run folder."""
+"""The sites' side of privacy: each client's mechanism, its noise and its ledger; in a simulation, in the run folder."""
 
 from __future__ import annotations
 
@@ -18,21 +18,19 @@ class Sites:
     """
 
     def __init__(self, experiment: Experiment, run: str, folder: Path) -> None:
-        self.promise = experiment.recipe.promise()
-        self.run, self.folder = run, Path(os.environ.get("RESCENE_LEDGERS", folder))
-        self.rng = experiment.rng
+        self.experiment, self.run = experiment, run
+        self.folder = Path(os.environ.get("RESCENE_LEDGERS", folder))
 
     def at(self, task: int, round: int, client: int) -> Site | None:
         """The site of this client in this round; None without a mechanism."""
-        if self.promise is None:
-            return None
-        seeded = self.rng.at("privacy", task, round, client).generator() if self.promise.test_mode else None
-        return Site(
-            self.promise.mechanism,
-            Noise(seeded),
-            self.run,
-            task,
-            round,
-            self.promise.composition.participations,
-            Ledger(self.folder / f"client-{client}.jsonl"),
-        )
+        return site_at(self.experiment, self.run, task, round, client, Ledger(self.folder / f"client-{client}.jsonl"))
+
+
+def site_at(experiment: Experiment, run: str, task: int, round: int, client: int, ledger: Ledger) -> Site | None:
+    """A client at one place in time, with its own ledger; None without a mechanism."""
+    promise = experiment.recipe.promise()
+    if promise is None:
+        return None
+    seeded = experiment.rng.at("privacy", task, round, client).generator() if promise.test_mode else None
+    participations = promise.composition.participations
+    return Site(promise.mechanism, Noise(seeded), run, task, round, participations, ledger)

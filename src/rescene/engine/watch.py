@@ -103,6 +103,7 @@ class LeakageWatch:
 
     def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset
+        self.blind = not len(dataset.train)  # the images are at the sites: nothing to compare with
         self.samples: dict[str, dict[str, Tensor]] = {}  # by task: a few uploads beside their nearest real images
         self.begin(None)
 
@@ -120,7 +121,7 @@ class LeakageWatch:
     def look(self, uploads: Mapping[int, Payload]) -> None:
         """Called with the answers to every ``ask``. The latest round's first images per class are kept as samples."""
         parts = [(u["images"], u["labels"]) for u in uploads.values() if "images" in u and len(u["images"])]
-        if not parts or self.task is None:
+        if not parts or self.task is None or self.blind:
             return
         images, labels = torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
         real = self.dataset.train.pixels[self.task.train]

@@ -24,7 +24,8 @@ def _square(matrix: Matrix) -> np.ndarray:
 
 def _row_average(row: np.ndarray, test_sizes: Sequence[float] | None) -> float:
     weights = np.ones(len(row)) if test_sizes is None else np.asarray(test_sizes, dtype=float)[: len(row)]
-    return float((row * weights).sum() / weights.sum())
+    known = weights > 0  # a task that nobody could test has no accuracy, and no weight
+    return float((row[known] * weights[known]).sum() / weights.sum()) if known.any() else float("nan")
 
 
 def average_accuracy(matrix: Matrix, test_sizes: Sequence[float] | None = None) -> float:

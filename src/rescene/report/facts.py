@@ -19,7 +19,7 @@ _MOST_EVENTS = 60
 
 def setting(run: Run, runs: Sequence[Run]) -> Pairs:
     """The experiment in a few facts; what a folder does not tell is left out."""
-    flat = flatten(run.config)
+    flat, at_sites = flatten(run.config), bool(run.config.get("sites"))  # nobody drew a split then
     tasks = run.tasks or run.partition.get("tasks") or []
     names = run.partition.get("classes") or [name for task in run.tasks for name in task.get("classes") or []]
     turns = [len(row.get("participants") or ()) for row in run.rounds]
@@ -36,7 +36,8 @@ def setting(run: Run, runs: Sequence[Run]) -> Pairs:
             "Rounds per task",
             run.status.get("num_rounds") or max(per_task.values(), default=flat.get("federation.num_rounds")),
         ),
-        ("Skew β", next((value for key, value in flat.items() if key.split(".")[-1] == "beta"), None)),
+        ("Skew β", None if at_sites else next((v for key, v in flat.items() if key.split(".")[-1] == "beta"), None)),
+        ("Evaluated", run.results.get("evaluated")),
         ("Model", _first(flat, "model.name", "model", "model.arch", "model.kind")),
         ("Seeds", ", ".join(map(str, seeds)) or None),
         ("Device", run.env.get("device") or run.config.get("device")),

@@ -21,6 +21,7 @@ from rescene.report.costs import cost_rows, cost_titles
 from rescene.report.glossary import GLOSSARY
 from rescene.report.groups import Group, comparison_rows, differing_settings, group_runs, headline_group
 from rescene.report.runs import Run, load_run
+from rescene.report.sites import sites_view
 from rescene.report.surrogates import gallery
 from rescene.report.tables import METRICS, PAGE, downloads, figures, page_cells, shown
 from rescene.report.theory import theory_rows, theory_view
@@ -39,14 +40,15 @@ def write_report(folders: list[Path], out: Path) -> Path:
     out = Path(out)
     plots = out.parent / "plots"
     plots.mkdir(parents=True, exist_ok=True)
-    html = _template().render(_view(runs, plots))
+    html = template("page.html.j2").render(_view(runs, plots))
     draft = out.with_name(f".{out.name}.{os.getpid()}")
     draft.write_text(html, "utf-8")
     os.replace(draft, out)
     return out
 
 
-def _template() -> Any:
+def template(name: str) -> Any:
+    """A page of ours: everything put into it is escaped, and what is missing is an error."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     env = Environment(
@@ -56,7 +58,7 @@ def _template() -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return env.get_template("page.html.j2")
+    return env.get_template(name)
 
 
 def _view(runs: Sequence[Run], plots: Path) -> dict[str, Any]:
@@ -90,6 +92,7 @@ def _view(runs: Sequence[Run], plots: Path) -> dict[str, Any]:
         "figures": {figure.name: figure for figure in _figures(groups, head, told, plots)},
         "matrices": [render(plot, plots) for group in groups if (plot := plots_grids.accuracy_matrix(group))],
         "galleries": [found for group in groups if (found := gallery(group, plots))],
+        "federation": sites_view(runs),
         "theory": theory_view(theory_rows(head)),
         "costs": cost_rows(groups),
         "cost_titles": cost_titles(),

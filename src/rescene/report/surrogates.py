@@ -53,7 +53,7 @@ def gallery(group: Group, folder: Path) -> Gallery | None:
     entries, uploads, nearest = found
     render(_sheet(group, entries, uploads, nearest), folder)
     chosen = sorted(_evenly(entries, _MOST), key=lambda i: (_class_of(entries[i]), i))
-    return Gallery(group, tuple(_pair(entries[i], uploads[i], nearest[i]) for i in chosen), len(entries))
+    return Gallery(group, tuple(pair_of(entries[i], uploads[i], nearest[i]) for i in chosen), len(entries))
 
 
 def contact_sheet(group: Group) -> Plot | None:
@@ -98,7 +98,8 @@ def _evenly(entries: list[Row], most: int) -> list[int]:
     return [i for turn in turns for i in turn][:most]
 
 
-def _pair(entry: Row, upload: np.ndarray, nearest: np.ndarray) -> Pair:
+def pair_of(entry: Row, upload: np.ndarray, nearest: np.ndarray) -> Pair:
+    """Pictures uint8 [3,H,W] and what is known of them, ready for the page."""
     psnr, rms = number(entry.get("psnr")), number(entry.get("rms"))
     return Pair(
         label=plain(entry.get("class", "?"), 40),

@@ -1,0 +1,75 @@
+"""`rescene deploy check` on the server: keys, certificates, port, processes, clock, what the sites need from here."""
+
+from __future__ import annotations
+
+import stat
+import time
+from datetime import UTC, datetime
+
+from rescene.deploy.connection import certificate_row
+from rescene.deploy.findings import Row, machine_rows, row, secret_row
+from rescene.deploy.folder import Federation
+from rescene.deploy.processes import check_port, running
+from rescene.errors import ConfigError
+
+PARTS = ("link", "executor")
+
+
+def check_server(federation: Federation) -> list[Row]:
+    """Everything that can be known before a site calls; starts nothing."""
+    server = federation.server
+    return [
+        row("federation.yaml", f"{federation.name}: {', '.join(federation.sites)}"),
+        _closed(federation),
+        secret_row(server / "ca.key", needed=False),  # may be kept apart: it signs nothing in daily work
+        secret_row(server / "server.key"),
+        *(certificate_row(server, host) for host in dict.fromkeys([federation.host, "localhost"])),
+        *(_site(federation, name) for name in federation.sites),
+        *_processes(federation),
+        _clock(federation),
+        *machine_rows(federation.path),
+    ]
+
+
+def _closed(federation: Federation) -> Row:
+    mode = stat.S_IMODE(federation.path.stat().st_mode)
+    shared = f"others can look into it (mode {mode:04o})" if mode & 0o077 else ""
+    return row("folder", f"mode {mode:04o}", shared, f"chmod 700 {federation.path}")
+
+
+def _site(federation: Federation, name: str) -> Row:
+    """The server registers a site by node.pub; a node.key still here is no fault, but no longer a secret of the site."""
+    folder = federation.site(name)
+    check = f"site {name}"
+    if not (folder / "node.pub").is_file():
+        return row(check, "", "node.pub is missing", f"copy it from the site into {folder}")
+    ours, theirs = federation.server / "ca.crt", folder / "ca.crt"
+    if theirs.is_file() and ours.is_file() and theirs.read_bytes() != ours.read_bytes():
+        return row(check, "", "its ca.crt is not the server's", f"cp {ours} {theirs}, and carry it to the site")
+    left = "; node.key is still here: delete it once the site has it" if (folder / "node.key").is_file() else ""
+    return row(check, f"node.pub{left}")
+
+
+def _processes(federation: Federation) -> list[Row]:
+    up = {one.name for one in running(federation.server)}
+    port = f"127.0.0.1:{federation.port}"
+    if "link" in up:
+        rows = [row("port", f"{port}, ours")]
+    else:
+        try:
+            check_port("127.0.0.1", federation.port)
+            rows = [row("port", f"{port}, free")]
+        except ConfigError as error:
+            rows = [row("port", port, error.what, error.fix or "")]
+    half = len(up & set(PARTS)) == 1
+    for part in PARTS:
+        down = "it has ended while the other runs" if half and part not in up else ""
+        rows.append(row(part, "up" if part in up else "not started", down, f"rescene deploy server {federation.path}"))
+    return rows
+
+
+def _clock(federation: Federation) -> Row:
+    """Sites compare their clock with this one, so at least it must not stand before our own files."""
+    made = (federation.path / "federation.yaml").stat().st_mtime
+    early = "it stands before the day this folder was made" if time.time() < made - 60 else ""
+    return row("clock", f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC", early, "set the clock (NTP)")

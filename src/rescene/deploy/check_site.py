@@ -1,0 +1,78 @@
+"""`rescene deploy check` at a site: its keys, its images, the way to the server. Nothing of the images leaves."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import torch
+
+from rescene.data import Dataset, content_rows
+from rescene.deploy.connection import authority_row, server_rows
+from rescene.deploy.findings import Row, key_row, machine_rows, row
+from rescene.deploy.processes import running
+from rescene.deploy.site import Site
+from rescene.engine.experiment import load_data, pick_device
+from rescene.errors import ResceneError, ResceneWarning
+
+MOST_NAMES = 12  # of classes in one line
+
+
+def check_site(folder: Path) -> list[Row]:
+    """Rows of the table; a site.yaml that cannot be read is one row, and the rest is still looked at."""
+    try:
+        site = Site.open(folder)
+    except ResceneError as error:
+        return [_failed("site.yaml", error), key_row(folder), authority_row(folder / "ca.crt"), *machine_rows(folder)]
+    server = site.section.server
+    missing = "" if server else "it names no server"
+    return [
+        row("site.yaml", f"site {site.section.client}", missing, "server: host:port, as the operator says"),
+        key_row(folder),
+        authority_row(folder / "ca.crt"),
+        *data_rows(site),
+        _device(site),
+        *machine_rows(folder),
+        *(server_rows(server, folder / "ca.crt") if server else []),
+        row("node", "running" if running(folder) else "not started"),
+    ]
+
+
+def data_rows(site: Site) -> list[Row]:
+    """Whether the images can be read, how many there are of each class, what is odd about them."""
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", ResceneWarning)
+            dataset = load_data(site.section.data.model_copy(update={"skip_unreadable": True}))
+    except ResceneError as error:
+        return [_failed("images", error)]
+    damaged = [w.message.what for w in caught if isinstance(w.message, ResceneWarning) and w.message.code == "W203"]
+    where = site.section.data.path or f"the embedded {dataset.name}: not images of your own"
+    return [
+        row("images", f"{len(dataset.train):,} to learn from, {len(dataset.test):,} to test with; {where}"),
+        row("classes", _counts(dataset)),
+        row("images readable", "" if damaged else "all", "; ".join(damaged), "copy them again, or remove them"),
+        *(
+            row(one["check"], "" if one["problem"] else "yes", one["problem"], one["fix"])
+            for one in content_rows(dataset)
+        ),
+    ]
+
+
+def _counts(dataset: Dataset) -> str:
+    numbers = torch.bincount(dataset.train.labels, minlength=len(dataset.classes)).tolist()
+    named = [f"{name} {number}" for name, number in zip(dataset.classes, numbers, strict=True)]
+    more = len(named) - MOST_NAMES
+    return ", ".join(named[:MOST_NAMES]) + (f" and {more} more classes" if more > 0 else "")
+
+
+def _device(site: Site) -> Row:
+    try:
+        return row("device", str(pick_device(site.section.device)))
+    except ResceneError as error:
+        return _failed("device", error)
+
+
+def _failed(check: str, error: ResceneError) -> Row:
+    told = "; ".join(text for text in (error.what, error.why) if text)
+    return row(check, "", f"{error.code}: {told}", error.fix or "see docs/deploy.md")

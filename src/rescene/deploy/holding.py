@@ -1,0 +1,122 @@
+"""site.yaml: who a site is, which images it holds, and what it allows. The server can change none of it.
+
+holds: share   all sites have the same data set, and this one works on its part of the recipe's split (rehearsals)
+holds: own     the folder of images is this site's own; classes, size and normalisation are the federation's plan
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from rescene.config import Recipe
+from rescene.config.schema import DataSection
+from rescene.data import Dataset, load
+from rescene.data.own import adopt, check_labels
+from rescene.engine import Experiment, prepare
+from rescene.engine.experiment import look_of
+from rescene.engine.sites import site_at
+from rescene.errors import DataError, RunError
+from rescene.privacy.ledger import Declined, Floor, Ledger
+from rescene.privacy.mechanism import Site as Guarded
+
+OWN = "own images"  # in the place of the fingerprint that sites with a common data set must share
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class FloorSection(_Section):
+    """A site with this section sends nothing without a mechanism, and nothing above these limits."""
+
+    epsilon_max: float | None = Field(None, gt=0, description="over all runs, for every image")
+    min_sigma: float | None = Field(None, gt=0, description="least noise multiplier")
+    max_participations: int | None = Field(None, ge=1, description="in one task")
+    delta_max: float = Field(1e-5, gt=0, lt=1, description="largest delta at which epsilon is reckoned")
+
+    def floor(self) -> Floor:
+        return Floor(self.epsilon_max, self.min_sigma, self.max_participations)
+
+
+class SiteSection(_Section):
+    """site.yaml."""
+
+    client: int = Field(ge=0, description="the site's number in the federation")
+    server: str = Field("", description="host:port of the server")
+    data: DataSection = Field(DataSection(), description="where the images lie; never taken from the server")
+    holds: Literal["share", "own"] = Field("share", description="share: a part of the recipe's split; own: all of data")
+    labels: dict[str, str | None] = Field(
+        default_factory=dict, description="own: local class name -> the federation's; null leaves the class out"
+    )
+    hold_out: float = Field(0.2, ge=0, lt=1, description="own: share of the images kept for evaluation at the site")
+    privacy: FloorSection | None = Field(None, description="limits that the server cannot lower")
+    device: str = "auto"
+
+    @field_validator("labels", mode="before")
+    @classmethod
+    def _names_are_text(cls, value: Any) -> Any:
+        """YAML reads a folder called 0 as a number."""
+        return {str(k): None if v is None else str(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+    @model_validator(mode="after")
+    def _own_needs_a_folder(self) -> SiteSection:
+        if self.holds == "own" and self.data.path is None:
+            raise ValueError("holds: own needs data: {path: FOLDER}, one folder of images per class")
+        if self.holds == "share" and self.labels:
+            raise ValueError("labels has no meaning with holds: share; holds: own")
+        return self
+
+
+def experiment_of(section: SiteSection, recipe: Recipe) -> Experiment:
+    """The run as this site sees it, with the images it holds."""
+    if section.holds == "share":
+        if recipe.sites is not None:
+            raise RunError("E356", "the federation has a plan, but this site has no images of its own (holds: own)")
+        return prepare(recipe)
+    plan = recipe.sites
+    if plan is None:
+        raise RunError("E356", "this site has its own images, but the run has no plan (rescene deploy add-classes)")
+    found = local_images(section, plan.image_size)
+    return prepare(recipe, adopt(found, plan.classes, section.labels, look_of(plan), section.hold_out))
+
+
+def local_images(section: SiteSection, image_size: int | None = None) -> Dataset:
+    """What lies in the site's own folder, with its own names."""
+    data = section.data
+    if data.path is None or not Path(data.path).expanduser().exists():
+        raise DataError(
+            "E211",
+            "the site's folder of images is not there",
+            where=str(data.path),
+            fix="data: {path: FOLDER} in site.yaml, one folder of images per class",
+        )
+    size = image_size or data.image_size
+    found = load(data.name, data.path, image_size=size, test_fraction=data.test_fraction, seed=data.seed,
+                 skip_unreadable=data.skip_unreadable)  # fmt: skip
+    check_labels(found.classes, section.labels, str(data.path))
+    return found
+
+
+def check_floor(section: SiteSection, recipe: Recipe) -> None:
+    """What the site's floor refuses before an image is opened; the ledger sees to the rest."""
+    if section.privacy is None:
+        return
+    promise = recipe.promise()
+    if promise is None:
+        raise Declined("E413", "site declines: it has a privacy floor, and the run has no mechanism")
+    if promise.test_mode:
+        raise Declined("E413", "site declines: the noise would come from the run's seed, which the server knows")
+    if promise.delta > section.privacy.delta_max:
+        limit = section.privacy.delta_max
+        raise Declined("E413", f"site declines: delta {promise.delta:g} is above its limit {limit:g}")
+
+
+def guarded(
+    section: SiteSection, experiment: Experiment, ledger: Path, run: str, task: int, round: int
+) -> Guarded | None:
+    """The mechanism of the recipe with this site's ledger and floor; None without a mechanism."""
+    floor = section.privacy.floor() if section.privacy else Floor()
+    return site_at(experiment, run, task, round, section.client, Ledger(ledger, floor))

@@ -1,0 +1,79 @@
+"""What an operator wants to know, from the files of a federation: who has answered, who is late, what was left out."""
+
+from __future__ import annotations
+
+import json
+import re
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rescene.config.plan import SitesSection
+from rescene.deploy.plan import Held
+
+MOST = 20  # uploads left out, the newest
+Row = dict[str, Any]
+
+
+def site_answers(runs: list[Path], sites: list[str], now: datetime | None = None) -> dict[str, str]:
+    """For each site that a running run has asked: that it has answered, or since when it is waited for."""
+    found: dict[str, str] = {}
+    for run in runs:
+        waiting = _json(run / "waiting.json")
+        if _json(run / "status.json").get("state") != "running" or not waiting.get("asked"):
+            continue
+        asked = datetime.fromisoformat(waiting["asked"])
+        minutes = int(((now or datetime.now(UTC)) - asked).total_seconds() // 60)
+        found |= dict.fromkeys(_names(waiting.get("answered", []), sites), "answered")
+        words = f"waited for since {asked:%Y-%m-%d %H:%M} UTC ({minutes} min)"
+        found |= dict.fromkeys(_names(waiting.get("waiting_for", []), sites), words)
+    return found
+
+
+def task_rows(plan: SitesSection | None, run: Path) -> list[Row]:
+    """The tasks of the plan: classes, rounds held, and whether it is ended, running or waiting for its turn."""
+    if plan is None:
+        return []
+    held, rows = Held.of(run), []
+    finished = held.task if held.task is not None else _json(run / "status.json").get("num_tasks", 0)
+    for number, task in enumerate(plan.tasks):
+        state = "ended" if number < finished else "not begun"
+        if number == held.task:
+            state = f"{held.rounds} of {task.rounds} rounds held" + (", closing" if task.closed else "")
+        rows.append({"what": "task", "name": str(number), "state": f"{state}: {', '.join(task.classes)}"})
+    return rows
+
+
+def left_out_rows(runs: list[Path], sites: list[str]) -> list[Row]:
+    """Uploads that did not count, with code and reason; the newest last."""
+    rows = []
+    for run in runs:
+        for event in _events(run / "events.jsonl"):
+            client = event.get("client")
+            if client is not None and event.get("level") in ("error", "warning"):
+                place = (
+                    f"task {event['task']}, round {event['round']}" if event["round"] >= 0 else f"task {event['task']}"
+                )
+                name = sites[client] if client < len(sites) else f"site {client}"
+                rows.append({"what": "left out", "name": name, "state": f"{place}: {event['code']} {event['message']}"})
+    return rows[-MOST:]
+
+
+def _names(told: list[str], sites: list[str]) -> list[str]:
+    """Names of the sites that the server calls by number."""
+    numbers = [int(found[1]) for word in told if (found := re.fullmatch(r"site (\d+)", word))]
+    return [sites[k] for k in numbers if k < len(sites)]
+
+
+def _events(path: Path) -> list[Row]:
+    try:
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError):
+        return []
+
+
+def _json(path: Path) -> Row:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return {}

@@ -1,0 +1,183 @@
+"""A round that goes nowhere: the site answers a server in its own process, and sees what would leave before it does.
+
+Letters, work and answers are those of a real round; only the post ends here. Memory and ledger lie in a folder that is
+removed, so nothing is spent.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rescene.config import Resolved
+from rescene.config.plan import PlannedTask, SitesSection
+from rescene.deploy.federation import GridFederation
+from rescene.deploy.holding import local_images
+from rescene.deploy.letters import HELLO, Letter, Patience, Undelivered
+from rescene.deploy.message import unpack_message
+from rescene.deploy.site import Site
+from rescene.engine import RunFolder
+from rescene.engine.loop import Run
+from rescene.errors import DataError, RunError
+from rescene.privacy import NEAR_COPY_DB, nearest_real, psnr
+
+SHOWN = 10
+HERE = 0  # the one node of this post
+
+
+@dataclass(frozen=True)
+class Answered:
+    """One answer of the site: which verb, how long it took, how many bytes it is on the wire."""
+
+    verb: str
+    seconds: float
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What one round of this recipe would take from this site. Pictures are uint8 [n, 3, H, W], side by side."""
+
+    recipe: str
+    method: str
+    leaves_site: str
+    answers: list[Answered]
+    num_images: int  # uploaded; 0: the method sends none
+    near_copies: float  # share of them
+    pairs: list[dict[str, Any]]
+    surrogates: Tensor
+    nearest: Tensor
+
+    @property
+    def seconds(self) -> float:
+        return sum(one.seconds for one in self.answers)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(one.num_bytes for one in self.answers)
+
+
+class NoPost:
+    """Letters are answered on the spot, by this site; there is nobody else."""
+
+    def __init__(self, site: Site) -> None:
+        self.site, self.log = site, list[Answered]()
+        self._answers: dict[str, bytes] = {}
+
+    def nodes(self) -> Sequence[int]:
+        return [HERE]
+
+    def push(self, letters: dict[int, Letter]) -> dict[str, int]:
+        sent = {}
+        for node, letter in letters.items():
+            begin = time.perf_counter()
+            answer = self.site.answer(letter)
+            verb = unpack_message(letter.head).tree.verb
+            if verb != HELLO:
+                self.log.append(Answered(verb, time.perf_counter() - begin, len(answer)))
+            number = str(len(self._answers))
+            self._answers[number], sent[number] = answer, node
+        return sent
+
+    def pull(self, ids: Sequence[str]) -> dict[str, bytes | Undelivered]:
+        return {number: self._answers[number] for number in ids}
+
+
+def try_round(site: Site, resolved: Resolved) -> Trial:
+    """The first round in which this site has images, as the recipe says; nothing is sent and nothing remembered."""
+    with tempfile.TemporaryDirectory(prefix="rescene-") as spare:
+        notes: list[str] = []
+        post = NoPost(replace(site, folder=Path(spare) / "site"))
+        run = _run(_at_site(site, resolved), post, RunFolder(Path(spare) / "run"), notes)
+        try:
+            return _round(run, post, resolved.name)
+        except RunError as error:
+            raise RunError(error.code, error.what, why="\n".join(notes) or error.why) from error
+
+
+def _at_site(site: Site, resolved: Resolved) -> Resolved:
+    """The recipe with this site's images and device, and room for its number."""
+    recipe, client = resolved.recipe, site.section.client
+    federation = recipe.federation.model_copy(
+        update={"num_clients": max(recipe.federation.num_clients, client + 1), "engine": "one-by-one"}
+    )
+    own = {"data": site.section.data, "device": site.section.device, "federation": federation}
+    if site.section.holds == "own":
+        own["sites"] = _own_plan(site, recipe.federation.num_rounds)
+    return replace(resolved, recipe=recipe.model_copy(update=own))
+
+
+def _own_plan(site: Site, num_rounds: int) -> SitesSection:
+    """A plan of one task with all classes that this site has, under the federation's names."""
+    section = site.section
+    names = [section.labels.get(name, name) for name in local_images(section).classes]
+    task = PlannedTask(classes=tuple(dict.fromkeys(name for name in names if name)), rounds=num_rounds)
+    return SitesSection(image_size=section.data.image_size or 32, tasks=(task,))
+
+
+def _run(resolved: Resolved, post: NoPost, folder: RunFolder, notes: list[str]) -> Run:
+    """The server's side of a run, with this site and nobody else behind its post."""
+
+    def hear(event: dict[str, Any]) -> None:
+        if event["event"] == "event" and event["level"] != "info":
+            notes.append(f"{event['code']} {event['message']}")
+
+    def federate(*args: Any, **options: Any) -> GridFederation:
+        recipe = json.dumps(resolved.recipe.model_dump(mode="json"))
+        patience = Patience(gather_s=0, poll_s=0)
+        return GridFederation(*args, post=post, run="trial", recipe=recipe, patience=patience, **options)
+
+    return Run(resolved, folder, hear, federate)
+
+
+def _round(run: Run, post: NoPost, recipe: str) -> Trial:
+    """begin_task, broadcast and ask of the loop, with one site; the server learns nothing from it."""
+    e, federation, client = run.experiment, run.federation, post.site.section.client
+    assert isinstance(federation, GridFederation)
+    head = federation._head(HELLO, None, ())
+    hello = unpack_message(post.site.answer(Letter(head))).tree
+    if hello.problem:
+        raise RunError(*hello.problem)
+    federation.fingerprint = hello.upload["fingerprint"]  # one machine, so the same images
+    here = post.site._experiment(unpack_message(head).tree)
+    task = next((task for task in here.tasks if len(here.shards[task.index][client])), None)
+    if task is None:
+        raise DataError("E218", f"site {client} has no image in any task of {recipe}", fix="other images, or --recipe")
+    federation.clients, rng = [client], e.rng.at("server", task.index)
+    state = e.method.init(e.initial_net(), e.rng.at("init"))
+    federation.move(e.tasks[task.index], None)
+    state = e.method.begin_task(state, e.tasks[task.index], federation, rng.at("begin"))
+    federation.move(e.tasks[task.index], 0, [client])
+    payload = e.method.broadcast(state, 0, federation, rng.at(0).at("broadcast"))
+    upload = federation.ask([client], "client_round", payload)[client]
+    real = here.dataset.train.pixels[here.shards[task.index][client]]
+    beside = _beside(upload, real, here.dataset.transform, here.dataset.classes)
+    return Trial(recipe, e.method.title, e.method.leaves_site, post.log, **beside)
+
+
+def _beside(upload: dict[str, Any], real: Tensor, transform: Any, classes: Sequence[str]) -> dict[str, Any]:
+    """Ten of the uploaded pictures, from all classes in turn, with the site's own images nearest to them."""
+    images, labels = upload.get("images"), upload.get("labels")
+    if images is None or labels is None or not len(images):
+        none = torch.zeros(0, 3, 1, 1, dtype=torch.uint8)
+        return {"num_images": 0, "near_copies": 0.0, "pairs": [], "surrogates": none, "nearest": none}
+    rms, where = nearest_real(images, real, transform)
+    decibel = psnr(images, transform.normalise(real[where]), transform)
+    own = [(labels == label).nonzero().squeeze(1).tolist() for label in labels.unique().tolist()]
+    turns = [members[turn] for turn in range(max(map(len, own))) for members in own if turn < len(members)]
+    chosen = turns[:SHOWN]
+    return {
+        "num_images": len(images),
+        "near_copies": float((decibel > NEAR_COPY_DB).float().mean()),
+        "pairs": [{"class": classes[int(labels[i])], "rms": float(rms[i]), "psnr": float(decibel[i])} for i in chosen],
+        "surrogates": transform.to_pixels(images[chosen]).cpu(),
+        "nearest": real[where[chosen]].cpu(),
+    }

@@ -1,0 +1,291 @@
+"""rescene deploy check: every fault of a server or site is one row with a fix, and a trial sends nothing."""
+
+import base64
+import http.server
+import json
+import os
+import shutil
+import socket
+import ssl
+import threading
+import time
+from dataclasses import replace
+from email.utils import formatdate
+
+import pytest
+import torch
+from local_sites import sites
+from typer.testing import CliRunner
+
+from rescene.cli.app import app
+from rescene.config import resolve
+from rescene.deploy import connection, findings
+from rescene.deploy.check_site import check_site, data_rows
+from rescene.deploy.site import Site
+from rescene.deploy.trial import NoPost, try_round
+from rescene.errors import DataError, RunError
+
+
+def say(*words):
+    found = CliRunner().invoke(app, ["deploy", "check", *map(str, words)])
+    return found.exit_code, found.output
+
+
+def problems(rows):
+    return {row["check"]: (row["problem"], row["fix"]) for row in rows if row["problem"]}
+
+
+def of(rows, check):
+    return next(row for row in rows if row["check"] == check)
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory):
+    """Two federations with keys and certificates: one is ours, the other is a stranger."""
+    pytest.importorskip("flwr", reason="Flower is not installed: pip install 'rescene[deploy]'")
+    from rescene.deploy.folder import init
+
+    root = tmp_path_factory.mktemp("made")
+    return [init(root / name, ["north", "south"], port=free_port()) for name in ("ours", "strange")]
+
+
+@pytest.fixture
+def ours(made, tmp_path):
+    from rescene.deploy.folder import Federation
+
+    shutil.copytree(made[0].path, tmp_path / "ours")
+    return Federation.open(tmp_path / "ours")
+
+
+def free_port():
+    from rescene.deploy.processes import free_port as free
+
+    return free()
+
+
+class Door(http.server.BaseHTTPRequestHandler):
+    """What a site meets at /v1/fleet/: a status and the time on the server's clock."""
+
+    status, ahead_s = 404, 0.0
+
+    def do_GET(self):
+        self.send_response_only(self.status)
+        self.send_header("Date", formatdate(time.time() + self.ahead_s, usegmt=True))
+        self.end_headers()
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def door(made):
+    """A web server with the certificate of ours; yields its address and its handler."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(made[0].server / "server.pem", made[0].server / "server.key")
+    handler = type("Handler", (Door,), {})
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"127.0.0.1:{server.server_address[1]}", handler
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_fresh_server_is_well_and_each_fault_of_it_is_a_row(ours, made):
+    from rescene.deploy.check_server import check_server
+
+    rows = check_server(ours)
+    assert not problems(rows).keys() - {"Flower", "disk", "memory"}
+    assert "node.key is still here" in of(rows, "site north")["result"]
+    (ours.server / "server.key").chmod(0o644)
+    (ours.site("north") / "node.pub").unlink()
+    shutil.copy(made[1].server / "ca.crt", ours.site("south"))
+    ours.path.chmod(0o755)
+    os.utime(ours.path / "federation.yaml", (time.time() + 9000,) * 2)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", ours.port))
+        taken.listen()
+        found = problems(check_server(ours))
+    assert found["server.key"] == ("others can read it (mode 0644)", f"chmod 600 {ours.server / 'server.key'}")
+    assert "node.pub is missing" in found["site north"][0] and "is not the server's" in found["site south"][0]
+    assert "Address already in use" in found["port"][0] and "another --port" in found["port"][1]
+    assert "mode 0755" in found["folder"][0] and "before the day" in found["clock"][0]
+
+
+def test_certificates_are_seen_as_a_site_would_see_them(ours, made, monkeypatch):
+    row = connection.certificate_row(ours.server, "127.0.0.1")
+    assert row["result"].startswith("valid until 20") and not row["problem"]
+    assert "not for fl.example.org" in connection.certificate_row(ours.server, "fl.example.org")["problem"]
+    now = time.time()
+    monkeypatch.setattr(connection.time, "time", lambda: now + 800 * 86_400)
+    assert "within 30 days" in connection.certificate_row(ours.server, "localhost")["problem"]
+    monkeypatch.setattr(connection.time, "time", lambda: now + 900 * 86_400)
+    assert "expired" in connection.authority_row(ours.server / "ca.crt")["problem"]
+    monkeypatch.setattr(connection.time, "time", lambda: now - 86_400)
+    assert "clock" in connection.authority_row(ours.server / "ca.crt")["fix"]
+    monkeypatch.undo()
+    shutil.copy(made[1].server / "server.key", ours.server / "server.key")
+    assert "does not belong" in connection.certificate_row(ours.server, "localhost")["problem"]
+    shutil.copy(made[1].server / "server.pem", ours.server / "server.pem")
+    assert "not signed by this ca.crt" in connection.certificate_row(ours.server, "localhost")["problem"]
+
+
+def test_the_command_says_which_folder_it_takes_and_exits_with_5(ours, tmp_path):
+    code, output = say(tmp_path)
+    assert code == 2 and "E195" in output
+    (ours.site("north") / "node.pub").unlink()
+    code, output = say(ours.path, "--json")
+    rows = json.loads(output)["checks"]
+    assert code == 5 and of(rows, "site north")["fix"]
+
+
+def test_a_wrong_key_is_told_before_the_server_refuses_it(ours, made):
+    folder = ours.site("north")
+    assert findings.key_row(folder)["result"] == "mode 0600, belongs to node.pub"
+    shutil.copy(made[1].site("north") / "node.key", folder)
+    assert findings.key_row(folder)["problem"] == "node.pub is not its other half"
+    (folder / "node.key").write_text("-----BEGIN\n" + base64.b64encode(b"rsa").decode() + "\n-----END")
+    assert "no key that" in findings.key_row(folder)["problem"]
+    (folder / "node.key").unlink()
+    assert findings.key_row(folder)["problem"] == "it is missing"
+
+
+def test_a_wrong_authority_a_wrong_name_and_a_server_that_is_away(ours, made, door, monkeypatch):
+    address, _ = door
+    own, strange = ours.server / "ca.crt", made[1].server / "ca.crt"
+    assert not problems(connection.server_rows(address, own))
+    (problem, fix) = problems(connection.server_rows(address, strange))["TLS"]
+    assert "not signed by this ca.crt" in problem and "operator" in fix
+    assert connection.server_rows(address, ours.path / "federation.yaml") == []  # its own row says that it is none
+    monkeypatch.setattr(connection, "TIMEOUT_S", 2.0)
+    away = problems(connection.server_rows(f"127.0.0.1:{free_port()}", own))["server reachable"]
+    assert "Connection refused" in away[0] and "firewall" in away[1]
+
+
+def test_a_door_that_is_shut_and_a_plain_web_server(ours, door):
+    address, handler = door
+    handler.status = 403
+    assert "forbids" in problems(connection.server_rows(address, ours.server / "ca.crt"))["server reachable"][0]
+    plain = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Door)
+    threading.Thread(target=plain.serve_forever, daemon=True).start()
+    try:
+        found = problems(connection.server_rows(f"127.0.0.1:{plain.server_address[1]}", ours.server / "ca.crt"))
+    finally:
+        plain.shutdown()
+        plain.server_close()
+    assert found["TLS"][0].startswith("no TLS")
+
+
+@pytest.mark.parametrize(("ahead_s", "wrong"), [(0, False), (200, False), (400, True), (-60, True)])
+def test_a_clock_that_flower_would_refuse(ours, door, ahead_s, wrong):
+    """``ahead_s``: of the server. A site may be five minutes behind it, but only seconds ahead."""
+    address, handler = door
+    handler.ahead_s = ahead_s
+    row = of(connection.server_rows(address, ours.server / "ca.crt"), "clock")
+    assert bool(row["problem"]) == wrong and ("NTP" in row["fix"]) == wrong
+
+
+def test_a_proxy_is_used_as_the_node_would_use_it(ours, monkeypatch):
+    monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setenv("no_proxy", "")
+    row = of(connection.server_rows("fl.example.org:8443", ours.server / "ca.crt"), "server reachable")
+    assert "through the proxy 127.0.0.1" in row["problem"]
+
+
+def test_another_flower_a_full_disk_and_little_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(findings, "version", lambda name: "1.42.0")
+    assert findings._flower() == findings.row("Flower", "1.42.0", "needs 1.41.*", 'pip install "rescene[deploy]"')
+    monkeypatch.setattr(findings.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))
+    assert "less than 2 GB" in findings._disk(tmp_path)["problem"]
+    monkeypatch.setattr(findings, "ENOUGH_MEMORY_GB", 1e9)
+    assert findings._memory()["problem"]
+
+
+def folder_site(root, images, **more):
+    (folder,) = sites(root, count=1, data={"path": str(images), "image_size": 16}, **more)
+    return folder
+
+
+def test_images_are_counted_and_what_is_odd_about_them_is_told(tmp_path, image_folder):
+    (image_folder / "train" / "ant" / "0.png").write_bytes(b"no picture")
+    for number in range(3, 20):
+        (image_folder / "train" / "bee" / f"{number}.png").unlink()
+    rows = data_rows(Site.open(folder_site(tmp_path, image_folder)))
+    assert of(rows, "classes")["result"] == "ant 19, bee 3, cat 20, dog 20, eel 20"
+    found = problems(rows)
+    assert "bee (3)" in found["at least 10 training images per class"][0] and "0.png" in found["images readable"][0]
+
+
+@pytest.mark.parametrize("fill", ["nothing", "no such folder", "an empty class"])
+def test_an_empty_data_folder_is_told_and_the_rest_is_still_checked(tmp_path, fill):
+    images = tmp_path / "images"
+    if fill != "no such folder":
+        (images / "cat").mkdir(parents=True) if fill == "an empty class" else images.mkdir()
+    code, output = say(folder_site(tmp_path, images), "--json")
+    rows = json.loads(output)["checks"]
+    assert code == 5 and of(rows, "images")["problem"][:4] in ("E201", "E204", "E205") and of(rows, "images")["fix"]
+    assert of(rows, "trial round")["problem"] and of(rows, "disk")["result"]
+
+
+def test_a_site_file_that_makes_no_sense_is_one_row(tmp_path):
+    (tmp_path / "site.yaml").write_text("client: -1")
+    rows = check_site(tmp_path)
+    assert "E170" in of(rows, "site.yaml")["problem"] and len(rows) == 7
+
+
+def test_a_trial_shows_what_would_leave_and_leaves_nothing(tmp_path, image_folder):
+    folder = folder_site(tmp_path, image_folder)
+    code, output = say(folder, "--recipe", "smoke", "--steps", "1", "--json")
+    told, page = json.loads(output), (folder / "check.html").read_text()
+    assert code == 5  # this folder has no keys
+    assert told["sent"] == "nothing" and "bytes in" in told["upload on the wire"]
+    assert page.count('class="pair"') == 4 and "near-copy" in page and "http" not in page.replace("http-equiv", "")
+    assert (folder / "check.html").stat().st_mode & 0o077 == 0
+    assert sorted(path.name for path in folder.iterdir()) == ["check.html", "site.yaml"]
+
+
+def test_a_trial_measures_the_very_answer_of_a_real_round(tmp_path):
+    (folder,) = sites(tmp_path, count=1)
+    found = try_round(Site.open(folder), resolve("smoke", ["method.ipc=6"]))
+    assert (
+        found.num_images == 12
+        and len(found.pairs) == 10
+        and {p["class"] for p in found.pairs} == {"T-shirt", "Trouser"}
+    )
+    assert found.surrogates.dtype == torch.uint8 and found.surrogates.shape == found.nearest.shape == (10, 3, 32, 32)
+    pictures = 12 * 3 * 32 * 32 * 4
+    assert pictures < found.num_bytes < pictures + 2000 and found.seconds > 0
+
+
+def test_a_method_without_pictures_says_what_leaves(tmp_path):
+    (folder,) = sites(tmp_path, count=1)
+    found = try_round(Site.open(folder), resolve("smoke", ["method=fedaf"]))
+    assert [one.verb for one in found.answers] == ["class_logits", "client_round"]
+    found = try_round(Site.open(folder), resolve("smoke", ["method=fedavg"]))
+    assert found.num_images == 0 and "weights" in found.leaves_site and not found.pairs
+
+
+def test_a_trial_that_fails_says_why(tmp_path, monkeypatch):
+    (folder,) = sites(tmp_path, count=1)
+    monkeypatch.setattr(NoPost, "nodes", lambda self: [])
+    with pytest.raises(RunError) as failed:
+        try_round(Site.open(folder), resolve("smoke"))
+    assert "E348" in failed.value.why
+    monkeypatch.undo()
+    whole = Site._experiment
+
+    def empty(self, request):
+        found = whole(self, request)
+        return replace(found, shards=[[part[:0] for part in parts] for parts in found.shards])
+
+    monkeypatch.setattr(Site, "_experiment", empty)
+    with pytest.raises(DataError, match="has no image"):
+        try_round(Site.open(folder), resolve("smoke"))
+
+
+def test_a_site_with_its_own_images_sees_them_under_the_federations_names(tmp_path, image_folder):
+    labels = {"ant": "insect", "bee": "insect", "eel": None}
+    folder = folder_site(tmp_path, image_folder, holds="own", labels=labels)
+    found = try_round(Site.open(folder), resolve("smoke"))
+    assert {pair["class"] for pair in found.pairs} == {"insect", "cat", "dog"} and found.num_bytes > 0

@@ -1,0 +1,64 @@
+"""What the operator's page knows of the sites: the link's list, and what the run tells of its waiting."""
+
+import json
+import os
+from urllib.request import urlopen
+
+import pytest
+
+from rescene.cli.operating import operator_page
+from rescene.deploy import operator
+from rescene.deploy.folder import Federation
+from rescene.errors import RunError
+
+
+@pytest.fixture
+def federation(tmp_path, monkeypatch):
+    rows = [
+        {"what": "server", "name": "link", "state": "up"},
+        {"what": "site", "name": "north", "state": "online"},
+        {"what": "site", "name": "south", "state": "offline"},
+    ]
+    monkeypatch.setattr(operator, "status_rows", lambda federation: rows)
+    return Federation(tmp_path, "clinic", "127.0.0.1", 9000, ["north", "south"])
+
+
+def run_folder(federation, name, **waiting):
+    folder = federation.server / "runs" / name
+    folder.mkdir(parents=True)
+    (folder / "status.json").write_text(json.dumps({"state": "running", "pid": os.getpid(), "num_tasks": 2}))
+    if waiting:
+        (folder / "waiting.json").write_text(json.dumps(waiting))
+    return folder
+
+
+def test_who_is_there_who_answered_and_whom_we_wait_for(federation):
+    folder = run_folder(
+        federation, "a", asked="10:00", answered=["site 0"], waiting_for=["site 1"], heard={"site 0": "9:59"}
+    )
+    operator.watch_sites(federation, folder)
+    north, south = json.loads((folder / "sites.json").read_text())["sites"]
+    assert north == {"client": 0, "name": "north", "state": "online", "last_answer": "9:59", "waiting_since": None}
+    assert south == {"client": 1, "name": "south", "state": "offline", "last_answer": None, "waiting_since": "10:00"}
+
+
+def test_a_link_that_is_busy_or_a_run_that_has_told_nothing_leaves_things_unknown(federation, monkeypatch):
+    def busy(federation):
+        raise RunError("E352", "flwr list failed")
+
+    monkeypatch.setattr(operator, "status_rows", busy)
+    folder = run_folder(federation, "a")
+    operator.watch_sites(federation, folder)
+    sites = json.loads((folder / "sites.json").read_text())["sites"]
+    assert [site["state"] for site in sites] == ["unknown", "unknown"] and sites[0]["last_answer"] is None
+
+
+def test_the_newest_run_is_the_one_that_is_served(federation, capsys):
+    assert operator.newest_run(federation) is None
+    old, new = run_folder(federation, "z-old"), run_folder(federation, "a-new")
+    os.utime(old / "status.json", (1, 1))
+    assert operator.newest_run(federation) == new
+    with operator_page(federation, lambda: operator.newest_run(federation), 0):
+        address = capsys.readouterr().out.split()[-1]
+        page = urlopen(address, timeout=300).read().decode()
+    assert "Sites of clinic" in page and "south" in page and 'http-equiv="refresh"' in page
