@@ -27,7 +27,12 @@ AVERAGING_METHODS = ("fedavg", "fedewc", "fedlwf", "target", "glfc", "fedcbdr", 
 
 
 def nominal_cost(experiment: Experiment) -> dict[str, float] | None:
-    """Bytes of one message each way, client state, and the FLOPs of the run on all clients and on the server."""
+    """Bytes of one message each way, client state, and the FLOPs of the run on all clients and on the server.
+
+    None where the paper has no convention: for plug-ins, and where sites are drawn lazily, since it averages over all of them.
+    """
+    if experiment.is_lazy:
+        return None
     tasks = experiment.tasks
     largest = max(len(task.classes) for task in tasks)
     cost = nominal_bytes(experiment.method, experiment.arch, largest, tasks[-1].num_seen)

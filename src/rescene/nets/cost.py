@@ -48,7 +48,7 @@ def _body_flops(arch: Arch) -> tuple[int, int]:
 
     def count(layer: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
         nonlocal flops
-        flops += 2 * output.numel() * layer.weight[0].numel()  # type: ignore[index, operator, union-attr]
+        flops += 2 * output.numel() * layer.weight[0].numel()  # type: ignore[index]
 
     for layer in net.modules():
         if isinstance(layer, (nn.Conv2d, nn.Linear)):
