@@ -34,14 +34,24 @@ class LazySplit(Sequence[Tensor]):
             raise IndexError(f"client {client} of {self.num_clients}")
         return self.positions[torch.from_numpy(self._draw(client)).to(self.positions.device)]
 
+    def counts(self, client: int) -> dict[int, int]:
+        """Images of each class that this client has any of; no image is drawn for it."""
+        sizes = self._sizes(self._stream(client))
+        return {int(label): int(n) for label, n in zip(self._classes, sizes, strict=True) if n}
+
     def _draw(self, client: int) -> np.ndarray:
-        rng = np.random.default_rng(self._rng.at(client).integer())
-        mixture = rng.dirichlet(np.full(len(self._classes), self.beta))
-        counts = rng.multinomial(self.size, mixture)
-        drawn = [rng.choice(own, min(n, len(own)), replace=False) for n, own in zip(counts, self._classes, strict=True)]
-        return np.sort(np.concatenate(drawn))
+        rng = self._stream(client)
+        sizes = zip(self._classes.values(), self._sizes(rng), strict=True)
+        return np.sort(np.concatenate([rng.choice(own, n, replace=False) for own, n in sizes]))
+
+    def _stream(self, client: int) -> np.random.Generator:
+        return np.random.default_rng(self._rng.at(client).integer())
+
+    def _sizes(self, rng: np.random.Generator) -> np.ndarray:
+        counts = rng.multinomial(self.size, rng.dirichlet(np.full(len(self._classes), self.beta)))
+        return np.minimum(counts, [len(own) for own in self._classes.values()])
 
     @cached_property
-    def _classes(self) -> list[np.ndarray]:
+    def _classes(self) -> dict[int, np.ndarray]:
         labels = self.labels.cpu().numpy()
-        return [np.flatnonzero(labels == c) for c in np.unique(labels)]
+        return {c: np.flatnonzero(labels == c) for c in np.unique(labels)}

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rescene.data import LazySplit
 from rescene.engine.experiment import Experiment
 from rescene.nets import forward_flops
 from rescene.record import num_bytes
@@ -75,9 +76,12 @@ class World:
     def held(self, task: int, client: int) -> dict[int, int]:
         """Images of each class that the client has any of, ascending labels; asked of those who take part only."""
         if (task, client) not in self._held:
-            labels = self._labels[self.experiment.shards[task][client].cpu()]
-            values, counts = labels.unique(return_counts=True)
-            self._held[task, client] = dict(zip(values.tolist(), counts.tolist(), strict=True))
+            shards = self.experiment.shards[task]
+            if isinstance(shards, LazySplit):
+                self._held[task, client] = shards.counts(client)
+            else:
+                values, counts = self._labels[shards[client].cpu()].unique(return_counts=True)
+                self._held[task, client] = dict(zip(values.tolist(), counts.tolist(), strict=True))
         return self._held[task, client]
 
     def images(self, task: int, client: int) -> int:

@@ -1,0 +1,125 @@
+"""10,000 sites, 100 of them in a round, in one process: memory after every round, and the calculator's prediction beside it.
+
+    python benchmarks/scale_simulation.py          writes results/scale/simulation.json
+
+Sites are drawn when they take part (`federation.partition=lazy-dirichlet`). Three methods, each in a process of its own: FedAvg
+(nobody remembers anything), ReSCENE (the server's pool grows by design), FedEWC (sites remember). Resident memory is read after
+each round; its slope is a least-squares line without the first rounds of a run, in which the allocator finds its size.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rescene.config import resolve
+from rescene.data import LazySplit
+from rescene.engine import ledger
+from rescene.engine.folder import RunFolder
+from rescene.engine.forecast import forecast
+from rescene.engine.forecast.rates import measured_rates
+from rescene.engine.loop import Run
+from rescene.engine.scaling import Means, scale
+from rescene.record import Tree, num_bytes, tensors
+
+OUT = Path(__file__).parents[1] / "results" / "scale" / "simulation.json"
+N, K, WARM_UP = 10_000, 100, 5
+RECIPE = [f"federation.num_clients={N}", f"federation.per_round={K}", "federation.partition=lazy-dirichlet"]
+RECIPE += ["federation.min_size=40", "federation.evaluate_every=0", "tasks.limit=3", "model.width=8", "device=cpu"]
+RECIPE += ["train.local_epochs=1", "train.server_epochs=2"]
+OWN = {  # the guard withholds images that are still real: how many, no forecast can know
+    "fedavg": ["federation.num_rounds=12"],
+    "rescene": ["federation.num_rounds=12", "method.ipc=2", "method.num_steps=5", "method.budget=200", "method.guard=false"],
+    "fedewc": ["federation.num_rounds=4", "tasks.limit=2"],
+}  # fmt: skip
+
+
+def tensor_bytes(tree: Tree) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors(tree))
+
+
+def resident_mb() -> float:
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def simulate(method: str) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    resolved = resolve("demo", [f"method={method}", *RECIPE, *OWN[method]])
+    builds, draw = [0], LazySplit._draw
+
+    def counted(self: LazySplit, client: int) -> np.ndarray:
+        builds[0] += 1
+        return draw(self, client)
+
+    LazySplit._draw = counted  # type: ignore[method-assign]
+    ledger.num_bytes = tensor_bytes  # type: ignore[attr-defined]  # without the few numbers for the log in each message
+    with tempfile.TemporaryDirectory() as spare:
+        rows: list[dict[str, float]] = []
+        pools: list[int] = []
+
+        def look(event: dict[str, Any]) -> None:
+            if event["event"] == "round":
+                state, sites = num_bytes(run.state) / 1e6, run.federation.client_states
+                kept = sum(map(num_bytes, sites.values())) / 1e6
+                pools.append(int(event["notes"].get("pool_size", 0)))
+                rows.append({"rss_mb": resident_mb(), "server_state_mb": state, "client_states_mb": kept, "s": run.timer.total()})
+
+        run = Run(resolved, RunFolder(Path(spare) / "run"), look)
+        rates = measured_rates(run.experiment)
+        begin = time.process_time()
+        results = run.complete()
+        seconds = time.process_time() - begin
+        files = {path.name: path.stat().st_size for path in (Path(spare) / "run" / "checkpoints").iterdir()}
+    measured, predicted = results["cost"]["measured"], forecast(run.experiment)
+    assert predicted is not None
+    row = scale(resolved.recipe, run.experiment.dataset, N, K, Means())
+    assert row is not None
+    told, flops = predicted.measured(), predicted.evaluation_flops
+    expected = (told["client_flops"] + flops) / rates.client + told["server_flops"] / rates.server
+    own = [row["rss_mb"] - row["server_state_mb"] - row["client_states_mb"] for row in rows]
+    return {
+        "rounds": rows,
+        "shards_drawn": builds[0],
+        "sites_times_tasks": N * len(run.experiment.tasks),
+        "sites_with_state": len(run.federation.client_states),
+        "rss_slope_mb_per_round": slope([row["rss_mb"] for row in rows]),
+        "rss_slope_without_states_mb_per_round": slope(own),
+        "checkpoint_mb": sum(files.values()) / 1e6,
+        "uplink_bytes": {"ledger": measured["uplink_bytes"], "calculator": row.up_bytes},
+        "downlink_bytes": {"ledger": measured["downlink_bytes"], "calculator": row.down_bytes},
+        "flops": {key: {"ledger": measured[key], "calculator": told[key]} for key in ("client_flops", "server_flops")},
+        "pool_images": {"run": max(pools), "calculator": row.pool_images},
+        "cpu_s": {"run": seconds, "calculator": expected, "ratio": seconds / expected},
+    }  # fmt: skip
+
+
+def slope(values: list[float]) -> float:
+    tail = values[min(WARM_UP, len(values) - 2) :]
+    return float(np.polyfit(range(len(tail)), tail, 1)[0])
+
+
+def main() -> None:
+    found: dict[str, Any] = {"command": "python benchmarks/scale_simulation.py", "platform": platform.platform()}
+    found |= {"torch": torch.__version__, "setting": f"{N} sites, {K} per round, 40 images of a task each, ConvNet of width 8"}
+    for method in OWN:
+        done = subprocess.run([sys.executable, __file__, method], stdout=subprocess.PIPE, check=True, text=True)
+        found[method] = json.loads(done.stdout.splitlines()[-1])
+        print(method, {key: value for key, value in found[method].items() if key != "rounds"}, flush=True)
+    OUT.parent.mkdir(parents=True, exist_ok=True)
+    OUT.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    print(json.dumps(simulate(sys.argv[1]))) if len(sys.argv) > 1 else main()
