@@ -37,6 +37,8 @@ RECIPE += [f"federation.per_round={NUM_SITES}", "federation.engine=one-by-one"]
 APP = "import deploy_wire\n\napp = deploy_wire.{name}\n"
 PICTURES = {"images": torch.zeros(20, 3, 32, 32), "labels": torch.zeros(20, dtype=torch.int64)}  # what comes up
 
+MODEL_MB, UP_MB = 44.75, 0.25
+
 client, server = ClientApp(), ServerApp()
 
 
@@ -44,6 +46,19 @@ def cpu_s(pid: int) -> float:
     """CPU-seconds of a process and of its children that have ended."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+
+
+def idle_cores(pid: int) -> float:
+    """CPU-seconds per second while nobody works."""
+    before = cpu_s(pid)
+    time.sleep(IDLE_S)
+    return (cpu_s(pid) - before) / IDLE_S
+
+
+def trained(model: dict[str, torch.Tensor], generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """No two tensors alike, as after training: Flower sends equal ones, such as the scales of a fresh BatchNorm, once."""
+    moved = {k: v + 1e-3 * torch.randn(v.shape, generator=generator) for k, v in model.items() if v.is_floating_point()}
+    return model | moved
 
 
 @client.train()
@@ -84,13 +99,12 @@ def main(grid: Grid, context: Context) -> None:
     experiment, federation = engine(post)
     model = weights_of(experiment.initial_net())
     federation._gather(federation.clients)  # who is who, before anything is measured
-    idle = cpu_s(pids["link"])
-    time.sleep(IDLE_S)
-    found: dict[str, Any] = {"idle_link_cpu_s_per_site_and_s": (cpu_s(pids["link"]) - idle) / IDLE_S / NUM_SITES}
+    found: dict[str, Any] = {"idle_link_cores": {str(NUM_SITES): idle_cores(pids["link"])}}
+    generator = torch.Generator().manual_seed(0)
     rows: dict[str, list[dict[str, float]]] = {layout: [] for layout in LAYOUTS}
     for r in range(NUM_ROUNDS):
         for layout in LAYOUTS:
-            model = {key: value + 1e-3 if value.is_floating_point() else value for key, value in model.items()}
+            model = trained(model, generator)
             used, began = {name: cpu_s(pid) for name, pid in pids.items()}, time.perf_counter()
             own = time.process_time()
             if layout == "engine":
@@ -157,6 +171,7 @@ def run() -> None:
             (federation.app / "rescene_app" / f"{name}.py").write_text(APP.format(name=name))
         try:
             pids = {one.name: one.pid for one in start_server(federation)}
+            alone = idle_cores(pids["link"])
             pids = {"link": pids["link"]} | {name: start_site(federation.site(name)).pid for name in federation.sites}
             out.with_suffix(".pids").write_text(json.dumps(pids))
             answer = flwr(federation, "run", str(federation.app), LINK, "--format", "json", "--run-config", f'out="{out}"')
@@ -170,7 +185,9 @@ def run() -> None:
                 [json.loads(line) for line in (federation.site(name) / "handled.jsonl").read_text().splitlines()]
                 for name in federation.sites
             ]
-            found = summary(json.loads(out.read_text()), handled)
+            found = json.loads(out.read_text())
+            found["idle_link_cores"]["0"] = alone
+            found = summary(found, handled)
         finally:
             for place in places:
                 stop(place)
@@ -190,6 +207,8 @@ def summary(found: dict[str, Any], handled: list[list[dict[str, Any]]]) -> dict[
     packed, whole = means["packed"], means["engine"]
     flower_own = packed["client_app_cpu_s_before_the_answer"]
     flower_own += (packed["link_cpu_s"] + packed["nodes_cpu_s"] + packed["server_app_cpu_s"]) / NUM_SITES
+    idle = found["idle_link_cores"]
+    megabytes = NUM_SITES * (MODEL_MB + UP_MB)
     server_more = max(0.0, whole["server_app_cpu_s"] - packed["server_app_cpu_s"]) / NUM_SITES
     return {
         "command": "python benchmarks/deploy_wire.py",
@@ -198,6 +217,8 @@ def summary(found: dict[str, Any], handled: list[list[dict[str, Any]]]) -> dict[
         "torch": torch.__version__,
         "setting": f"{NUM_SITES} sites, ResNet-18 down, 20 pictures up, TLS, node keys, SQLite, {NUM_ROUNDS} rounds each",
         "mean_per_round": means,
+        "link_cpu_s_per_mb": (packed["link_cpu_s"] - idle[str(NUM_SITES)] * packed["wall_s"]) / megabytes,
+        "link_cores_per_idle_site": (idle[str(NUM_SITES)] - idle["0"]) / NUM_SITES,
         "link_cpu_ratio": means["unpacked"]["link_cpu_s"] / packed["link_cpu_s"],
         "goal": 3.0,
         "per_site_and_round_cpu_s": {

@@ -45,7 +45,9 @@ class FederationSection(Section):
     )
     beta: float = Field(0.5, gt=0, description="Dirichlet concentration: small means skewed")
     min_size: int = Field(
-        1, ge=0, description="redraw the split until every site has this many images of a task; lazy: draw as many"
+        1,
+        ge=0,
+        description="redraw the split until every site has this many images of a task; lazy: draw so many, above 1",
     )
     quorum: float = Field(0.5, ge=0, le=1, description="share of the asked sites that must answer")
     engine: Literal["batched", "one-by-one", "debug"] = Field("batched", description="how sites are simulated")

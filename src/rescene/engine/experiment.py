@@ -116,7 +116,7 @@ def _split(task: Task, labels: Tensor, federation: FederationSection, rng: Rng) 
     """Who holds which images of a task."""
     num_clients, seed = federation.num_clients, rng.at("split", task.index).integer()
     if federation.partition == "lazy-dirichlet":
-        size = max(federation.min_size, len(labels) // num_clients)
+        size = federation.min_size if federation.min_size > 1 else max(1, len(labels) // num_clients)
         return LazySplit(task.train, labels, num_clients, federation.beta, size, seed)
     parts = partition(
         labels, num_clients, kind=federation.partition, beta=federation.beta, seed=seed, min_size=federation.min_size

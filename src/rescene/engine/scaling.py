@@ -9,7 +9,6 @@ no more than that the figures are the forecast's own, and exact. Every site hold
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from rescene.config import Recipe
 from rescene.data import Dataset
@@ -99,17 +98,13 @@ def scale(recipe: Recipe, dataset: Dataset, num_clients: int, per_round: int, me
 def sample(recipe: Recipe, dataset: Dataset, num_clients: int, per_round: int) -> Experiment:
     """The recipe with this many sites, lazily drawn, each as large as one of the recipe's own, and few enough per round."""
     own = recipe.federation
-    experiment = prepare(recipe.model_copy(update={"federation": _federation(own, 1, 1, 1)}), dataset)
-    images = max(len(task.train) for task in experiment.tasks)
+    one = {"num_clients": 1, "per_round": 1, "partition": "lazy-dirichlet"}
     size = own.min_size if own.partition == "lazy-dirichlet" else 0
-    size = max(size, images // own.num_clients, 1)
-    federation = _federation(own, min(num_clients, LISTED), min(per_round, DRAWN), size)
-    return prepare(recipe.model_copy(update={"federation": federation}), dataset)
-
-
-def _federation(own: Any, num_clients: int, per_round: int, size: int) -> Any:
-    update = {"num_clients": num_clients, "per_round": per_round, "min_size": size, "partition": "lazy-dirichlet"}
-    return own.model_copy(update=update)
+    if size < 2:
+        whole = prepare(recipe.model_copy(update={"federation": own.model_copy(update=one)}), dataset)
+        size = max(2, max(len(task.train) for task in whole.tasks) // own.num_clients)
+    few = one | {"num_clients": min(num_clients, LISTED), "per_round": min(per_round, DRAWN), "min_size": size}
+    return prepare(recipe.model_copy(update={"federation": own.model_copy(update=few)}), dataset)
 
 
 def figures(experiment: Experiment, found: Forecast, num_clients: int, per_round: int, means: Means) -> Scale:
