@@ -16,7 +16,7 @@ SMALL = ["scale", "demo", "federation.num_rounds=1", "model.width=2", "--server-
 def test_tables_for_the_recipes_sites_per_round_and_for_a_tenth():
     output = invoke(app, [*SMALL, "--clients", "10..1000"]).output
     assert "5 sites in a round" in output and "10% of the sites in a round" in output
-    assert output.count("1,000 ") == 4 and "a site holds 120 images of a task" in output
+    assert output.count("\n1,000 ") == 4 and "a site holds 120 images of a task" in output
 
 
 def test_figures_as_json():

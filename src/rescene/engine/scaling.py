@@ -20,9 +20,9 @@ from rescene.functional.herding import GRAM_LIMIT_BYTES
 DRAWN = 100  # sites per round that are drawn one by one
 LISTED = 10_000  # sites that a forecast goes through where a method asks everybody
 DOUBLE_BYTES = 8
-# Flower 1.41 on one core with TLS and SQLite, from results/deploy/wire.json
-LINK_CPU_S_PER_MB = 0.04  # of model or upload that passes through the link
-LINK_CPU_PER_IDLE_SITE = 0.003  # of a core: a site asks every three seconds and says every thirty that it is there
+# Flower 1.41 with TLS and SQLite, from results/deploy/wire.json. Its link is one Python process: one core.
+LINK_CPU_S_PER_MB = 0.02  # that passes through to or from a site
+LINK_CPU_PER_IDLE_SITE = 0.004  # of a core: a site asks every three seconds and says every thirty that it is there
 
 
 @dataclass(frozen=True)
