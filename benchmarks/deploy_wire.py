@@ -174,7 +174,9 @@ def run() -> None:
             alone = idle_cores(pids["link"])
             pids = {"link": pids["link"]} | {name: start_site(federation.site(name)).pid for name in federation.sites}
             out.with_suffix(".pids").write_text(json.dumps(pids))
-            answer = flwr(federation, "run", str(federation.app), LINK, "--format", "json", "--run-config", f'out="{out}"')
+            answer = flwr(
+                federation, "run", str(federation.app), LINK, "--format", "json", "--run-config", f'out="{out}"'
+            )
             status = ""
             while not status.startswith("finished"):
                 time.sleep(5)
@@ -201,7 +203,9 @@ def summary(found: dict[str, Any], handled: list[list[dict[str, Any]]]) -> dict[
     keys = ("wall_s", "link_cpu_s", "nodes_cpu_s", "server_app_cpu_s")
     means = {name: {key: fmean(row[key] for row in rows) for key in keys} for name, rows in found["rounds"].items()}
     for name in LAYOUTS:
-        own = [row for site in handled for row in [r for r in site if r["layout"] == name][-NUM_ROUNDS:]]  # without hello
+        own = [
+            row for site in handled for row in [r for r in site if r["layout"] == name][-NUM_ROUNDS:]
+        ]  # without hello
         means[name]["client_app_cpu_s_before_the_answer"] = fmean(row["cpu_before_s"] for row in own)
         means[name]["client_app_cpu_s_of_the_answer"] = fmean(row["cpu_s"] for row in own)
     packed, whole = means["packed"], means["engine"]

@@ -78,7 +78,14 @@ def simulate(method: str) -> dict[str, Any]:
                 state, sites = num_bytes(run.state) / 1e6, run.federation.client_states
                 kept = sum(map(num_bytes, sites.values())) / 1e6
                 pools.append(int(event["notes"].get("pool_size", 0)))
-                rows.append({"rss_mb": resident_mb(), "server_state_mb": state, "client_states_mb": kept, "s": run.timer.total()})
+                rows.append(
+                    {
+                        "rss_mb": resident_mb(),
+                        "server_state_mb": state,
+                        "client_states_mb": kept,
+                        "s": run.timer.total(),
+                    }
+                )
 
         run = Run(resolved, RunFolder(Path(spare) / "run"), look)
         speed.time = SimpleNamespace(perf_counter=time.process_time)  # type: ignore[assignment]
@@ -117,7 +124,10 @@ def slope(values: list[float]) -> float:
 
 def main() -> None:
     found: dict[str, Any] = {"command": "python benchmarks/scale_simulation.py", "platform": platform.platform()}
-    found |= {"torch": torch.__version__, "setting": f"{N} sites, {K} per round, 40 images of a task each, ConvNet of width 8"}
+    found |= {
+        "torch": torch.__version__,
+        "setting": f"{N} sites, {K} per round, 40 images of a task each, ConvNet of width 8",
+    }
     for method in OWN:
         done = subprocess.run([sys.executable, __file__, method], stdout=subprocess.PIPE, check=True, text=True)
         found[method] = json.loads(done.stdout.splitlines()[-1])

@@ -38,6 +38,7 @@ def test_the_speed_of_this_device_is_the_default():
     (["--per-round", "120%"], "E116"),
     (["--per-round", "some"], "E116"),
     (["--server-gb", "0"], "E115"),
+    (["method=joint"], "E116"),
     (["privacy.mechanism=release", "method.start=noise", "privacy.epsilon=8"], "E114"),
 ])  # fmt: skip
 def test_what_makes_no_sense_is_refused(words, code):

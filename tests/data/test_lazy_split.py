@@ -24,7 +24,7 @@ def test_a_client_draws_the_same_images_whenever_it_is_asked():
 def test_images_are_different_sorted_and_of_the_task():
     drawn = split()[5]
     assert len(drawn) == 40 and len(set(drawn.tolist())) == 40
-    assert drawn.tolist() == sorted(drawn.tolist()) and 1000 <= int(drawn.min()) and int(drawn.max()) < 1600
+    assert drawn.tolist() == sorted(drawn.tolist()) and int(drawn.min()) >= 1000 and int(drawn.max()) < 1600
 
 
 def test_counts_are_those_of_the_draw():
@@ -38,7 +38,7 @@ def test_beta_decides_how_skewed_a_client_is():
         return sum(max(split(beta=beta).counts(k).values()) for k in range(300)) / (300 * 40)
 
     # a Dirichlet(b, b, b) share has variance 2 / (9 (3 b + 1)): alike at 100, one class at 0.01
-    assert largest_share(100) < 0.5 < 0.9 < largest_share(0.01)
+    assert largest_share(100) < 0.5 and largest_share(0.01) > 0.9
 
 
 def test_clients_together_draw_every_class_alike_and_share_images():

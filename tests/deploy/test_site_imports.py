@@ -11,7 +11,15 @@ from rescene.deploy.message import pack_message, unpack_message
 from rescene.methods.base import weights_of
 from rescene.nets import Arch
 
-NEVER = ("rescene.cli", "rescene.report", "rescene.paper", "rescene.engine.loop", "rescene.deploy.server", "typer", "rich")
+NEVER = (
+    "rescene.cli",
+    "rescene.report",
+    "rescene.paper",
+    "rescene.engine.loop",
+    "rescene.deploy.server",
+    "typer",
+    "rich",
+)
 NEVER += ("matplotlib", "jinja2", "pandas", "pyarrow", "scipy", "sympy", "torch._dynamo", "torch.utils.flop_counter")
 # Flower itself may be missing, and loads some of these: a stand-in shows what is ours
 CLIENT = """

@@ -1,6 +1,7 @@
 """Federations far larger than the machine: drawn lazily, and priced in advance."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from test_forecast import only_tensors
@@ -108,10 +109,15 @@ def test_limits_and_their_remedies():
     means = Means(mbps=1000, flops_per_s=1e12, memory_bytes=64e9, round_s=3600)
     assert limits_of().over(means) == {}
     row = limits_of(memory_bytes=640e9, training_s=7200.0, transfer_s=1800.0)
+    assert "uploads at once" in row.remedy("memory", means) and "pool" in replace(row, pool_images=9).remedy(
+        "memory", means
+    )
     assert row.over(means) == {"memory": 10.0, "training": 2.0}
     assert row.remedy("memory", means).startswith("at most 10 sites") and "50 sites" in row.remedy("training", means)
     assert list(limits_of(ever_asked=0.001).over(means)) == ["reach"]
-    assert list(limits_of(link_idle=2.0).over(means)) == ["link"]
+    waiting, busy = limits_of(link_idle=2.0), limits_of(link_s=7200.0)
+    assert list(waiting.over(means)) == list(busy.over(means)) == ["link"]
+    assert "several links of" in waiting.remedy("link", means) and "at most 50 sites" in busy.remedy("link", means)
 
 
 def test_a_mechanism_has_no_forecast():

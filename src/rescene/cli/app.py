@@ -158,9 +158,7 @@ def scale(
     from rescene.cli.scaling import show_scale
     from rescene.config import resolve
 
-    show_scale(
-        resolve(recipe, overrides or []), clients, per_round, server_mbps, server_gflops, server_gb, as_json
-    )
+    show_scale(resolve(recipe, overrides or []), clients, per_round, server_mbps, server_gflops, server_gb, as_json)
 
 
 @app.command()

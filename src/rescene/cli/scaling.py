@@ -9,12 +9,13 @@ from typing import Any
 from rescene.cli.costing import NO_FORECAST, big, duration, load_or_stand_in
 from rescene.cli.listing import print_rows
 from rescene.config import Resolved
-from rescene.engine import prepare, use_all_cores
+from rescene.engine import use_all_cores
 from rescene.engine.forecast.rates import measured_rates
 from rescene.engine.scaling import Means, Scale, sample, scale
 from rescene.errors import ConfigError
 
 MOST = 1_000_000
+ALONE = ("joint", "local")
 
 
 def show_scale(
@@ -28,8 +29,11 @@ def show_scale(
     for name, value in (("server-mbps", mbps), ("server-gflops", gflops), ("server-gb", gb)):
         if value is not None and not value > 0:
             raise ConfigError("E115", f"--{name} {value:g} is not possible", fix="a number above 0")
+    if recipe.method["name"] in ALONE:
+        raise ConfigError("E116", f"{recipe.method['name']} is no federation to scale", why="it is a reference line")
     dataset, missing = load_or_stand_in(recipe.data)
-    speed = 1e9 * gflops if gflops else measured_rates(prepare(recipe, dataset)).server
+    drawn = sample(recipe, dataset, sizes[0], 1)
+    speed = 1e9 * gflops if gflops else measured_rates(drawn).server
     means = Means(mbps=mbps, flops_per_s=speed, memory_bytes=1e9 * gb)
     found = {rule: [scale(recipe, dataset, n, k, means) for n, k in pairs] for rule, pairs in turns.items()}
     rows = [row for table in found.values() for row in table]
@@ -42,14 +46,13 @@ def show_scale(
     if as_json:
         print(json.dumps([asdict(row) | {"limits": row.limits(means)} for row in rows if row]))
         return
-    drawn = sample(recipe, dataset, sizes[0], 1)
-    print(
-        f"{drawn.method.title} on {dataset.name}, {drawn.arch.name}, {len(drawn.tasks)} tasks of {recipe.federation.num_rounds} rounds; "
-        f"a site holds {drawn.recipe.federation.min_size} images of a task"
-    )
+    setting = f"{drawn.arch.name}, {len(drawn.tasks)} tasks of {recipe.federation.num_rounds} rounds"
+    size = drawn.recipe.federation.min_size
+    print(f"{drawn.method.title} on {dataset.name}, {setting}; a site holds {size} images of a task")
     for rule, table in found.items():
         _print(f"{rule} of the sites" if rule.endswith("%") else f"{rule} sites", [row for row in table if row], means)
-    print(f"Server: {mbps:g} Mbit/s, {big(speed)}FLOP/s, {gb:g} GB, a round of at most {duration(means.round_s)}. Bytes count tensors, pictures as float32.")
+    print(f"Server: {mbps:g} Mbit/s, {big(speed)}FLOP/s, {gb:g} GB, a round of at most {duration(means.round_s)}.")
+    print("Bytes count tensors, pictures as float32.")
     if missing:
         print(f"Sizes as published: {missing.what}.")
 
@@ -72,7 +75,10 @@ def parse_clients(text: str) -> list[int]:
         sizes = []
     if not sizes or not all(1 <= n <= MOST for n in sizes):
         raise ConfigError(
-            "E116", f"--clients {text} makes no sense", why=f"a federation has 1 to {MOST:,} sites", fix="10..1000000 or 10,500"
+            "E116",
+            f"--clients {text} makes no sense",
+            why=f"a federation has 1 to {MOST:,} sites",
+            fix="10..1000000 or 10,500",
         )
     return sizes
 
@@ -88,7 +94,9 @@ def sites_per_round(rule: str, num_clients: int) -> int:
     except ValueError:
         wanted = 0
     if not 0 < wanted < float("inf") or (rule.endswith("%") and wanted > num_clients):
-        raise ConfigError("E116", f"--per-round {rule} makes no sense", fix="a number such as 20, or a share such as 10%")
+        raise ConfigError(
+            "E116", f"--per-round {rule} makes no sense", fix="a number such as 20, or a share such as 10%"
+        )
     return min(num_clients, max(1, round(wanted)))
 
 
@@ -99,7 +107,7 @@ def _print(title: str, rows: list[Scale], means: Means) -> None:
     print_rows([_server(row, means) for row in rows])
     broken: dict[str, Scale] = {}
     for row in rows:
-        broken = {limit: row for limit in row.over(means)} | broken
+        broken = dict.fromkeys(row.over(means), row) | broken
     for limit, first in broken.items():
         print(f"{limit} breaks at {first.num_clients:,} sites: {first.remedy(limit, means)}.")
 
@@ -116,7 +124,7 @@ def _traffic(row: Scale) -> dict[str, Any]:
         "down in all": f"{big(row.down_bytes)}B",
         "on the line": duration(row.transfer_s),
         "Flower's link": duration(row.link_s),
-        "idle": f"{row.link_idle:,.3f} cores",
+        "idle": f"{row.link_idle:,.2f} cores",
     }
 
 

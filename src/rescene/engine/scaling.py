@@ -77,21 +77,23 @@ class Scale:
         at_most = f"at most {max(1, int(self.per_round / self.limits(means)[limit]))} sites per round"
         if limit == "line":
             return f"{at_most}, or a faster line; federation.wire=uint8 shrinks uploads, not the model"
+        if limit == "memory" and not self.pool_images:
+            return f"{at_most}: the server holds a round's uploads at once"
         if limit == "memory":
             return f"{at_most}, or a cap on the pool: fewer rounds, a smaller method.ipc, method.accumulate=false"
         if limit == "training":
             return f"{at_most}, fewer train.server_epochs, or a faster server"
+        if limit == "link" and self.link_idle > 1:
+            return f"several links of at most {1 / LINK_CPU_PER_IDLE_SITE:.0f} sites each: those who wait keep it busy"
         if limit == "link":
-            return f"several links of at most {1 / LINK_CPU_PER_IDLE_SITE:.0f} sites each; fewer sites per round do not help"
+            return f"{at_most}, or several links"
         return "more rounds or more sites per round: nearly nobody is ever asked"
 
 
 def scale(recipe: Recipe, dataset: Dataset, num_clients: int, per_round: int, means: Means) -> Scale | None:
     """The figures of one size; None for methods without a forecast."""
     experiment = sample(recipe, dataset, num_clients, per_round)
-    drawn = experiment.recipe.federation
-    each = per_round / drawn.per_round
-    found = forecast(experiment, each)
+    found = forecast(experiment, stands_for=per_round / experiment.recipe.federation.per_round)
     return None if found is None else figures(experiment, found, num_clients, per_round, means)
 
 
@@ -113,27 +115,28 @@ def figures(experiment: Experiment, found: Forecast, num_clients: int, per_round
     each, everybody = per_round / drawn.per_round, num_clients / drawn.num_clients
     beside = [moment for moment in found.moments if moment.round is None]  # where all sites are asked
     up, down = ([each * getattr(m, key) for m in rounds] for key in ("up_bytes", "down_bytes"))
+    busiest = max(sum(both) for both in zip(up, down, strict=True))
     rest_up, rest_down = (everybody * sum(getattr(m, key) for m in beside) for key in ("up_bytes", "down_bytes"))
     image_bytes = 3 * experiment.arch.image_size**2 * FLOAT
-    pool, turns = max(m.pool for m in rounds), per_round * len(rounds) / num_clients
+    pool = max(m.pool for m in rounds)
     herding = [herding_cost(m.herded, _budget(experiment), experiment.arch.skeleton(1).feature_size) for m in beside]
     return Scale(
         num_clients=num_clients,
         per_round=per_round,
-        turns=turns,
+        turns=per_round * len(rounds) / num_clients,
         ever_asked=1 - (1 - per_round / num_clients) ** len(rounds),
         round_up_bytes=sum(up) / len(up),
         round_down_bytes=sum(down) / len(down),
         up_bytes=sum(up) + rest_up,
         down_bytes=sum(down) + rest_down,
-        transfer_s=8 * max(u + d for u, d in zip(up, down, strict=True)) / (1e6 * means.mbps),
+        transfer_s=8 * busiest / (1e6 * means.mbps),
         pool_images=pool,
         memory_bytes=2 * pool * image_bytes + max(up),
         server_flops=sum(m.server_flops for m in found.moments),
         training_s=max(m.server_flops for m in rounds) / means.flops_per_s,
         herding_flops=max((flops for flops, _ in herding), default=0.0),
         herding_bytes=max((size for _, size in herding), default=0.0),
-        link_s=LINK_CPU_S_PER_MB * max(u + d for u, d in zip(up, down, strict=True)) / 1e6,
+        link_s=LINK_CPU_S_PER_MB * busiest / 1e6,
         link_idle=LINK_CPU_PER_IDLE_SITE * num_clients,
     )
 

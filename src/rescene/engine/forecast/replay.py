@@ -65,6 +65,7 @@ class Glfc(FedAvg):
                 exchange.up[k] += prototypes * self._gradient_bytes(t)
                 arrived += prototypes
             self.known[k] = t
+        arrived = round(arrived * world.stands_for)
         forward = world.flops(world.seen(t))
         if arrived:
             evaluations = s.num_inversions * s.inversion_steps + 1

@@ -57,7 +57,9 @@ class Condensing(Pricer):
         """E_srv epochs on the pool."""
         settings, forward = self.world.train, self.world.flops(self.world.seen(moment.task))
         moment.pool = pool_size
-        moment.server_flops += settings.server_epochs * epoch_images(pool_size, settings.batch_size) * TRAINING * forward
+        moment.server_flops += (
+            settings.server_epochs * epoch_images(pool_size, settings.batch_size) * TRAINING * forward
+        )
 
 
 class ReScene(Condensing):
