@@ -4,8 +4,9 @@
 
 Sites are drawn when they take part (`federation.partition=lazy-dirichlet`). Three methods, each in a process of its own: FedAvg
 (nobody remembers anything), ReSCENE (the server's pool grows by design), FedEWC (sites remember). Resident memory is read after
-each round, when the allocator has given back what is free; its slope is a least-squares line without the first rounds. Speed is
-measured in CPU-seconds, which others at work on the machine disturb little. Writes results/scale/simulation.json.
+each round, when the allocator has given back what is free, with caches of 16 compiled convolutions (by default oneDNN keeps 1,024, one for
+every batch size it meets). Speed is measured in CPU-seconds, which others at work on the machine disturb little. Writes
+results/scale/simulation.json.
 """
 
 from __future__ import annotations
@@ -100,14 +101,12 @@ def simulate(method: str) -> dict[str, Any]:
     assert row is not None
     told, flops = predicted.measured(), predicted.evaluation_flops
     expected = (told["client_flops"] + flops) / rates.client + told["server_flops"] / rates.server
-    own = [row["rss_mb"] - row["server_state_mb"] - row["client_states_mb"] for row in rows]
     return {
         "rounds": rows,
         "shards_drawn": builds[0],
         "sites_times_tasks": N * len(run.experiment.tasks),
         "sites_with_state": len(run.federation.client_states),
-        "rss_slope_mb_per_round": slope([row["rss_mb"] for row in rows]),
-        "rss_slope_without_states_mb_per_round": slope(own),
+        "growth": growth(rows),
         "checkpoint_mb": sum(files.values()) / 1e6,
         "uplink_bytes": {"ledger": measured["uplink_bytes"], "calculator": row.up_bytes},
         "downlink_bytes": {"ledger": measured["downlink_bytes"], "calculator": row.down_bytes},
@@ -117,9 +116,14 @@ def simulate(method: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def slope(values: list[float]) -> float:
-    tail = values[min(WARM_UP, len(values) - 2) :]
-    return float(np.polyfit(range(len(tail)), tail, 1)[0])
+def growth(rows: list[dict[str, float]]) -> dict[str, float]:
+    """Least squares of resident memory on a constant, on what server and sites remember, and on the number of the round."""
+    tail = rows[min(WARM_UP, len(rows) // 4) :]
+    states = [row["server_state_mb"] + row["client_states_mb"] for row in tail]
+    moves = max(states) > 1
+    columns = [np.ones(len(tail)), np.arange(len(tail)), *([np.array(states)] if moves else [])]
+    found = np.linalg.lstsq(np.stack(columns, axis=1), np.array([row["rss_mb"] for row in tail]), rcond=None)[0]
+    return {"mb_per_round": float(found[1]), "mb_per_mb_of_state": float(found[2]) if moves else 0.0}
 
 
 def main() -> None:
@@ -129,7 +133,10 @@ def main() -> None:
         "setting": f"{N} sites, {K} per round, 40 images of a task each, ConvNet of width 8",
     }
     for method in OWN:
-        done = subprocess.run([sys.executable, __file__, method], stdout=subprocess.PIPE, check=True, text=True)
+        env = os.environ | {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16", "LRU_CACHE_CAPACITY": "16"}
+        done = subprocess.run(
+            [sys.executable, __file__, method], stdout=subprocess.PIPE, check=True, text=True, env=env
+        )
         found[method] = json.loads(done.stdout.splitlines()[-1])
         print(method, {key: value for key, value in found[method].items() if key != "rounds"}, flush=True)
     OUT.parent.mkdir(parents=True, exist_ok=True)
