@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from rescene.nets import NAMES, Arch, build, forward_flops, state_bytes
+from rescene.nets import NAMES, Arch, build, counted_flops, forward_flops, state_bytes
 from rescene.nets.layers import norm_layer
 from rescene.rng import seeded_generator
 
@@ -42,6 +42,13 @@ def test_logits_are_the_head_on_the_features(name, size, dim):
 ])  # fmt: skip
 def test_state_has_the_papers_size(name, classes, size, num_bytes):
     assert state_bytes(Arch(name, size).skeleton(classes).state_dict()) == num_bytes
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_hooks_count_what_the_counter_of_torch_counts(name):
+    arch = Arch(name, 32)
+    image = torch.empty(1, 3, 32, 32, device="meta")
+    assert forward_flops(arch, 7) == counted_flops(arch.skeleton(7).eval(), image)
 
 
 @pytest.mark.parametrize(("name", "classes", "size", "flops"), [

@@ -140,6 +140,29 @@ def cost(
 
 @app.command()
 @verb
+def scale(
+    recipe: Annotated[str, typer.Argument(help="shipped recipe or file")],
+    overrides: Overrides = None,
+    clients: Annotated[str, typer.Option("--clients", help="sites: 10..1000000 or 10,500")] = "10..1000000",
+    per_round: Annotated[
+        str | None, typer.Option("--per-round", help="sites in a round: 20 or 10% (default: the recipe's, and 10%)")
+    ] = None,
+    server_mbps: Annotated[float, typer.Option("--server-mbps", help="the server's line, Mbit/s")] = 1000.0,
+    server_gflops: Annotated[
+        float | None, typer.Option("--server-gflops", help="the server's speed, GFLOP/s (default: this device's)")
+    ] = None,
+    server_gb: Annotated[float, typer.Option("--server-gb", help="the server's memory, GB")] = 64.0,
+    as_json: AsJson = False,
+) -> None:
+    """What 10 to 1,000,000 sites would cost the server: bytes, pool, training, herding, and what breaks first."""
+    from rescene.cli.scaling import show_scale
+    from rescene.config import resolve
+
+    show_scale(resolve(recipe, overrides or []), clients, per_round, server_mbps, server_gflops, server_gb, as_json)
+
+
+@app.command()
+@verb
 def privacy(
     recipe: Annotated[str, typer.Argument(help="shipped recipe or file")],
     overrides: Overrides = None,

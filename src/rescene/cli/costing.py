@@ -9,7 +9,8 @@ from typing import Any
 
 from rescene.cli.listing import print_rows
 from rescene.config import Resolved
-from rescene.data import has_stand_in, stand_in
+from rescene.config.schema import DataSection
+from rescene.data import Dataset, has_stand_in, stand_in
 from rescene.engine import Experiment, prepare, use_all_cores
 from rescene.engine.experiment import load_data
 from rescene.engine.forecast import Forecast, forecast
@@ -41,14 +42,7 @@ class Priced:
 def price(resolved: Resolved) -> Priced:
     """Forecast a run; a known data set that is not here is replaced by its published sizes."""
     use_all_cores()
-    missing = None
-    data = resolved.recipe.data
-    try:
-        dataset = _load(data)
-    except DataError as error:
-        if data.path is not None or not has_stand_in(data.name):
-            raise
-        dataset, missing = stand_in(data.name), error
+    dataset, missing = load_or_stand_in(resolved.recipe.data)
     experiment = prepare(resolved.recipe, dataset)
     found = forecast(experiment)
     if found is None:
@@ -59,6 +53,16 @@ def price(resolved: Resolved) -> Priced:
             fix="run it with tasks.limit=1 federation.num_rounds=1 and read the cost in results.json",
         )
     return Priced(experiment, found, measured_rates(experiment), missing)
+
+
+def load_or_stand_in(data: DataSection) -> tuple[Dataset, DataError | None]:
+    """The images, or the published sizes of a known data set and the complaint that it is not here."""
+    try:
+        return _load(data), None
+    except DataError as error:
+        if data.path is not None or not has_stand_in(data.name):
+            raise
+        return stand_in(data.name), error
 
 
 def show_cost(
@@ -81,8 +85,8 @@ def show_cost(
     print()
     print_rows(_time_table(facts))
     print(
-        f"Measured on this device ({facts['device']}): {_big(priced.rates.client)}FLOP/s as a client, "
-        f"{_big(priced.rates.server)}FLOP/s as the server. Times are estimates."
+        f"Measured on this device ({facts['device']}): {big(priced.rates.client)}FLOP/s as a client, "
+        f"{big(priced.rates.server)}FLOP/s as the server. Times are estimates."
     )
     for key, why in priced.forecast.unsure.items():
         print(f"{key}: {why}.")
@@ -141,8 +145,8 @@ def _cost_table(priced: Priced, facts: dict[str, Any]) -> list[dict[str, Any]]:
     return [
         {
             "cost": name,
-            "forecast": words.get(key, "") + _big(found[key]) + unit,
-            "paper's convention": _big(nominal[key]) + unit if key in nominal else None,
+            "forecast": words.get(key, "") + big(found[key]) + unit,
+            "paper's convention": big(nominal[key]) + unit if key in nominal else None,
         }
         for name, key, unit in rows
     ]
@@ -152,9 +156,9 @@ def _time_table(facts: dict[str, Any]) -> list[dict[str, Any]]:
     latency = facts["latency"]
     return [
         {"time": "one round, mean", "about": duration(latency["total_s"]), "assuming": None},
-        {"time": "  slowest site", "about": duration(latency["client_s"]), "assuming": f"at {_big(latency['client_flops_per_s'])}FLOP/s"},
+        {"time": "  slowest site", "about": duration(latency["client_s"]), "assuming": f"at {big(latency['client_flops_per_s'])}FLOP/s"},
         {"time": "  its upload", "about": duration(latency["upload_s"]), "assuming": f"at {latency['uplink_mbps']:g} Mbit/s"},
-        {"time": "  server", "about": duration(latency["server_s"]), "assuming": f"at {_big(latency['server_flops_per_s'])}FLOP/s"},
+        {"time": "  server", "about": duration(latency["server_s"]), "assuming": f"at {big(latency['server_flops_per_s'])}FLOP/s"},
         {"time": "the run, simulated on this device", "about": duration(facts["time"]["total_s"]), "assuming": None},
     ]  # fmt: skip
 
@@ -169,18 +173,18 @@ def plan_columns(priced: Priced) -> dict[str, float]:
 def plan_words(columns: dict[str, float]) -> dict[str, str]:
     """The same for people."""
     return {
-        "clients": _big(columns["client_flops"]) + "FLOP",
-        "server": _big(columns["server_flops"]) + "FLOP",
-        "up": _big(columns["uplink_bytes"]) + "B",
-        "down": _big(columns["downlink_bytes"]) + "B",
+        "clients": big(columns["client_flops"]) + "FLOP",
+        "server": big(columns["server_flops"]) + "FLOP",
+        "up": big(columns["uplink_bytes"]) + "B",
+        "down": big(columns["downlink_bytes"]) + "B",
         "about": duration(columns["seconds"]),
     }
 
 
-def _big(value: float) -> str:
+def big(value: float) -> str:
     """Three or four digits and a prefix of thousands.
 
-    >>> _big(44734248), _big(1.5e15), _big(0)
+    >>> big(44734248), big(1.5e15), big(0)
     ('44.73 M', '1.50 P', '0 ')
     """
     for size, prefix in UNITS:

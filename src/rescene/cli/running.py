@@ -10,6 +10,7 @@ from rescene.api import Result, default_folder, execute
 from rescene.cli.live import watch
 from rescene.cli.livepage import live_page
 from rescene.config import Resolved, resolve
+from rescene.data import LazySplit
 from rescene.engine import prepare
 from rescene.engine.nominal import nominal_cost
 from rescene.report import write_report
@@ -64,7 +65,9 @@ def plan_run(resolved: Resolved, out: Path | None, as_json: bool) -> None:
                 "classes": ", ".join(experiment.dataset.classes[c] for c in task.classes),
                 "train": len(task.train),
                 "test": len(task.test),
-                "images per site": f"{min(map(len, shards))} to {max(map(len, shards))}",
+                "images per site": f"at most {shards.size}, drawn on demand"
+                if isinstance(shards, LazySplit)
+                else f"{min(map(len, shards))} to {max(map(len, shards))}",
             }
             for task, shards in zip(experiment.tasks, experiment.shards, strict=True)
         ],

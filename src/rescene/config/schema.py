@@ -41,11 +41,15 @@ class FederationSection(Section):
     num_clients: int = Field(20, ge=1, description="N, sites in all")
     per_round: int = Field(10, ge=1, description="K, sites that take part in a round")
     num_rounds: int = Field(20, ge=1, description="R, rounds per task")
-    partition: Literal["capped", "dirichlet", "iid"] = Field(
-        "capped", description="how a task's images are split over sites"
+    partition: Literal["capped", "dirichlet", "iid", "lazy-dirichlet"] = Field(
+        "capped", description="how a task's images are split over sites; lazy-dirichlet: drawn on demand, sites overlap"
     )
     beta: float = Field(0.5, gt=0, description="Dirichlet concentration: small means skewed")
-    min_size: int = Field(1, ge=0, description="redraw the split until every site has this many images of a task")
+    min_size: int = Field(
+        1,
+        ge=0,
+        description="redraw the split until every site has this many images of a task; lazy: draw so many, above 1",
+    )
     quorum: float = Field(0.5, ge=0, le=1, description="share of the asked sites that must answer")
     engine: Literal["batched", "one-by-one", "debug"] = Field("batched", description="how sites are simulated")
     wire: Literal["float32", "float16", "uint8"] = Field("float32", description="how pictures travel to the server")

@@ -3,6 +3,7 @@
 from rescene.data.catalog import available
 from rescene.data.checks import content_rows, inspect, propose_tasks, verify
 from rescene.data.images import Dataset, Images, Transform
+from rescene.data.lazy import LazySplit
 from rescene.data.loading import load, prepare
 from rescene.data.partition import dirichlet_partition, iid_partition, partition
 from rescene.data.shard import Shard
@@ -12,6 +13,7 @@ from rescene.data.tasks import Task, plan_tasks
 __all__ = [
     "Dataset",
     "Images",
+    "LazySplit",
     "Shard",
     "Task",
     "Transform",

@@ -17,11 +17,7 @@ from flwr.app import Array, ArrayRecord, Context, Message, MessageType, RecordDi
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from rescene.config import resolve
 from rescene.deploy.letters import Letter, Patience, Undelivered
-from rescene.deploy.server import run_across
-from rescene.deploy.site import Site
-from rescene.engine import RunFolder, use_all_cores
 
 T = TypeVar("T")
 RETRIES = 6  # Flower itself does not retry a plain HTTP 500, and a busy database gives one
@@ -33,6 +29,8 @@ server = ServerApp()
 @client.train()
 def answer(message: Message, context: Context) -> Message:
     """Flower starts a new process for every message; everything a site remembers lies in its folder."""
+    from rescene.deploy.site import Site  # not before there is work, and never what only the server needs
+
     site = Site.open(Path(str(context.node_config["folder"])))
     reply = site.answer(Letter(_bytes(message, "head"), _bytes(message, "body")))
     return Message(_content(Letter(reply)), reply_to=message)
@@ -40,6 +38,10 @@ def answer(message: Message, context: Context) -> Message:
 
 @server.main()
 def main(grid: Grid, context: Context) -> None:
+    from rescene.config import resolve
+    from rescene.deploy.server import run_across
+    from rescene.engine import RunFolder, use_all_cores
+
     use_all_cores()
     config = context.run_config
     gather_s, deadline_s, poll_s = (float(config[key]) for key in ("gather-s", "deadline-s", "poll-s"))

@@ -1,8 +1,22 @@
-"""Tasks, rounds, sampling, transport, evaluation, cost, records and checkpoints: the one loop and what it needs."""
+"""Tasks, rounds, sampling, transport, evaluation, cost, records and checkpoints: the one loop and what it needs.
 
-from rescene.engine.experiment import Experiment, pick_device, prepare, use_all_cores
-from rescene.engine.folder import RunFolder
-from rescene.engine.loop import run
-from rescene.engine.streams import Streams, attempt
+Parts load on first use: a site needs the experiment and never the loop.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rescene.engine.experiment import Experiment, pick_device, prepare, use_all_cores
+    from rescene.engine.folder import RunFolder
+    from rescene.engine.loop import run
+    from rescene.engine.streams import Streams, attempt
 
 __all__ = ["Experiment", "RunFolder", "Streams", "attempt", "pick_device", "prepare", "run", "use_all_cores"]
+_HOME = {"RunFolder": "folder", "run": "loop", "Streams": "streams", "attempt": "streams"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return getattr(import_module(f"rescene.engine.{_HOME.get(name, 'experiment')}"), name)
+    raise AttributeError(f"module 'rescene.engine' has no attribute {name!r}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from rescene.config import Recipe
 from rescene.config.plan import SitesSection
 from rescene.config.privacy import check_records
-from rescene.config.schema import DataSection
-from rescene.data import Dataset, Shard, Task, Transform, load, partition, plan_tasks
+from rescene.config.schema import DataSection, FederationSection
+from rescene.data import Dataset, LazySplit, Shard, Task, Transform, load, partition, plan_tasks
 from rescene.data.own import away
 from rescene.data.tasks import cut, tested
 from rescene.errors import ConfigError
@@ -32,7 +32,7 @@ class Experiment:
     method: Method
     dataset: Dataset
     tasks: list[Task]
-    shards: list[list[Tensor]]  # [task][client] -> positions into dataset.train
+    shards: list[Sequence[Tensor]]  # [task][client] -> positions into dataset.train
     arch: Arch
     device: torch.device
     rng: Rng
@@ -67,12 +67,18 @@ class Experiment:
         drawn = torch.randperm(federation.num_clients, generator=generator)[: federation.per_round]
         return sorted(drawn.tolist())
 
+    @property
+    def is_lazy(self) -> bool:
+        """Sites' images are drawn when they are asked for: nobody may go through all of them."""
+        return isinstance(self.shards[0], LazySplit)
+
     def counts(self) -> dict[str, Any]:
-        """Images per site and class, for partition.json; no counts where only the sites know them."""
+        """Images per site and class, for partition.json; no counts where only the sites know them or they are drawn lazily."""
         labels = self.dataset.train.labels.cpu()
         rows = []
         for task, shards in zip(self.tasks, self.shards, strict=True):
-            full = [torch.bincount(labels[s.cpu()], minlength=task.num_seen) for s in shards]
+            listed = () if self.is_lazy else shards
+            full = [torch.bincount(labels[s.cpu()], minlength=task.num_seen) for s in listed]
             rows.append(
                 {
                     "task": task.index,
@@ -115,18 +121,7 @@ def prepare(recipe: Recipe, dataset: Dataset | None = None) -> Experiment:
     check_records(recipe.promise(), sum(len(task.train) for task in tasks))
     dataset = dataset.to(device)
     tasks = [replace(task, train=task.train.to(device), test=task.test.to(device)) for task in tasks]
-    federation = recipe.federation
-    shards = []
-    for task in tasks:
-        parts = partition(
-            dataset.train.labels[task.train].cpu(),
-            federation.num_clients,
-            kind=federation.partition,
-            beta=federation.beta,
-            seed=rng.at("split", task.index).integer(),
-            min_size=federation.min_size,
-        )
-        shards.append([task.train[part.to(device)] for part in parts])
+    shards = [_split(task, dataset.train.labels[task.train].cpu(), recipe.federation, rng) for task in tasks]
     arch = Arch(recipe.model.name, dataset.image_size, recipe.model.norm, recipe.model.width)
     return Experiment(recipe, method, dataset, tasks, shards, arch, device, rng)
 
@@ -149,6 +144,18 @@ def _prepare_planned(recipe: Recipe, plan: SitesSection, own: Dataset | None) ->
 
 def look_of(plan: SitesSection) -> Transform:
     return Transform(plan.mean, plan.std, plan.image_size // 8)
+
+
+def _split(task: Task, labels: Tensor, federation: FederationSection, rng: Rng) -> Sequence[Tensor]:
+    """Who holds which images of a task."""
+    num_clients, seed = federation.num_clients, rng.at("split", task.index).integer()
+    if federation.partition == "lazy-dirichlet":
+        size = federation.min_size if federation.min_size > 1 else max(1, len(labels) // num_clients)
+        return LazySplit(task.train, labels, num_clients, federation.beta, size, seed)
+    parts = partition(
+        labels, num_clients, kind=federation.partition, beta=federation.beta, seed=seed, min_size=federation.min_size
+    )
+    return [task.train[part.to(task.train.device)] for part in parts]
 
 
 def load_data(data: DataSection) -> Dataset:

@@ -88,8 +88,10 @@ class InProcess:
                     client=client,
                 )
                 del answers[client]
-            else:
+            elif state is not None:
                 self.client_states[client] = state
+            else:
+                self.client_states.pop(client, None)  # what is kept grows with those who remember, not with all
         messages = {client: self._sent(upload) for client, (upload, _) in answers.items()}
         up, down = self.ledger.exchange(verb, payload, list(messages.values()), len(clients))
         self.traffic = [self.traffic[0] + up, self.traffic[1] + down]

@@ -92,7 +92,7 @@ class RunFolder:
         write_json(self.path / "partition.json", experiment.counts())
         index = {
             f"task{t}.client{k}": part.cpu().contiguous()
-            for t, parts in enumerate(experiment.shards)
+            for t, parts in enumerate(() if experiment.is_lazy else experiment.shards)
             for k, part in enumerate(parts)
         }
         write_atomically(self.path / "partition.safetensors", save(index))

@@ -12,13 +12,9 @@ from contextvars import ContextVar
 from functools import lru_cache
 
 import torch
-from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
+from torch import Tensor, nn
 
 from rescene.nets.base import COUNTER, Arch
-
-# Convolutions and linear layers only: attention's two products (bmm or a fused kernel) are left out, as in the paper.
-COUNTED = (torch.ops.aten.convolution, torch.ops.aten.addmm, torch.ops.aten.mm)
 
 
 def state_bytes(state: Mapping[str, Tensor]) -> int:
@@ -35,7 +31,7 @@ def state_bytes(state: Mapping[str, Tensor]) -> int:
 def forward_flops(arch: Arch, num_classes: int) -> int:
     """FLOPs of one image's forward pass: two per multiply-add, convolutions and linear layers only.
 
-    Counted on the meta device, so nothing is computed. A backward pass is twice as much (paper's cost table).
+    A backward pass is twice as much (paper's cost table).
     """
     body, feature_size = _body_flops(arch)
     return body + 2 * feature_size * num_classes
@@ -43,18 +39,36 @@ def forward_flops(arch: Arch, num_classes: int) -> int:
 
 @lru_cache(maxsize=64)
 def _body_flops(arch: Arch) -> tuple[int, int]:
-    """FLOPs of one image up to its features, and how many features there are: the head is the part that grows."""
-    net = arch.skeleton(1).eval()
-    image = torch.empty(1, 3, arch.image_size, arch.image_size, device="meta")
-    return counted_flops(net.features, image), net.feature_size
+    """FLOPs of one image up to its features, and how many features there are: the head is the part that grows.
+
+    Our bodies consist of layers, so that hooks on one pass of an empty image suffice. torch's own counter, and the meta
+    device, would load its compiler: 800 modules and 200 MB, in every process that Flower starts for a message.
+    """
+    net, flops = arch.skeleton(1).eval(), 0
+
+    def count(layer: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
+        nonlocal flops
+        flops += 2 * output.numel() * layer.weight[0].numel()  # type: ignore[index]
+
+    for layer in net.modules():
+        if isinstance(layer, (nn.Conv2d, nn.Linear)):
+            layer.register_forward_hook(count)
+    empty = {key: torch.zeros(value.shape, dtype=value.dtype) for key, value in net.state_dict().items()}
+    net.load_state_dict(empty, assign=True)
+    with torch.no_grad():
+        net.features(torch.zeros(1, 3, arch.image_size, arch.image_size))
+    return flops, net.feature_size
 
 
 def counted_flops(function: Callable[..., Tensor], *inputs: Tensor) -> int:
-    """FLOPs of one call without gradients; on the meta device nothing is computed."""
+    """FLOPs of one call of any function, without gradients; on the meta device nothing is computed."""
+    from torch.utils.flop_counter import FlopCounterMode
+
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         function(*inputs)
-    counts = counter.get_flop_counts()["Global"]
-    return sum(int(counts.get(op, 0)) for op in COUNTED)
+    counts, ops = counter.get_flop_counts()["Global"], torch.ops.aten
+    # Convolutions and linear layers only: attention's two products (bmm or a fused kernel) are left out, as in the paper.
+    return sum(int(counts.get(op, 0)) for op in (ops.convolution, ops.addmm, ops.mm))
 
 
 _listener: ContextVar[Callable[[int], None] | None] = ContextVar("flops listener", default=None)

@@ -17,6 +17,7 @@ from rescene.report.look import BLUE, INK, MUTED, WHITE, plain
 from rescene.report.runs import Run, number, triangle
 
 _BITMAP_FROM = 1500  # cells
+MOST_SITES = 1000
 
 
 def _grid(axes: Any, values: np.ndarray, top: float, text: str = "") -> None:
@@ -128,7 +129,7 @@ def participation(run: Run) -> Plot | None:
     seen = [[k for k in row.get("participants") or () if isinstance(k, int) and k >= 0] for row in run.rounds]
     most = max((k for row in seen for k in row), default=-1) + 1
     num_sites = max(int(number(run.partition.get("num_clients")) or 0), most)
-    if not most:
+    if not most or num_sites > MOST_SITES:  # a row for each could not be read
         return None
     values = np.zeros((num_sites, len(seen)))
     for i, row in enumerate(seen):

@@ -61,12 +61,15 @@ class Forecast:
         }
 
 
-def forecast(experiment: Experiment) -> Forecast | None:
-    """Price every step of the schedule; None for what nobody has written a pricer for: plug-ins, privacy mechanisms."""
+def forecast(experiment: Experiment, stands_for: float = 1) -> Forecast | None:
+    """Price every step of the schedule; None for what nobody has written a pricer for: plug-ins, privacy mechanisms.
+
+    ``stands_for``: sites that each participant stands for in the server's pool, for federations too large to draw in full.
+    """
     pricer_class = PRICERS.get(experiment.method.name)
     if pricer_class is None or experiment.recipe.privacy.mechanism != "none":
         return None
-    world = World(experiment)
+    world = World(experiment, stands_for)
     pricer = pricer_class(world)
     moments, largest_state = [], 0
     for task in experiment.tasks:

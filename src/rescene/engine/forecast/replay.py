@@ -42,10 +42,10 @@ class Glfc(FedAvg):
     def _candidates(self, task: int, client: int) -> tuple[int, int]:
         """(images among which prototypes are chosen, prototypes)."""
         if self.settings.prototype_classes == "current":
-            return self.world.images(task, client), len(self.world.held[task][client])
+            return self.world.images(task, client), len(self.world.held(task, client))
         if task == 0:
             return 0, 0
-        return self.exemplars[task][client], len(self.world.held[task - 1][client])
+        return self.exemplars[task][client], len(self.world.held(task - 1, client))
 
     def _prototype_flops(self, task: int, client: int) -> int:
         world = self.world
@@ -65,6 +65,7 @@ class Glfc(FedAvg):
                 exchange.up[k] += prototypes * self._gradient_bytes(t)
                 arrived += prototypes
             self.known[k] = t
+        arrived = round(arrived * world.stands_for)
         forward = world.flops(world.seen(t))
         if arrived:
             evaluations = s.num_inversions * s.inversion_steps + 1
@@ -86,7 +87,7 @@ class Glfc(FedAvg):
         looked = {k: world.images(t, k) * world.flops(world.seen(t)) for k in world.clients}
         self.tell_everybody(moment, world.model_bytes(world.seen(t)), looked)
         limit = self.settings.num_exemplars
-        self.exemplars.append({k: sum(min(limit, n) for n in world.held[t][k].values()) for k in world.clients})
+        self.exemplars.append({k: sum(min(limit, n) for n in world.held(t, k).values()) for k in world.clients})
 
     def remembered(self) -> Mapping[int, int]:
         each = self.world.image_values + 2 * LABEL  # a picture, its label, its task
@@ -126,14 +127,14 @@ class FedCbdr(FedAvg):
         if is_global:
             self.tell_everybody(moment, 3 * world.seen(t) * DOUBLE)  # threshold, candidates and mass of every class
         for k in world.clients:
-            self.kept[k] += round(sum(self._share(t, label, n) for label, n in world.held[t][k].items()))
+            self.kept[k] += round(sum(self._share(t, label, n) for label, n in world.held(t, k).items()))
 
     def _share(self, task: int, label: int, num_images: int) -> float:
         """Exemplars of a class on a client that holds this many of it."""
         budget: int = self.settings.budget
         if self.settings.budget_scope == "client":
             return min(budget, num_images)
-        everywhere = sum(held.get(label, 0) for held in self.world.held[task])
+        everywhere = sum(self.world.held(task, k).get(label, 0) for k in self.world.clients)
         return min(budget, everywhere) * num_images / everywhere
 
     def remembered(self) -> Mapping[int, int]:

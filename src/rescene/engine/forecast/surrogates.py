@@ -29,11 +29,11 @@ class Condensing(Pricer):
 
     def made(self, task: int, client: int) -> dict[int, int]:
         """Surrogates of each class."""
-        counts = {c: self.settings.num_surrogates(n) for c, n in self.world.held[task][client].items()}
+        counts = {c: self.settings.num_surrogates(n) for c, n in self.world.held(task, client).items()}
         return {c: m for c, m in counts.items() if m}
 
     def condensation_flops(self, task: int, client: int) -> int:
-        held, passes, steps = self.world.held[task][client], 0, int(self.settings.num_steps)
+        held, passes, steps = self.world.held(task, client), 0, int(self.settings.num_steps)
         for label, m in self.made(task, client).items():
             passes += self.settings.real_batch_size(held[label], m) + PIXELS * m
         return steps * passes * self.world.flops(self.world.seen(task))
@@ -51,13 +51,15 @@ class Condensing(Pricer):
             exchange.flops[k] = self.condensation_flops(t, k)
             exchange.up[k] = self.upload_bytes(sum(made.values()))
         moment.exchanges.append(exchange)
-        return arrived
+        return Counter({c: round(n * self.world.stands_for) for c, n in arrived.items()})
 
-    def training_flops(self, task: int, pool_size: int) -> int:
+    def train(self, moment: Moment, pool_size: int) -> None:
         """E_srv epochs on the pool."""
-        train = self.world.train
-        seen = epoch_images(pool_size, train.batch_size)
-        return train.server_epochs * seen * TRAINING * self.world.flops(self.world.seen(task))
+        settings, forward = self.world.train, self.world.flops(self.world.seen(moment.task))
+        moment.pool = pool_size
+        moment.server_flops += (
+            settings.server_epochs * epoch_images(pool_size, settings.batch_size) * TRAINING * forward
+        )
 
 
 class ReScene(Condensing):
@@ -68,11 +70,13 @@ class ReScene(Condensing):
     def round(self, moment: Moment, participants: list[int]) -> None:
         arrived = self.condense(moment, participants)
         self.pool = self.pool + arrived if self.settings.accumulate else arrived
-        moment.server_flops += self.training_flops(moment.task, self.buffered + self.pool.total())
+        self.train(moment, self.buffered + self.pool.total())
 
     def end(self, moment: Moment) -> None:
         if self.settings.buffer != "none":
             moment.server_flops += self.pool.total() * self.world.flops(self.world.seen(moment.task))  # embedding
+            if self.settings.buffer in ("temporal", "full-pool"):
+                moment.herded = tuple(self.pool.values())
             budget = self.pool.total() if self.settings.buffer == "keep-all" else self.settings.budget
             self.buffered += sum(min(budget, count) for count in self.pool.values())
         self.pool = Counter()
@@ -81,7 +85,7 @@ class ReScene(Condensing):
 class FedDM(Condensing):
     def round(self, moment: Moment, participants: list[int]) -> None:
         arrived = self.condense(moment, participants)
-        moment.server_flops += self.training_flops(moment.task, arrived.total())
+        self.train(moment, arrived.total())
 
 
 class FedAF(Condensing):
@@ -95,19 +99,19 @@ class FedAF(Condensing):
             first = Exchange({}, {}, world.model_bytes(num_classes))
             for k in participants:
                 first.flops[k] = world.images(t, k) * forward
-                first.up[k] = len(world.held[t][k]) * row
+                first.up[k] = len(world.held(t, k)) * row
             moment.exchanges.append(first)
         arrived = self.condense(moment, participants)
         second = moment.exchanges[-1]
         if settings.cdc_weight:  # the model is there already; the means of all owners follow
-            owned = set().union(*(world.held[t][k] for k in participants))
+            owned = set().union(*(world.held(t, k) for k in participants))
             second.down = len(owned) * (LABEL + num_classes * FLOAT)
         if settings.lgkm_weight:
             for k in participants:
                 made, real = self.made(t, k), settings.soft_labels == "real"
                 second.flops[k] += (world.images(t, k) if real else sum(made.values())) * forward
-                second.up[k] += len(world.held[t][k] if real else made) * row
-        moment.server_flops += self.training_flops(t, arrived.total())
+                second.up[k] += len(world.held(t, k) if real else made) * row
+        self.train(moment, arrived.total())
 
 
 class Joint(Condensing):
@@ -126,4 +130,4 @@ class Joint(Condensing):
 
     def round(self, moment: Moment, participants: list[int]) -> None:
         moment.exchanges.append(nothing(participants))
-        moment.server_flops += self.training_flops(moment.task, self.collected)
+        self.train(moment, self.collected)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
+from rescene.data import LazySplit
 from rescene.engine.experiment import Experiment
 from rescene.nets import forward_flops
 from rescene.record import num_bytes
@@ -38,6 +38,8 @@ class Moment:
     round: int | None
     exchanges: list[Exchange] = field(default_factory=list)
     server_flops: int = 0
+    pool: int = 0  # images that the server trains on
+    herded: tuple[int, ...] = ()  # candidates of each class among which the buffer is chosen
 
     @property
     def client_flops(self) -> int:
@@ -55,8 +57,11 @@ class Moment:
 class World:
     """An experiment seen through its sizes. Bytes count tensors; plain numbers for the log are small change."""
 
-    def __init__(self, experiment: Experiment) -> None:
+    def __init__(self, experiment: Experiment, stands_for: float = 1) -> None:
         self.experiment, self.method = experiment, experiment.method
+        self.stands_for = stands_for  # sites that each of the participants stands for in the server's pool
+        self._labels = experiment.dataset.train.labels.cpu()
+        self._held: dict[tuple[int, int], dict[int, int]] = {}
         self.tasks, self.train = experiment.tasks, experiment.recipe.train
         self.num_rounds = experiment.recipe.federation.num_rounds
         self.clients = range(experiment.recipe.federation.num_clients)
@@ -68,17 +73,19 @@ class World:
             num_bytes(dict(part)) for part in (smallest.state_dict(), smallest.named_parameters())
         )
 
-    @cached_property
-    def held(self) -> list[list[dict[int, int]]]:
-        """[task][client]: images of each class that the client has any of, ascending labels."""
-        rows = self.experiment.counts()["tasks"]
-        return [
-            [{c: n for c, n in zip(row["classes"], counts, strict=True) if n} for counts in row["counts"]]
-            for row in rows
-        ]
+    def held(self, task: int, client: int) -> dict[int, int]:
+        """Images of each class that the client has any of, ascending labels; asked of those who take part only."""
+        if (task, client) not in self._held:
+            shards = self.experiment.shards[task]
+            if isinstance(shards, LazySplit):
+                self._held[task, client] = shards.counts(client)
+            else:
+                values, counts = self._labels[shards[client].cpu()].unique(return_counts=True)
+                self._held[task, client] = dict(zip(values.tolist(), counts.tolist(), strict=True))
+        return self._held[task, client]
 
     def images(self, task: int, client: int) -> int:
-        return len(self.experiment.shards[task][client])
+        return sum(self.held(task, client).values())
 
     def participants(self, task: int, round: int) -> list[int]:
         return self.experiment.participants(self.tasks[task], round)
