@@ -1,0 +1,1 @@
+"""Attacks that would notice if the privacy were not real: canaries, shadow condensations, positive controls."""
