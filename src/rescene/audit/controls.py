@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rescene.audit.canaries import COMPANIONS, plan, rankings
-from rescene.audit.stage import At, Stage, as_promised, without_noise
+from rescene.audit.canaries import FEW, MANY, plan, rankings
+from rescene.audit.stage import At, Stage, as_promised, seeded, without_noise
 from rescene.functional.auditing import Bound, bounds
 from rescene.privacy.accounting import Composition, sigma_for
 from rescene.privacy.ledger import Ledger
@@ -50,14 +50,10 @@ def controls(stage: Stage, mechanism: Mechanism, folder: Path) -> Iterator[Contr
     silent = replace(mechanism, sigma=0.0)
     unclipped = replace(mechanism, clip=UNCLIPPED, sigma=mechanism.deviation / math.hypot(UNCLIPPED, mechanism.kappa))
 
-    def seeded(site: int, participation: int) -> Site:
-        """Noise from the run's seed, at the address that the test mode uses."""
-        address = stage.rng.at("privacy", stage.task.index, participation, site)
-        return Site(mechanism, Noise(address.generator()))
+    known_seed = seeded(mechanism, stage.rng, stage.task.index)
 
-    def keeping_books(site: int, participation: int) -> Site:
-        ledger = Ledger(folder / f"client-{site}.jsonl")
-        return Site(mechanism, Noise(), "audit", stage.task.index, participation, 1, ledger)
+    def keeping_books(site: int, turn: int) -> Site:
+        return Site(mechanism, Noise(), "audit", stage.task.index, turn, 1, Ledger(folder / f"client-{site}.jsonl"))
 
     yield Control("surrogates start as real images", as_promised(None), as_promised(None), sound, known, attack="look")
     yield Control("noise switched off", as_promised(silent), known, sound, known)
@@ -65,7 +61,7 @@ def controls(stage: Stage, mechanism: Mechanism, folder: Path) -> Iterator[Contr
         "clip switched off, giant record", as_promised(unclipped), without_noise(unclipped), sound, known, giant=True
     )
     yield Control("noise drawn again at every retry", sound, known, keeping_books, known, giant=True, retries=RETRIES)
-    yield Control("noise from a seed the server knows", seeded, seeded, sound, seeded)
+    yield Control("noise from a seed the server knows", known_seed, known_seed, sound, known_seed)
 
 
 def run_controls(stage: Stage, num_canaries: int, mechanism: Mechanism | None = None) -> list[dict[str, Any]]:
@@ -92,7 +88,6 @@ def run_controls(stage: Stage, num_canaries: int, mechanism: Mechanism | None = 
 
 
 def _shown(stage: Stage, control: Control, real: At, known: At, num_canaries: int) -> Bound:
-    pictures = control.attack == "look"
-    placed = plan(stage, num_canaries, control.giant, COMPANIONS if pictures else 2)
-    found = rankings(stage, placed, real, known, retries=control.retries, pictures=pictures)[control.attack]
+    placed = plan(stage, num_canaries, control.giant, MANY if control.attack == "look" else FEW)
+    found = rankings(stage, placed, real, known, (control.attack,), retries=control.retries)[control.attack]
     return bounds({control.name: (found, placed.included.cpu())}, DELTA)[control.name]

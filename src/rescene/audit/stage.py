@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rescene.data import Images, Shard, Task, Transform
 from rescene.engine.experiment import Experiment
-from rescene.errors import ConfigError
+from rescene.errors import ConfigError, DataError
 from rescene.privacy.accounting import Composition
 from rescene.privacy.ledger import Released
 from rescene.privacy.mechanism import Mechanism, Site
@@ -21,7 +21,7 @@ from rescene.privacy.noise import Noise
 from rescene.rng import Rng
 from rescene.steps import Condensation, condense
 
-At = Callable[[int, int], Site | None]  # site, participation -> its mechanism, noise and ledger; None without a mechanism
+At = Callable[[int, int], Site | None]  # site, turn -> its mechanism, noise and ledger; None without a mechanism
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +93,15 @@ def stage_of(experiment: Experiment, net: nn.Module | None = None, task: Task | 
     def by_label(positions: Tensor) -> dict[int, Tensor]:
         return {label: positions[images.labels[positions] == label] for label in task.classes}
 
+    known, strangers = by_label(task.train), by_label(task.test + len(train))
+    empty = [experiment.dataset.classes[c] for c in task.classes if not len(known[c]) or not len(strangers[c])]
+    if empty:
+        raise DataError(
+            "E209",
+            f"no audit without training and test images of every class: {', '.join(empty)}",
+            why="canaries are images that no site had",
+            fix="add images of these classes, or leave them out",
+        )
     return Stage(
         (net or experiment.initial_net()).eval(),
         images,
@@ -100,34 +109,41 @@ def stage_of(experiment: Experiment, net: nn.Module | None = None, task: Task | 
         experiment.dataset.transform,
         method,
         experiment.rng.at("audit"),
-        by_label(task.train),
-        by_label(task.test + len(train)),
+        known,
+        strangers,
     )
 
 
 def uploads(
-    stage: Stage, held: Sequence[Tensor], at: At, participation: int, factor: Tensor | None = None, pictures: bool = True
+    stage: Stage, held: Sequence[Tensor], at: At, turn: int, factor: Tensor | None = None, pictures: bool = True
 ) -> list[Seen]:
     """What sites that hold these images show at one participation. ``pictures=False`` saves the steps after a release."""
-    sites = [at(k, participation) for k in range(len(held))]
+    sites = [at(k, turn) for k in range(len(held))]
     watched = [None if site is None else Watched(**vars(site)) for site in sites]
     shards = [
         Brighter(stage.images, index, stage.task, stage.transform, lambda model: stage.net, site, None, factor)
         for index, site in zip(held, watched, strict=True)
     ]
     released = watched[0] is not None and watched[0].mechanism.kind == "release"
-    settings = stage.settings if pictures or not released else stage.settings.model_copy(update={"num_steps": 0})
-    place = stage.rng.at("round", participation)
+    settings = stage.settings
+    if released and not pictures:
+        settings = settings.model_copy(update={"num_steps": 0, "ipc": 1})
+    place, classes = stage.rng.at("round", turn), stage.task.classes
     made = condense(stage.net, shards, [place.at(k) for k in range(len(held))], settings, place.at("noise").integer())
     return [
-        Seen(one.images, one.labels, dict(zip(stage.task.classes, site.seen[0]["sums"])) if released else {})
+        Seen(one.images, one.labels, dict(zip(classes, site.seen[0]["sums"], strict=True)) if site and released else {})
         for one, site in zip(made, watched, strict=True)
     ]
 
 
 def as_promised(mechanism: Mechanism | None) -> At:
     """Sites with this mechanism and noise of the operating system, without a ledger: each participation is new."""
-    return lambda site, participation: None if mechanism is None else Site(mechanism, Noise())
+    return lambda site, turn: None if mechanism is None else Site(mechanism, Noise())
+
+
+def seeded(mechanism: Mechanism, rng: Rng, task: int) -> At:
+    """Sites whose noise comes from the run's seed, at the address of the test mode: whoever knows the seed can draw it too."""
+    return lambda site, turn: Site(mechanism, Noise(rng.at("privacy", task, turn, site).generator()))
 
 
 def without_noise(mechanism: Mechanism | None) -> At:

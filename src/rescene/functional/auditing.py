@@ -54,7 +54,7 @@ def epsilon_lower_bound(m: int, r: int, v: int, delta: float, risk: float) -> fl
     low, high = 0.0, 1.0
     while p_value(m, r, v, high, delta) < risk:
         low, high = high, 2 * high
-    while high - low > 1e-6:
+    while high - low > 1e-5:
         middle = (low + high) / 2
         low, high = (middle, high) if p_value(m, r, v, middle, delta) < risk else (low, middle)
     return low
