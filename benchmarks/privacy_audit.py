@@ -57,7 +57,7 @@ def membership(name: str, seed: int) -> dict[str, Any]:
 
 def work() -> Iterator[tuple[dict[str, Any], Any]]:
     """What identifies a line, and how to get the rest of it."""
-    for kind, num_canaries in (("release", 400), ("per-example", 200)):
+    for kind, num_canaries in (("release", 400), ("per-example", 100)):
         for seed in range(20):
             epsilon = EPSILONS[seed % len(EPSILONS)]
             yield {"part": kind, "seed": seed}, lambda a=(kind, seed, epsilon, num_canaries): sound(*a)

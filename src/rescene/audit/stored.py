@@ -17,24 +17,26 @@ from rescene.privacy.ledger import Charge, Ledger
 
 
 def stored_uploads(folder: Path, experiment: Experiment) -> dict[str, Any] | None:
-    """Are the stored uploads nearer to images the sites had than to as many of the same class that they never had?
+    """How many stored uploads have a training image as their nearest, and how many would if the sites had held none of them.
 
-    Half of them would be no signal. None where nothing is stored.
+    Training and test images of a class are drawn alike, so an upload that knew neither would have a training image as its
+    nearest with the training images' share of the two. None where nothing is stored.
     """
     if not (folder / "surrogates.safetensors").is_file():
         return None
     rows = json.loads((folder / "surrogates.json").read_text(encoding="utf-8"))
     pictures = load_file(folder / "surrogates.safetensors")["surrogates"]
-    data, names = experiment.dataset, [row["class"] for row in rows]
-    nearer = []
-    for label in sorted({data.classes.index(name) for name in names}):
-        own = torch.tensor([data.classes.index(name) == label for name in names])
+    data = experiment.dataset
+    labels = torch.tensor([data.classes.index(row["class"]) for row in rows])
+    nearer, by_chance = [], []
+    for label in labels.unique().tolist():
         had, never = (split.pixels[split.labels == label] for split in (data.train, data.test))
-        num = min(len(had), len(never))
-        images = data.transform.normalise(pictures[own].to(had.device))
-        distances = [nearest_real(images, pool[:num], data.transform)[0] for pool in (had, never)]
-        nearer.append(distances[0] < distances[1])
-    return {"num_uploads": len(rows), "nearer_to_own": float(torch.cat(nearer).double().mean())}
+        images = data.transform.normalise(pictures[labels == label].to(had.device))
+        distances = [nearest_real(images, pool, data.transform)[0] for pool in (had, never)]
+        nearer.append((distances[0] < distances[1]).double())
+        by_chance.append(torch.full((len(images),), len(had) / (len(had) + len(never)), dtype=torch.float64))
+    shares = {"nearest_was_there": nearer, "by_chance": by_chance}
+    return {"num_uploads": len(rows)} | {name: float(torch.cat(parts).mean()) for name, parts in shares.items()}
 
 
 def ledger_epsilon(folder: Path, delta: float) -> tuple[float, int] | None:

@@ -83,7 +83,7 @@ def _stored(found: Found) -> list[str]:
     if found.get("stored"):
         stored = found["stored"]
         words.append(
-            f"Of {stored['num_uploads']} uploads stored with the run, {stored['nearer_to_own']:.0%} are nearer to an image that the sites "
-            "had than to as many of the same class that they never had (50% would be no signal)."
+            f"Of {stored['num_uploads']} uploads stored with the run, {stored['nearest_was_there']:.0%} lie nearest to an image that was "
+            f"trained on; {stored['by_chance']:.0%} would by chance."
         )
     return words
