@@ -182,6 +182,33 @@ def privacy(
 
 @app.command()
 @verb
+def audit(
+    what: Annotated[str, typer.Argument(help="recipe, recipe file or run folder")] = "demo",
+    overrides: Overrides = None,
+    controls: Annotated[bool, typer.Option("--controls", help="break privacy in five ways: are they noticed?")] = False,
+    canaries: Annotated[int, typer.Option("--canaries", min=20, help="of each kind; more can show more")] = 200,
+    shadows: Annotated[int, typer.Option("--shadows", min=8, help="shadow condensations")] = 64,
+    targets: Annotated[int, typer.Option("--targets", min=2, help="images whose membership is guessed")] = 64,
+    participations: Annotated[
+        int | None, typer.Option("--participations", min=1, help="to attack (default: all that are promised)")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="JSON file (default: audit.json in a run folder)")] = None,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+    plugin: Plugin = None,
+) -> None:
+    """Attack what sites upload; exit code 5 if a promise is contradicted or a control does not fire."""
+    load_plugins(plugin)
+    from rescene.audit import Scale
+    from rescene.cli.auditing import run_audit
+
+    scale = Scale(canaries, shadows, targets, participations)
+    if not run_audit(what, list(overrides or []), controls, scale, out, quiet, as_json):
+        raise typer.Exit(5)
+
+
+@app.command()
+@verb
 def explain(
     method: Annotated[str, typer.Argument(help="name of a method")], as_json: AsJson = False, plugin: Plugin = None
 ) -> None:

@@ -102,6 +102,11 @@ class Ledger:
                 row["charge"]["run"] == run and row["charge"]["task"] == task for row in self._read(file)[0].values()
             )
 
+    def charges(self) -> list[Charge]:
+        """Everything that was ever begun, in order."""
+        with self._open() as file:
+            return [Charge(**row["charge"]) for row in self._read(file)[0].values()]
+
     def floor(self) -> Floor:
         """The site's own limits; a floor that cannot be understood allows nothing."""
         path = self.path.parent / "floor.yaml"

@@ -16,6 +16,7 @@ from typing import Any
 from rescene import __version__
 from rescene.errors import DataError
 from rescene.report import facts, plots_cost, plots_curves, plots_grids, plots_privacy, plots_retention, plots_theory
+from rescene.report.audits import audits
 from rescene.report.canvas import Figure, Plot, render
 from rescene.report.costs import cost_rows, cost_titles
 from rescene.report.glossary import GLOSSARY
@@ -84,6 +85,7 @@ def _view(runs: Sequence[Run], plots: Path) -> dict[str, Any]:
         "departures": departures,
         "guarded": any(group.finished for group in groups) and all(d.private for d in departures if d.group.finished),
         "leaked": facts.leakage_rows(head),
+        "audits": audits(groups),
         "rows": list(zip(groups, rows, page_cells(groups), strict=True)),
         "columns": PAGE,
         "units": {column.key: column.unit for column in PAGE} | {"upload": "per site and round"},  # each with its own

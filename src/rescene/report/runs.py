@@ -42,6 +42,7 @@ class Run:
     events: tuple[Row, ...]
     command: str
     problems: tuple[str, ...]
+    audit: Row  # what attacks on it showed, if somebody made them (rescene audit)
 
     @property
     def finished(self) -> bool:
@@ -151,6 +152,7 @@ def load_run(folder: Path) -> Run:
     status = json_object(folder / "status.json", problems)
     config = table(results, "config") or yaml_object(folder / "config.yaml", problems)
     metrics = json_lines(folder / "metrics.jsonl", problems)
+    audit = json_object(folder / "audit.json", problems)
     return Run(
         folder=folder,
         method=_method(folder, results, config),
@@ -167,6 +169,7 @@ def load_run(folder: Path) -> Run:
         events=tuple(json_lines(folder / "events.jsonl", problems)),
         command=text_of(folder / "command.txt"),
         problems=tuple(problems),
+        audit=audit,
     )
 
 

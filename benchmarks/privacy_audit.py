@@ -1,0 +1,87 @@
+"""Is the audit itself to be trusted? Sound mechanisms must never be refuted, broken ones always; every result is a line of JSON.
+
+python benchmarks/privacy_audit.py OUT.jsonl [PART ...]      parts: release, per-example, controls, membership; resumable
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rescene.audit import run_controls, stage_of
+from rescene.audit.canaries import canary_audit
+from rescene.audit.shadows import membership_attack
+from rescene.audit.stage import as_promised, without_noise
+from rescene.config import resolve
+from rescene.engine.experiment import prepare
+
+SMALL = ["method.num_steps=3", "method.ipc=1", "method.start=noise"]
+EPSILONS = (0.5, 1.0, 2.0, 4.0, 8.0)
+SETTINGS = {
+    "real start": [],
+    "white noise start": ["method.start=noise"],
+    "recipe private": ["method.start=coloured", "method.num_steps=0", "method.min_images=10"],
+    "release, epsilon 8": ["method.start=noise", "privacy.mechanism=release", "privacy.epsilon=8"],
+}
+
+
+def sound(kind: str, seed: int, epsilon: float, num_canaries: int) -> dict[str, Any]:
+    """One participation at this epsilon, exactly as promised: what the attacks show must stay below."""
+    settings = [*SMALL, f"privacy.mechanism={kind}", f"privacy.epsilon={epsilon}", "privacy.max_participations=1"]
+    recipe = resolve("demo", [*settings, f"seed={seed}"]).recipe
+    promise = recipe.promise()
+    assert promise is not None
+    stage, mechanism = stage_of(prepare(recipe)), promise.mechanism
+    rows = canary_audit(stage, as_promised(mechanism), without_noise(mechanism), promise.delta, num_canaries)
+    shown = max(row["epsilon"] for row in rows)
+    held = shown <= (promise.epsilon() or 0.0)
+    return {"epsilon": epsilon, "shown": shown, "held": held, "num_canaries": num_canaries, "rows": rows}
+
+
+def controls(seed: int) -> dict[str, Any]:
+    rows = run_controls(stage_of(prepare(resolve("demo", [f"seed={seed}"]).recipe)), 200)
+    return {"fired": sum(row["fired"] for row in rows), "rows": rows}
+
+
+def membership(name: str, seed: int) -> dict[str, Any]:
+    recipe = resolve("demo", [*SETTINGS[name], f"seed={seed}"]).recipe
+    promise = recipe.promise()
+    return membership_attack(stage_of(prepare(recipe)), as_promised(promise and promise.mechanism), 64, 64)
+
+
+def work() -> Iterator[tuple[dict[str, Any], Any]]:
+    """What identifies a line, and how to get the rest of it."""
+    for kind, num_canaries in (("release", 400), ("per-example", 100)):
+        for seed in range(20):
+            epsilon = EPSILONS[seed % len(EPSILONS)]
+            yield {"part": kind, "seed": seed}, lambda a=(kind, seed, epsilon, num_canaries): sound(*a)
+    for seed in range(3):
+        yield {"part": "controls", "seed": seed}, lambda seed=seed: controls(seed)
+    for name in SETTINGS:
+        for seed in range(3):
+            yield {"part": "membership", "setting": name, "seed": seed}, lambda a=(name, seed): membership(*a)
+
+
+def main(out: str, *parts: str) -> None:
+    torch.set_num_threads(1)
+    path = Path(out)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    for key, measure in work():
+        if (parts and key["part"] not in parts) or any(key.items() <= line.items() for line in lines):
+            continue
+        began = time.process_time()
+        line = json.dumps(key | measure() | {"cpu_seconds": round(time.process_time() - began, 1)})
+        print(line[:160], flush=True)
+        with path.open("a") as file:
+            file.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,8 @@
+"""Attacks that would notice if the privacy were not real: canaries, shadow condensations, positive controls."""
+
+from rescene.audit.controls import run_controls
+from rescene.audit.stage import stage_of
+from rescene.audit.subject import Scale, audit
+from rescene.audit.words import audit_words, control_words
+
+__all__ = ["Scale", "audit", "audit_words", "control_words", "run_controls", "stage_of"]

@@ -1,0 +1,85 @@
+"""How much privacy an attacker has refuted: from right and wrong guesses to a lower bound on epsilon.
+
+Steinke, Nasr and Jagielski, "Privacy auditing with one (1) training run" (2023). Each of m canaries is in the data or not, by a
+coin of its own. The attacker sees the mechanism's output, guesses r of the coins and abstains from the rest; v are right.
+
+    W ~ Binomial(r, q), q = e^eps / (1 + e^eps)                 what randomised response would get right (Theorem 5.2)
+    P[V >= v] <= P[W >= v] + 2 m delta max_i P[v > W >= v - i] / i     for every (eps, delta)-private mechanism
+
+An eps for which that probability is small is refuted, and with it every smaller one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+GUESSES = ((1, True), (2, True), (4, True), (10, True), (2, False), (4, False), (10, False))
+"""(m / r, guess both ways or only who was in): the surest r guesses. All are tried, and paid for."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The best that one ranking of canaries shows."""
+
+    epsilon: float  # lower bound
+    num_guesses: int  # r
+    num_right: int  # v
+
+
+def p_value(m: int, r: int, v: int, epsilon: float, delta: float) -> float:
+    """Largest probability of v or more right guesses of r under (epsilon, delta)-differential privacy.
+
+    >>> round(p_value(10, 10, 10, 0.0, 0.0) * 2**10, 9)
+    1.0
+    """
+    if not 0 <= v <= r <= m:
+        raise ValueError(f"{v} right guesses of {r} about {m} canaries cannot be")
+    k = torch.arange(r + 1, dtype=torch.float64)
+    q = torch.tensor([epsilon, -epsilon], dtype=torch.float64)
+    log_q, log_rest = torch.nn.functional.logsigmoid(q).tolist()
+    choose = math.lgamma(r + 1) - torch.lgamma(k + 1) - torch.lgamma(r - k + 1)
+    pmf = (choose + k * log_q + (r - k) * log_rest).exp()
+    beta = float(pmf[v:].sum())
+    alpha = float((pmf[:v].flip(0).cumsum(0) / torch.arange(1, v + 1)).max()) if v else 0.0
+    return min(1.0, beta + 2 * m * delta * alpha)
+
+
+def epsilon_lower_bound(m: int, r: int, v: int, delta: float, risk: float) -> float:
+    """The largest epsilon that v right guesses of r refute; wrong with probability ``risk`` at most. 0 refutes nothing."""
+    low, high = 0.0, 1.0
+    while p_value(m, r, v, high, delta) < risk:
+        low, high = high, 2 * high
+    while high - low > 1e-5:
+        middle = (low + high) / 2
+        low, high = (middle, high) if p_value(m, r, v, middle, delta) < risk else (low, middle)
+    return low
+
+
+def bounds(attacks: Mapping[str, tuple[Tensor, Tensor]], delta: float, risk: float = 0.05) -> dict[str, Bound]:
+    """For each attack, its scores [m] and the coins [m] -> its bound. All hold together, but for ``risk``.
+
+    A score above 0 says "in", below 0 "out", the further the surer; 0 abstains. The risk is divided among all attacks and all
+    numbers of guesses, so trying many of them is no way to be lucky.
+    """
+    each = risk / (len(attacks) * len(GUESSES))
+    found = {}
+    for name, (scores, included) in attacks.items():
+        m, tried = len(included), []
+        for share, both in GUESSES:
+            sure = scores.abs() if both else scores.clamp(min=0)
+            chosen = sure.argsort(descending=True, stable=True)[: m // share]  # ties by position: it knows no coin
+            chosen = chosen[sure[chosen] > 0]
+            v = int(((scores > 0) == included)[chosen].sum())
+            tried.append(Bound(epsilon_lower_bound(m, len(chosen), v, delta, each), len(chosen), v))
+        found[name] = max(tried, key=lambda bound: bound.epsilon)
+    return found
+
+
+def most_to_show(m: int, delta: float, num_attacks: int, risk: float = 0.05) -> float:
+    """The bound that an attacker who is always right would get: what m canaries cannot show beyond."""
+    return epsilon_lower_bound(m, m, m, delta, risk / (num_attacks * len(GUESSES)))
