@@ -102,9 +102,19 @@ class Recipe(Section):
     def _mechanism_fits_method(self) -> Recipe:
         method, kind = method_class(self.method["name"]), self.privacy.mechanism
         if kind not in method.mechanisms:
+            reason = method.unprotected or f"it also sends what {kind} does not cover ({method.leaves_site})"
             raise ValueError(
-                f"privacy.mechanism: {method.title} also sends what {kind} does not cover ({method.leaves_site}); "
-                f"it can use: {', '.join(method.mechanisms)}"
+                f"privacy.mechanism: {method.title} cannot use {kind}: {reason}; it can use: {', '.join(method.mechanisms)}"
+            )
+        if kind == "dp-sgd" and self.model.norm == "batch" and self.model.name != "vit-small":
+            raise ValueError(
+                "model.norm: under dp-sgd each image needs a gradient of its own, but BatchNorm mixes the images of a batch "
+                "and sends their statistics without noise; model.norm=group"
+            )
+        if kind == "dp-sgd" and self.method.get("budget_scope") == "global":
+            raise ValueError(
+                "method.budget_scope: a budget over all sites needs every image's score on the server, which dp-sgd does "
+                "not cover; method.budget_scope=client"
             )
         if kind in ("release", "per-example") and self.method["start"] != "noise":
             raise ValueError(f"method.start: under {kind} surrogates may not start as real images; method.start=noise")
@@ -114,10 +124,13 @@ class Recipe(Section):
             raise ValueError("method.clip: the paper's experiment clips each class's gradient; method.clip=5")
         return self
 
-    def promise(self) -> Promise | None:
-        """What the mechanism guarantees over the whole run; None without one."""
+    def promise(self, num_tasks: int) -> Promise | None:
+        """What the mechanism guarantees over a run of this many tasks; None without one."""
         steps, clip = self.method.get("num_steps", 1), self.method.get("clip")
-        return promise_of(self.privacy, self.federation.num_rounds, steps, clip)
+        if self.privacy.mechanism == "dp-sgd":
+            steps = max(1, round(self.train.local_epochs / self.privacy.sampling_rate))  # E epochs in expectation
+        used_in = num_tasks if method_class(self.method["name"]).reuses_records else 1
+        return promise_of(self.privacy, self.federation.num_rounds, steps, clip, used_in)
 
     def build_method(self) -> Method:
         given = {key: v for key, v in self.method.items() if key != "name"}

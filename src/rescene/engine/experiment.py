@@ -86,19 +86,8 @@ def prepare(recipe: Recipe, dataset: Dataset | None = None) -> Experiment:
     rng = Rng(recipe.seed)
     method = recipe.build_method()
     dataset = load_data(recipe.data) if dataset is None else dataset
-    plan = recipe.tasks
-    dataset, tasks = plan_tasks(
-        dataset,
-        scenario=plan.scenario,
-        per_task=plan.per_task,
-        count=plan.count,
-        sizes=plan.sizes,
-        plan=plan.plan,
-        order=plan.order,
-        seed=recipe.seed,
-    )
-    tasks = tasks[: plan.limit]
-    check_records(recipe.promise(), sum(len(task.train) for task in tasks))
+    dataset, tasks = planned(recipe, dataset)
+    check_records(recipe.promise(len(tasks)), sum(len(task.train) for task in tasks))
     dataset = dataset.to(device)
     tasks = [replace(task, train=task.train.to(device), test=task.test.to(device)) for task in tasks]
     federation = recipe.federation
@@ -115,6 +104,22 @@ def prepare(recipe: Recipe, dataset: Dataset | None = None) -> Experiment:
         shards.append([task.train[part.to(device)] for part in parts])
     arch = Arch(recipe.model.name, dataset.image_size, recipe.model.norm, recipe.model.width)
     return Experiment(recipe, method, dataset, tasks, shards, arch, device, rng)
+
+
+def planned(recipe: Recipe, dataset: Dataset) -> tuple[Dataset, list[Task]]:
+    """The data set relabelled in the order of arrival, and the tasks of this run."""
+    plan = recipe.tasks
+    dataset, tasks = plan_tasks(
+        dataset,
+        scenario=plan.scenario,
+        per_task=plan.per_task,
+        count=plan.count,
+        sizes=plan.sizes,
+        plan=plan.plan,
+        order=plan.order,
+        seed=recipe.seed,
+    )
+    return dataset, tasks[: plan.limit]
 
 
 def load_data(data: DataSection) -> Dataset:

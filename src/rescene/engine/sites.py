@@ -18,7 +18,7 @@ class Sites:
     """
 
     def __init__(self, experiment: Experiment, run: str, folder: Path) -> None:
-        self.promise = experiment.recipe.promise()
+        self.promise = experiment.recipe.promise(len(experiment.tasks))
         self.run, self.folder = run, Path(os.environ.get("RESCENE_LEDGERS", folder))
         self.rng = experiment.rng
 
