@@ -37,6 +37,9 @@ class PrivacySection(BaseModel):
     threshold: float = Field(
         3.0, ge=0, description="release: classes with a noised count below this many deviations stay home"
     )
+    mean_grid: int = Field(8, ge=1, description="release, start coloured: cells along a side of the mean picture")
+    covariance_grid: int = Field(4, ge=1, le=8, description="release, start coloured: the same for its covariance")
+    covariance_weight: float = Field(1.0, gt=0, description="release, start coloured: size of the second moments")
     sampling_rate: float = Field(1.0, gt=0, le=1, description="per-example, dp-sgd: a record's chance to enter a step")
     typical_count: float = Field(
         100.0,
@@ -118,7 +121,7 @@ def promise_of(
     clip = privacy.clip if kind in FORMAL else float(image_clip or privacy.clip)
     mechanism = Mechanism(
         kind, sigma, clip, each, privacy.delta, privacy.count_weight * clip, privacy.num_nets, privacy.threshold,
-        privacy.typical_count, num_tasks > 1,
+        privacy.typical_count, privacy.mean_grid, privacy.covariance_grid, privacy.covariance_weight, num_tasks > 1,
     )  # fmt: skip
     return Promise(mechanism, whole, privacy.delta, privacy.noise == "seeded")
 

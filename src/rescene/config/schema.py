@@ -116,8 +116,15 @@ class Recipe(Section):
                 "method.budget_scope: a budget over all sites needs every image's score on the server, which dp-sgd does "
                 "not cover; method.budget_scope=client"
             )
-        if kind in ("release", "per-example") and self.method["start"] != "noise":
-            raise ValueError(f"method.start: under {kind} surrogates may not start as real images; method.start=noise")
+        starts = {"release": ("noise", "coloured"), "per-example": ("noise",)}.get(kind)
+        if starts and self.method["start"] not in starts:
+            raise ValueError(
+                f"method.start: under {kind} surrogates may not start from the images; method.start={' or '.join(starts)}"
+            )
+        if kind == "release" and self.method["start"] == "coloured" and self.method["num_steps"]:
+            raise ValueError(
+                "method.num_steps: released moments of pictures hold no features to descend to; method.num_steps=0"
+            )
         if kind == "per-example" and not self.method["num_steps"]:
             raise ValueError("method.num_steps: per-example needs at least one step")
         if kind == "paper-experiment" and self.method["clip"] is None:
@@ -129,8 +136,11 @@ class Recipe(Section):
         steps, clip = self.method.get("num_steps", 1), self.method.get("clip")
         if self.privacy.mechanism == "dp-sgd":
             steps = max(1, round(self.train.local_epochs / self.privacy.sampling_rate))  # E epochs in expectation
+        rounds = self.federation.num_rounds
+        if self.privacy.mechanism == "release" and self.method["start"] == "coloured":
+            rounds = 1  # what is released does not depend on the model: once per task
         used_in = num_tasks if method_class(self.method["name"]).reuses_records else 1
-        return promise_of(self.privacy, self.federation.num_rounds, steps, clip, used_in)
+        return promise_of(self.privacy, rounds, steps, clip, used_in)
 
     def build_method(self) -> Method:
         given = {key: v for key, v in self.method.items() if key != "name"}

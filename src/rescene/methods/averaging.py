@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -24,7 +25,7 @@ def trained(
     loss: Loss | None = None,
     *,
     first_class: int = 0,
-    notes: dict[str, float] | None = None,
+    notes: Mapping[str, float] | None = None,
 ) -> Payload:
     """Local training and what the site answers: its weights and how many images they come from; nothing without images.
 
@@ -39,8 +40,8 @@ def trained(
     if len(shard) == 0:
         return {"num_images": 0}
     final = fit_shard(net, shard, settings, generator, loss, first_class=first_class)
-    notes = {"local_loss": final} | (notes or {})
-    return {"model": weights_of(net), "num_images": len(shard), "notes": notes}
+    told = {"local_loss": final, **(notes or {})}
+    return {"model": weights_of(net), "num_images": len(shard), "notes": told}
 
 
 class AveragingMethod(Method):

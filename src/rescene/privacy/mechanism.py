@@ -34,6 +34,9 @@ class Mechanism:
     num_nets: int = 1  # release: perturbed networks under which records are embedded
     threshold: float = 3.0  # release: deviations of the noised count below which a class is not uploaded
     typical_count: float = 1.0  # public guess of a site's images per class, in the place of the true number
+    mean_grid: int = 8  # release, start coloured: side of the mean picture
+    covariance_grid: int = 4  # and of the picture whose covariance is released
+    covariance_weight: float = 1.0
     reuses: bool = False  # dp-sgd: the method trains again on records of earlier tasks
 
     @property

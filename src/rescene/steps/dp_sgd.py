@@ -58,7 +58,7 @@ def fit_privately(
         return False
     sampled = int(found.pop("num_sampled"))
     if not looked and hasattr(net, "count_passes"):  # replayed: the work was done once, and it counts once
-        net.count_passes(3 * sampled)
+        net.count_passes(3 * sampled)  # type: ignore[operator]
     net.load_state_dict(found)
     return True
 

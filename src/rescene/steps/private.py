@@ -49,6 +49,10 @@ def condense_privately(
 ) -> list[Surrogates]:
     """As :func:`rescene.steps.condense.condense`, one answer per shard; a site that declines answers with nothing."""
     site: Site = shards[0].site  # all sites of a run have the same mechanism
+    if site.mechanism.kind == "release" and settings.start == "coloured":
+        from rescene.steps.private_moments import draw_from_moments
+
+        return draw_from_moments(shards, rngs, settings)
     net.eval()
     question = digest(net.state_dict().items(), site.mechanism, settings, noise_seed)
     if site.mechanism.kind == "release":
