@@ -41,6 +41,27 @@ def test_the_same_bits_as_in_one_process(tmp_path, method):
     assert without_starts(found) == without_starts(expected)  # accuracy, bytes, operations, states, leakage
 
 
+def test_a_mechanism_stands_at_the_site_and_a_floor_accepts_nothing_less(tmp_path):
+    """Noise from the seed, so that both have the same; the ledgers lie with the sites, and a floor refuses such a recipe."""
+    pytest.importorskip("opacus", reason="rescene[privacy]")
+    dp = ["method=fedcbdr", "model.norm=group", "privacy.mechanism=dp-sgd", "privacy.noise_multiplier=1"]
+    resolved = resolve("smoke", [*TINY, *dp, "privacy.noise=seeded", "model.width=4"])
+    expected, found = (
+        in_process(resolved, tmp_path / "here"),
+        across(resolved, tmp_path / "there", LocalPost(sites(tmp_path))),
+    )
+    assert hashes(tmp_path / "there") == hashes(tmp_path / "here") and found == expected
+    assert (tmp_path / "site-1" / "ledgers" / "client-1.jsonl").stat().st_size > 0
+    for folder in sites(tmp_path / "strict"):
+        (folder / "ledgers").mkdir()
+        (folder / "ledgers" / "floor.yaml").write_text("epsilon_max: 8")
+    for change in (["privacy.noise=seeded"], ["privacy.mechanism=none"]):
+        with pytest.raises(RunError, match="only 0 of"):
+            resolved = resolve("smoke", [*TINY, *dp, *change])
+            across(resolved, tmp_path / change[0], LocalPost(sites(tmp_path / "strict")))
+        assert "E414" in (tmp_path / change[0] / "events.jsonl").read_text()
+
+
 def test_coded_pictures_are_decoded_once_and_alike(tmp_path):
     resolved = resolve("smoke", [*TINY, "federation.wire=uint8"])
     here, there = (

@@ -33,6 +33,7 @@ from rescene.engine import wire as on_wire
 from rescene.engine.checkpoint import write_atomically
 from rescene.engine.federation import first_line
 from rescene.engine.ledger import FlopMeter
+from rescene.engine.sites import Sites
 from rescene.errors import ConfigError, ResceneError, RunError
 from rescene.methods import Method
 from rescene.nets import flops_to
@@ -119,8 +120,10 @@ class Site:
             return meter.attach(experiment.arch.restore(model), len(model["head.weight"]))
 
         rng = Rng(experiment.rng.seed, request.address).at(client)
+        round = int(request.address[2])  # ("client", task, round, verb, exchange)
+        privacy = Sites(experiment, _safe(request.run), self.folder / "ledgers").at(task.index, round, client)
         with meter.on("client"), flops_to(meter.add):
-            upload, after = verb(payload, experiment.shard(task, client, net), state, rng)
+            upload, after = verb(payload, experiment.shard(task, client, net, privacy), state, rng)
         message = on_wire.sent(upload, experiment.recipe.federation.wire)
         return Reply(client, message, files.write(after), meter.flops["client"])
 

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from rescene.engine.experiment import Experiment
+from rescene.errors import RunError
 from rescene.privacy.ledger import Ledger
 from rescene.privacy.mechanism import Site
 from rescene.privacy.noise import Noise
@@ -23,7 +24,15 @@ class Sites:
         self.rng = experiment.rng
 
     def at(self, task: int, round: int, client: int) -> Site | None:
-        """The site of this client in this round; None without a mechanism."""
+        """The site of this client in this round; None without a mechanism, which a site with a floor does not accept."""
+        floor = self.folder / "floor.yaml"
+        if (self.promise is None or self.promise.test_mode) and floor.exists():
+            raise RunError(
+                "E414",
+                "the site has a privacy floor and the recipe protects nobody, so nothing is sent",
+                where=str(floor),
+                fix="a recipe with privacy.mechanism and privacy.noise=os",
+            )
         if self.promise is None:
             return None
         seeded = self.rng.at("privacy", task, round, client).generator() if self.promise.test_mode else None

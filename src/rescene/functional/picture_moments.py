@@ -34,12 +34,14 @@ def drawn_pictures(
 ) -> Tensor:
     """A picture of this ``shape`` [channels, s, s] for each row of white ``noise`` [m, coarse^2], from the moments ``mean`` [d].
 
-    The moments carry noise of this ``deviation``. Of the covariance those directions are kept that stand out of it: the
-    eigenvalues of a symmetric matrix of such noise end at 2 h times its deviation (Wigner's semicircle).
+    The moments carry noise of this ``deviation``. The mean picture is smoothed by :func:`without_noise`; of the covariance those
+    directions are kept that stand out: the eigenvalues of a symmetric matrix of such noise end at 2 h times its deviation
+    (Wigner's semicircle).
     """
     channels, size = shape[0], shape[-1]
     split = channels * grid * grid
-    picture = (mean[:split] * grid * math.sqrt(channels)).reshape(1, channels, grid, grid)
+    unit = grid * math.sqrt(channels)
+    picture = without_noise((unit * mean[:split]).reshape(1, channels, grid, grid), unit * deviation)
     q = _cells(picture.mean(dim=1, keepdim=True), coarse).flatten() / coarse
     rows, columns = _triangle(coarse, mean.device)
     second = mean.new_zeros(coarse**2, coarse**2)
@@ -50,6 +52,20 @@ def drawn_pictures(
     scale = torch.where(values > edge, values, 0.0).sqrt()
     varied = (noise.to(mean) * scale) @ axes.T * coarse
     return _smooth(picture, size) + _smooth(varied.reshape(-1, 1, coarse, coarse), size)
+
+
+def without_noise(picture: Tensor, deviation: float) -> Tensor:
+    """Wiener's filter for a mean picture [..., g, g] with noise of this deviation on every cell.
+
+    The power of wave (u, v) is taken to be g^2 / (1 + u^2 + v^2)^2: what averages of centred objects have, roughly, and no
+    number that any image was asked for.
+    """
+    side = picture.shape[-1]
+    wave = torch.arange(side, dtype=picture.dtype, device=picture.device)
+    basis = torch.cos(math.pi / side * (wave + 0.5) * wave.unsqueeze(1)) * math.sqrt(2 / side)  # DCT-II, rows are waves
+    basis[0] /= math.sqrt(2)
+    power = side**2 / (1 + wave.square() + wave.square().unsqueeze(1)).square()
+    return basis.T @ (basis @ picture @ basis.T * power / (power + deviation**2)) @ basis
 
 
 def _cells(x: Tensor, side: int) -> Tensor:
