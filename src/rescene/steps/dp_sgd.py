@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from rescene.data import Shard
 from rescene.errors import ConfigError
-from rescene.functional.release import clip_rows
 from rescene.privacy.mechanism import Site, digest, refuse_batch_statistics
 from rescene.steps.sgd import Batch, Loss, Training
 
@@ -105,10 +104,22 @@ def clipped_sum(
         with warnings.catch_warnings():  # pixels need no gradient here, and torch would say so
             warnings.filterwarnings("ignore", message="Full backward hook is firing")
             record_losses(loss, watched(x), Batch(x, shard.images.labels[part], part)).sum().backward()
-        rows = [p.grad_sample.flatten(1) for p in parameters]  # type: ignore[attr-defined]
-        total += clip_rows(torch.cat(rows, dim=1), clip).sum(dim=0)
+        total += _sum_of_clipped([p.grad_sample.flatten(1) for p in parameters], clip)  # type: ignore[attr-defined]
         watched.zero_grad(set_to_none=True)
     return total
+
+
+def _sum_of_clipped(rows: list[Tensor], clip: float) -> Tensor:
+    """Rows [n, d_i] are parts of n vectors: each clipped as a whole, one that is not finite left out, then summed.
+
+    Norms are float64. The sum is float32, which may exceed the bound in the seventh digit; the noise is no finer either.
+    """
+    norms = torch.stack([torch.linalg.vector_norm(part, dim=1, dtype=torch.float64) for part in rows]).norm(dim=0)
+    finite = torch.isfinite(norms)
+    if not bool(finite.all()):
+        rows, norms = [part[finite] for part in rows], norms[finite]
+    factors = (clip / norms.clamp(min=clip)).to(rows[0])
+    return torch.cat([factors @ part for part in rows]).double()
 
 
 def record_losses(loss: Loss, logits: Tensor, batch: Batch) -> Tensor:
