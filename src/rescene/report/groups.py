@@ -211,9 +211,10 @@ def differing_settings(groups: Sequence[Group]) -> list[str]:
     sections = ("data", "tasks", "federation", "model", "privacy")
     flats = [flatten({name: group.runs[0].config.get(name, {}) for name in sections}) for group in groups]
     for group, flat in zip(groups, flats, strict=True):
-        if (epsilon := guaranteed(group.runs[0])) is not None:  # how a method reaches its guarantee is its own affair
+        epsilon = guaranteed(group.runs[0])
+        if epsilon is not None:  # how a method reaches its guarantee is its own affair
             for key in [key for key in flat if key.startswith("privacy.") and key != "privacy.delta"]:
                 del flat[key]
-            flat["privacy.epsilon"] = epsilon
+        flat["privacy.epsilon"] = epsilon
     keys = dict.fromkeys(key for flat in flats for key in flat if key not in _CHOICES)
     return [key for key in keys if len({same(flat[key]) for flat in flats if key in flat}) > 1]
