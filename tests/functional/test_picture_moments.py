@@ -42,7 +42,9 @@ def test_noise_alone_makes_no_variation():
     noised = mean + deviation * torch.randn(len(mean), generator=g)
     drawn = drawn_pictures(noised, deviation, (3, 16, 16), torch.randn(50, 64, generator=g), 8, 8, 1.0)
     kept = drawn.std(dim=0).square().mean()
-    free = drawn_pictures(noised, 0.0, (3, 16, 16), torch.randn(50, 64, generator=g), 8, 8, 1.0).std(dim=0).square().mean()
+    free = (
+        drawn_pictures(noised, 0.0, (3, 16, 16), torch.randn(50, 64, generator=g), 8, 8, 1.0).std(dim=0).square().mean()
+    )
     assert kept < 0.2 * free
 
 

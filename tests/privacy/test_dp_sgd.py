@@ -105,7 +105,9 @@ def test_the_noise_has_the_promised_size_and_a_site_without_images_answers_too(s
     empty = replace(shard, index=shard.index[:0])
     mechanism = replace(DP, sigma=3.0, clip=0.5, composition=Composition(1, 1, 0.25))
     net, before = fresh(), fresh()
-    assert fit_privately(net, at_site(empty, mechanism), replace_training(lr=1.0, momentum=0, weight_decay=0), generator())
+    assert fit_privately(
+        net, at_site(empty, mechanism), replace_training(lr=1.0, momentum=0, weight_decay=0), generator()
+    )
     moved = torch.cat([(a - b).detach().flatten() for a, b in zip(net.parameters(), before.parameters(), strict=True)])
     assert float(moved.std()) == pytest.approx(3.0 * 0.5 / (0.25 * 8 * 2), rel=0.1)  # sigma C / (q x 8 x 2 classes)
 

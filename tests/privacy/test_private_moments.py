@@ -42,7 +42,9 @@ def test_one_release_per_task_serves_every_round_with_fresh_surrogates(tiny_worl
     assert ledger.participations("run", 0) == 1 and first.num_declined == second.num_declined == 0
     assert first.labels.tolist() == [0] * 3 + [1] * 3 and not torch.equal(first.images, second.images)
     gone = replace(tiny_world["shards"][1], index=tiny_world["shards"][1].index[:0])
-    assert torch.equal(ask(0, shard=gone).images, first.images), "later draws see the released numbers, never the images"
+    assert torch.equal(ask(0, shard=gone).images, first.images), (
+        "later draws see the released numbers, never the images"
+    )
     ask(0, task=1)
     assert ledger.participations("run", 1) == 1
 

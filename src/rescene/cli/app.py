@@ -46,7 +46,8 @@ def demo(
     overrides: Overrides = None,
     out: Annotated[Path | None, typer.Option("--out", help="folder for the runs (default: runs/demo)")] = None,
     private: Annotated[
-        bool, typer.Option("--private", help="ReSCENE with real starts, without (private), with a guarantee (private-dp)")
+        bool,
+        typer.Option("--private", help="ReSCENE with real starts, without (private), with a guarantee (private-dp)"),
     ] = False,
     quiet: Quiet = False,
 ) -> None:

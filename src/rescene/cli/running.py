@@ -100,7 +100,12 @@ def print_summary(results: list[Result], page: Path, names: Sequence[str] = ()) 
         leakage = values["leakage"]
         copies = f"{100 * leakage['near_copies']:.0f} %" if leakage else "no images sent"
         rows.append(
-            {"recipe" if names else "method": name, "AA": f"{values['aa']:.1f}", "AIA": f"{values['aia']:.1f}", **per_task}
+            {
+                "recipe" if names else "method": name,
+                "AA": f"{values['aa']:.1f}",
+                "AIA": f"{values['aia']:.1f}",
+                **per_task,
+            }
             | {"forgetting": f"{values['forgetting']:.1f}", "upload/round": f"{upload:.2f} MB", "near-copies": copies}
         )
     print_rows(rows)
