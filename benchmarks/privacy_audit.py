@@ -35,7 +35,7 @@ def sound(kind: str, seed: int, epsilon: float, num_canaries: int) -> dict[str, 
     """One participation at this epsilon, exactly as promised: what the attacks show must stay below."""
     settings = [*SMALL, f"privacy.mechanism={kind}", f"privacy.epsilon={epsilon}", "privacy.max_participations=1"]
     recipe = resolve("demo", [*settings, f"seed={seed}"]).recipe
-    promise = recipe.promise()
+    promise = recipe.promise(1)
     assert promise is not None
     stage, mechanism = stage_of(prepare(recipe)), promise.mechanism
     rows = canary_audit(stage, as_promised(mechanism), without_noise(mechanism), promise.delta, num_canaries)
@@ -51,7 +51,7 @@ def controls(seed: int) -> dict[str, Any]:
 
 def membership(name: str, seed: int) -> dict[str, Any]:
     recipe = resolve("demo", [*SETTINGS[name], f"seed={seed}"]).recipe
-    promise = recipe.promise()
+    promise = recipe.promise(1)
     return membership_attack(stage_of(prepare(recipe)), as_promised(promise and promise.mechanism), 64, 64)
 
 

@@ -19,7 +19,7 @@ def test_both_directions_agree():
     assert len(sigma) == 1 and sigma[0]["epsilon, whole run"] == pytest.approx(8, abs=1e-3)
     back = json.loads(invoke(*RELEASE, "privacy.epsilon=4", "--sigma", str(sigma[0]["sigma"]), "--json").output)
     assert back["rows"][0]["epsilon, whole run"] == sigma[0]["epsilon, whole run"]
-    assert back["counts"] == {"steps": 1, "participations": 2, "rate": 1.0}
+    assert back["counts"] == {"steps": 1, "participations": 2, "rate": 1.0, "tasks": 1}
     assert {row["direction"] for row in json.loads(invoke("--json").output)["rows"]} == {"given sigma", "given epsilon"}
 
 
@@ -27,9 +27,21 @@ def test_it_says_what_adds_up_and_what_is_not_private():
     text = " ".join(invoke(*RELEASE, "privacy.epsilon=4").output.split())
     assert "2 participations of a site" in text and "one record of one site added or removed" in text
     assert "Not private" in invoke().output
-    assert "no mechanism covers" in " ".join(invoke("method=fedavg").output.split())
+    assert "no mechanism covers it: the Fisher" in " ".join(invoke("method=fedewc").output.split())
     empirical = invoke("privacy.mechanism=paper-experiment", "privacy.noise_multiplier=5").output
     assert "certifies nothing" in " ".join(empirical.split()) and "epsilon" not in empirical
+
+
+def test_methods_that_send_weights_and_what_replay_costs_them():
+    """50 steps of a tenth, three rounds; the records of Re-Fed stay for all five tasks."""
+    dp = ["privacy.mechanism=dp-sgd", "model.norm=group", "privacy.sampling_rate=0.1", "privacy.noise_multiplier=2"]
+    once, kept = (
+        json.loads(invoke(*dp, f"method={name}", "--sigma", "2", "--json").output) for name in ("fedavg", "refed")
+    )
+    assert once["counts"] == {"steps": 50, "participations": 3, "rate": 0.1, "tasks": 1}
+    assert kept["counts"] == once["counts"] | {"tasks": 5} and "memory to the end" in kept["composition"]
+    assert kept["rows"][0]["epsilon, whole run"] > once["rows"][0]["epsilon, whole run"]
+    assert "With dp-sgd it would be" in invoke("method=fedavg").output
 
 
 @pytest.mark.parametrize(

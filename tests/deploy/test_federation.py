@@ -33,6 +33,19 @@ def test_the_same_bits_as_in_one_process(tmp_path, method):
     assert without_starts(found) == without_starts(expected)  # accuracy, bytes, operations, states, leakage
 
 
+def test_a_mechanism_stands_at_the_site(tmp_path):
+    """Noise from the seed, so that both have the same; the ledger lies with the site."""
+    pytest.importorskip("opacus", reason="rescene[privacy]")
+    dp = ["method=fedcbdr", "model.norm=group", "privacy.mechanism=dp-sgd", "privacy.noise_multiplier=1"]
+    resolved = resolve("smoke", [*TINY, *dp, "privacy.noise=seeded", "model.width=4"])
+    expected, found = (
+        in_process(resolved, tmp_path / "here"),
+        across(resolved, tmp_path / "there", LocalPost(sites(tmp_path))),
+    )
+    assert hashes(tmp_path / "there") == hashes(tmp_path / "here") and found == expected
+    assert (tmp_path / "site-1" / "state" / "ledger.jsonl").stat().st_size > 0
+
+
 def test_coded_pictures_are_decoded_once_and_alike(tmp_path):
     resolved = resolve("smoke", [*TINY, "federation.wire=uint8"])
     here, there = (

@@ -118,15 +118,79 @@ def test_an_unreadable_ledger_stops_the_run(tmp_path, monkeypatch):
         (["privacy.mechanism=release", "privacy.epsilon=0"], "greater than 0"),
         (["privacy.mechanism=release", "privacy.epsilon=8", "method.start=real"], "method.start=noise"),
         (["privacy.mechanism=per-example", "privacy.epsilon=8", "method.num_steps=0"], "at least one step"),
+        (["privacy.mechanism=release", "privacy.epsilon=8", "method.start=coloured"], "method.num_steps=0"),
         (["privacy.mechanism=paper-experiment"], "missing"),
         (["privacy.mechanism=paper-experiment", "privacy.epsilon=8"], "certifies none"),
         (["privacy.mechanism=paper-experiment", "privacy.noise_multiplier=1", "method.clip=null"], "clips each"),
-        (["privacy.mechanism=release", "privacy.epsilon=8", "method=fedaf", "method.start=noise"], "FedAF also sends"),
+        (
+            ["privacy.mechanism=release", "privacy.epsilon=8", "method=fedaf", "method.start=noise"],
+            "FedAF cannot use release: it also sends",
+        ),
     ],
 )
 def test_recipes_that_promise_too_much_are_refused(overrides, says):
     with pytest.raises(ConfigError, match=says):
         resolve("smoke", ["method.start=noise", *overrides])
+
+
+DP = {
+    "privacy.mechanism": "dp-sgd",
+    "model.norm": "group",
+    "privacy.sampling_rate": 0.5,
+    "privacy.noise_multiplier": 1.0,
+    "federation.num_clients": 2,
+    "federation.num_rounds": 2,
+    "model.width": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ({"method": "fedavg", "model.norm": "batch"}, "model.norm=group"),
+        ({"method": "fedewc"}, "FedEWC cannot use dp-sgd: the Fisher diagonal"),
+        ({"method": "target"}, "synthetic images"),
+        ({"method": "glfc"}, "a gradient from which the server reconstructs"),
+        ({"method": "rescene"}, "it can use: none, release"),
+        ({"method": "fedcbdr", "method.budget_scope": "global"}, "method.budget_scope=client"),
+        ({"method": "fedavg", "privacy.epsilon": 8}, "either noise_multiplier"),
+    ],
+)
+def test_methods_that_cannot_be_private_are_refused_with_the_reason(overrides, says):
+    with pytest.raises(ConfigError, match=says):
+        resolve("smoke", DP | overrides)
+
+
+@pytest.mark.parametrize(("method", "tasks"), [("fedavg", 1), ("fedlwf", 1), ("fedcbdr", 2), ("refed", 2)])
+def test_methods_that_send_weights_state_what_their_most_used_record_spends(tmp_path, method, tasks):
+    pytest.importorskip("opacus", reason="rescene[privacy]")
+    found = rescene.run("smoke", out=tmp_path / "r", method=method, **DP)
+    stated = found.values["privacy"]
+    assert stated["private"] and stated["releases_per_record"] == 2 * 2 * tasks  # steps x rounds x tasks
+    rows = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
+    assert all(row.get("notes", {}) == {} for row in rows), "losses and sizes of memories stay at the sites"
+
+
+def test_an_interrupted_dp_sgd_run_ends_with_the_bytes_it_would_have_had(tmp_path, monkeypatch):
+    """The ledger of the resumed run makes another run, from the beginning, the same one: work counted included."""
+    pytest.importorskip("opacus", reason="rescene[privacy]")
+    from rescene.engine.loop import Run
+
+    perform = Run._perform
+
+    def stop_after(self, step):
+        perform(self, step)
+        if step.task.index == 1 and step.round == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setenv("RESCENE_LEDGERS", str(tmp_path / "ledgers"))
+    monkeypatch.setattr(Run, "_perform", stop_after)
+    with pytest.raises(KeyboardInterrupt):
+        rescene.run("smoke", out=tmp_path / "stopped", method="fedavg", **DP)
+    monkeypatch.setattr(Run, "_perform", perform)
+    resumed, whole = (rescene.run("smoke", out=tmp_path / name, method="fedavg", **DP) for name in ("stopped", "whole"))
+    assert (resumed.folder / "results.json").read_bytes() == (whole.folder / "results.json").read_bytes()
+    assert all(torch.equal(v, model(whole.folder)[k]) for k, v in model(resumed.folder).items())
 
 
 def test_a_delta_that_promises_nothing_is_refused_before_the_run(tmp_path):

@@ -98,7 +98,7 @@ def test_the_papers_privacy_runs_are_empirical_and_keep_its_values():
     values = cell.flat()
     assert values["privacy.mechanism"] == "paper-experiment" and values["privacy.noise_multiplier"] == 5
     assert values["method.clip"] == 5 and values["method.start"] == "real" and values["model.norm"] == "batch"
-    assert cell.recipe.promise().epsilon() is None
+    assert cell.recipe.promise(5).epsilon() is None
 
 
 def test_choosing_cells():

@@ -63,6 +63,18 @@ def test_best_is_sought_among_comparable_cells_only(tmp_path: Path) -> None:
     assert [row[1] for row in grid.rows] == ["0.1", "0.1", "0.5", "0.5"]  # settings together
 
 
+def test_rows_at_equal_epsilon_compare_whatever_the_mechanism(tmp_path: Path) -> None:
+    """8 by two mechanisms, and 4: the best is sought at 8 only, and no guarantee is a group of its own."""
+    told = [("rescene", "release", 8.0, 50.0), ("fedavg", "dp-sgd", 7.9999, 20.0), ("refed", "dp-sgd", 4.0, 15.0)]
+    runs = [make(tmp_path, "fedlwf", aa=90.0)]
+    for method, mechanism, epsilon, aa in told:
+        setting = config(method, 0) | {"privacy": {"mechanism": mechanism, "delta": 1e-5, "clip": len(method)}}
+        runs.append(make(tmp_path, method, config=setting, aa=aa, privacy={"private": True, "epsilon": epsilon}))
+    grid = compare(runs, by="epsilon", metrics="aa,epsilon")
+    assert [row[:2] for row in grid.rows] == [("Re-Fed", "4"), ("ReSCENE", "8"), ("FedAvg", "8"), ("FedLwF", "–")]
+    assert [name for name, cell in column(grid, "AA (%)").items() if cell.best] == ["ReSCENE"]
+
+
 def test_one_competitor_wins_nothing(tmp_path: Path) -> None:
     grid = compare([make(tmp_path, "rescene", beta=beta) for beta in (0.1, 0.5)], metrics="aa")
     assert not any(cell.best for cell in column(grid, "AA (%)").values())

@@ -39,7 +39,7 @@ def audit(
     """Attack the recipe's mechanism on its own images; of a run its final network, last task, books and stored uploads."""
     experiment = prepare(recipe)
     stage = stage_of(experiment) if run is None else _stage_of_run(experiment, run)
-    promise = recipe.promise()
+    promise = recipe.promise(len(experiment.tasks))
     books = None
     if run is not None and promise is not None and promise.formal:
         books = ledger_epsilon(run / "ledgers", promise.delta)

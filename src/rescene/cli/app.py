@@ -45,12 +45,17 @@ def main() -> None:
 def demo(
     overrides: Overrides = None,
     out: Annotated[Path | None, typer.Option("--out", help="folder for the runs (default: runs/demo)")] = None,
+    private: Annotated[
+        bool,
+        typer.Option("--private", help="ReSCENE with real starts, without (private), with a guarantee (private-dp)"),
+    ] = False,
     quiet: Quiet = False,
 ) -> None:
     """FedAvg forgets, ReSCENE does not: both on embedded real images, minutes on a laptop, with a report."""
     from rescene.cli.running import run_demo
 
-    interruptible(lambda: run_demo(list(overrides or []), out, quiet), "rescene demo")
+    again = "rescene demo --private" if private else "rescene demo"
+    interruptible(lambda: run_demo(list(overrides or []), out, quiet, private), again)
 
 
 @app.command()

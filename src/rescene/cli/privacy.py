@@ -9,8 +9,8 @@ from typing import Any
 
 from rescene.cli.listing import print_rows
 from rescene.config import Resolved
-from rescene.config.privacy import PrivacySection, Promise, promise_of
-from rescene.engine.experiment import load_data
+from rescene.config.privacy import Promise
+from rescene.engine.experiment import load_data, planned
 from rescene.errors import ConfigError, DataError
 from rescene.methods import method_class
 from rescene.privacy.accounting import NEIGHBOURS, Composition, check_target, epsilon_of, sigma_for
@@ -31,20 +31,21 @@ def show_privacy(
     if kind == "paper-experiment":
         if epsilon is not None or sigma is not None:
             raise ConfigError("E176", "the paper's experiment has no epsilon", fix="privacy.mechanism=release")
-        _print({"method": method.title, "mechanism": kind, "statement": _empirical(recipe.promise())}, [], as_json)
+        _print({"method": method.title, "mechanism": kind, "statement": _empirical(recipe.promise(1))}, [], as_json)
         return
-    if kind == "none" and "release" not in method.mechanisms:
-        statement = f"Not private, and no mechanism covers everything it sends: {method.leaves_site}."
+    if kind == "none" and not set(FORMAL) & set(method.mechanisms):
+        statement = f"Not private, and no mechanism covers it: {method.unprotected or method.leaves_site}."
         _print({"method": method.title, "mechanism": kind, "statement": statement}, [], as_json)
         return
     if sigma is not None and not sigma > 0:
         raise ConfigError("E171", f"noise multiplier {sigma:g} is not possible", fix="a number above 0")
-    promise = _promise(resolved, delta)
-    check_target(epsilon, promise.delta, _num_records(resolved))
+    num_records, num_tasks = _sizes(resolved)
+    promise = _promise(resolved, delta, num_tasks)
+    check_target(epsilon, promise.delta, num_records)
     facts = {
         "method": method.title,
         "mechanism": kind,
-        "statement": promise.words() if kind in FORMAL else "Not private. With privacy.mechanism=release it would be:",
+        "statement": promise.words() if kind in FORMAL else f"Not private. With {promise.mechanism.kind} it would be:",
         "neighbours": NEIGHBOURS,
         "composition": promise.composition.words(),
         "delta": promise.delta,
@@ -52,27 +53,23 @@ def show_privacy(
     _print(facts, _rows(promise, epsilon, sigma), as_json, asdict(promise.composition))
 
 
-def _promise(resolved: Resolved, delta: float | None) -> Promise:
-    """The recipe's promise, at another delta if one is given; a recipe without a mechanism is read as a release."""
-    recipe, given = resolved.recipe, {} if delta is None else {"delta": delta}
+def _promise(resolved: Resolved, delta: float | None, num_tasks: int) -> Promise:
+    """The recipe's promise, at another delta if one is given; without a mechanism, what its method's first would promise."""
     check_target(delta=delta)
-    section = recipe.privacy.model_copy(update=given)
-    if section.mechanism == "none":
-        section = PrivacySection(
-            mechanism="release",
-            noise_multiplier=1.0,
-            delta=section.delta,
-            max_participations=section.max_participations,
-        )
-    steps, clip = recipe.method["num_steps"], recipe.method["clip"]
-    found = promise_of(section, recipe.federation.num_rounds, steps, clip)
+    recipe = resolved.recipe
+    change: dict[str, Any] = {} if delta is None else {"delta": delta}
+    if recipe.privacy.mechanism == "none":
+        usable = method_class(recipe.method["name"]).mechanisms
+        change |= {"mechanism": next(kind for kind in usable if kind in FORMAL), "noise_multiplier": 1.0}
+    section = recipe.privacy.model_copy(update=change)
+    found = recipe.model_copy(update={"privacy": section}).promise(num_tasks)
     assert found is not None  # it has a mechanism
     return found
 
 
 def _rows(promise: Promise, epsilon: float | None, sigma: float | None) -> list[dict[str, Any]]:
     whole, delta = promise.composition, promise.delta
-    once = Composition(whole.steps, 1, whole.rate)
+    once = Composition(whole.steps, 1, whole.rate)  # the ledger's entry for one round
     sigmas = SIGMAS if sigma is None else (sigma,)
     epsilons = EPSILONS if epsilon is None else (epsilon,)
     pairs = [("given sigma", s) for s in sigmas if epsilon is None]
@@ -88,12 +85,16 @@ def _rows(promise: Promise, epsilon: float | None, sigma: float | None) -> list[
     ]
 
 
-def _num_records(resolved: Resolved) -> int | None:
-    """Training images, where the data are at hand; a plan for data that are elsewhere is checked when it runs."""
+def _sizes(resolved: Resolved) -> tuple[int | None, int]:
+    """Training images and tasks. A plan for data that are elsewhere is checked when it runs; tasks must then be stated."""
+    recipe = resolved.recipe
     try:
-        return len(load_data(resolved.recipe.data).train)
+        data = load_data(recipe.data)
     except DataError:
-        return None
+        if recipe.tasks.limit is None and method_class(recipe.method["name"]).reuses_records:
+            raise
+        return None, recipe.tasks.limit or 1
+    return len(data.train), len(planned(recipe, data)[1])
 
 
 def _empirical(promise: Promise | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from rescene.engine import prepare
 from rescene.engine.nominal import nominal_cost
 from rescene.report import write_report
 
-DEMO_METHODS = ("fedavg", "rescene")
+DEMO = {"fedavg": ("demo", "fedavg"), "rescene": ("demo", "rescene")}  # folder: recipe, method
+PRIVATE_DEMO = {name: (name, "rescene") for name in ("demo", "private", "private-dp")}
 
 
 def run_one(resolved: Resolved, out: Path | None, quiet: bool, as_json: bool) -> None:
@@ -31,18 +33,20 @@ def run_one(resolved: Resolved, out: Path | None, quiet: bool, as_json: bool) ->
     print_summary([result], page)
 
 
-def run_demo(overrides: list[str], out: Path | None, quiet: bool) -> None:
-    """The two methods side by side on the same sites, images and seed."""
-    plans = [resolve("demo", [*overrides, f"method={name}"]) for name in DEMO_METHODS]
+def run_demo(overrides: list[str], out: Path | None, quiet: bool, private: bool = False) -> None:
+    """The two methods, or with ``private`` the three recipes, side by side on the same sites, images and seed."""
+    cells = PRIVATE_DEMO if private else DEMO
+    plans = [resolve(recipe, [*overrides, f"method={name}"]) for recipe, name in cells.values()]
     root = out or default_folder(plans[0]).parent
-    if overrides and out is None:
-        root = root.with_name(f"demo-{plans[-1].digest()}")
-    folders, page, results = [root / name for name in DEMO_METHODS], root / "report.html", []
+    if out is None and (overrides or private):
+        root = root.with_name(f"demo-{plans[-1].digest()}" if overrides else "demo-private")
+    folders, page, results = [root / name for name in cells], root / "report.html", []
     with watch(quiet) as show, live_page(show, folders, page) as progress:
         for resolved, folder in zip(plans, folders, strict=True):
             results.append(execute(resolved, folder, progress))
-    print_summary(results, write_report(folders, page))
-    print("Again with your images: rescene run demo data.path=./images")
+    print_summary(results, write_report(folders, page), list(cells) if private else [])
+    again = "demo --private" if private else "run demo"
+    print(f"Again with your images: rescene {again} data.path=./images")
 
 
 def plan_run(resolved: Resolved, out: Path | None, as_json: bool) -> None:
@@ -84,13 +88,14 @@ def plan_run(resolved: Resolved, out: Path | None, as_json: bool) -> None:
     print("dry run: nothing was trained")
 
 
-def print_summary(results: list[Result], page: Path) -> None:
-    """The table at the end of a run, a demo or a sweep, and what left the sites."""
+def print_summary(results: list[Result], page: Path, names: Sequence[str] = ()) -> None:
+    """The table at the end of a run, a demo or a sweep, and what left the sites. ``names``: of the rows, if not methods."""
     from rescene.cli.listing import print_rows
 
-    rows = []
-    for result in results:
+    rows, statements = [], {}
+    for result, name in zip(results, names or [r.values["method"] for r in results], strict=True):
         values = result.values
+        statements[f"{name}: {values['privacy']['statement']}"] = None
         per_task = {f"T{j}": _known(v) for j, v in enumerate(values["accuracy_matrix"][-1])}
         if len(per_task) > 10:
             per_task = {}
@@ -99,11 +104,16 @@ def print_summary(results: list[Result], page: Path) -> None:
         missing = "not measured" if "leakage" in values.get("not_measured", {}) else "no images sent"
         copies = f"{100 * leakage['near_copies']:.0f} %" if leakage else missing
         rows.append(
-            {"method": values["method"], "AA": _known(values["aa"]), "AIA": _known(values["aia"]), **per_task}
+            {
+                "recipe" if names else "method": name,
+                "AA": _known(values["aa"]),
+                "AIA": _known(values["aia"]),
+                **per_task,
+            }
             | {"forgetting": _known(values["forgetting"]), "upload/round": f"{upload:.2f} MB", "near-copies": copies}
         )
     print_rows(rows)
-    for statement in dict.fromkeys(f"{r.values['method']}: {r.values['privacy']['statement']}" for r in results):
+    for statement in statements:
         print(statement)
     print(f"Report: {page}")
 

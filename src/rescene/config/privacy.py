@@ -16,16 +16,16 @@ class PrivacySection(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    mechanism: Literal["none", "release", "per-example", "paper-experiment"] = Field(
+    mechanism: Literal["none", "release", "per-example", "paper-experiment", "dp-sgd"] = Field(
         "none",
         description="none: no guarantee; release: one noised sum per class and participation; per-example: the paper's "
-        "proposition; paper-experiment: the paper's runs, which certify nothing",
+        "proposition; paper-experiment: the paper's runs, which certify nothing; dp-sgd: for methods that send weights",
     )
     noise_multiplier: float | None = Field(None, ge=0, description="sigma: deviation of the noise / sensitivity")
     epsilon: float | None = Field(None, gt=0, description="target for the whole run, in the place of noise_multiplier")
     delta: float = Field(1e-5, gt=0, lt=1, description="must stay below 1 / training images")
     clip: float = Field(
-        5.0, gt=0, description="C: bound on a record's embedding (release) or pixel gradient (per-example)"
+        5.0, gt=0, description="C: bound on a record's embedding (release) or gradient (per-example, dp-sgd)"
     )
     max_participations: int | None = Field(
         None, ge=1, description="a site takes part at most this often in a task, then declines; null: every round"
@@ -37,9 +37,14 @@ class PrivacySection(BaseModel):
     threshold: float = Field(
         3.0, ge=0, description="release: classes with a noised count below this many deviations stay home"
     )
-    sampling_rate: float = Field(1.0, gt=0, le=1, description="per-example: a record's chance to enter a step")
+    mean_grid: int = Field(8, ge=1, description="release, start coloured: cells along a side of the mean picture")
+    covariance_grid: int = Field(4, ge=1, le=8, description="release, start coloured: the same for its covariance")
+    covariance_weight: float = Field(1.0, gt=0, description="release, start coloured: size of the second moments")
+    sampling_rate: float = Field(1.0, gt=0, le=1, description="per-example, dp-sgd: a record's chance to enter a step")
     typical_count: float = Field(
-        100.0, gt=0, description="per-example: public guess of a site's images per class; the true number is private"
+        100.0,
+        gt=0,
+        description="per-example, dp-sgd: public guess of a site's images per class; the true number is private",
     )
     noise: Literal["os", "seeded"] = Field(
         "os", description="os: the operating system's entropy; seeded: test mode, protects nobody"
@@ -94,16 +99,21 @@ class Promise:
         return f"Neighbours: {NEIGHBOURS}. Composition: {self.composition.words()}."
 
 
-def promise_of(privacy: PrivacySection, num_rounds: int, num_steps: int, image_clip: float | None) -> Promise | None:
+def promise_of(
+    privacy: PrivacySection, num_rounds: int, num_steps: int, image_clip: float | None = None, num_tasks: int = 1
+) -> Promise | None:
     """The mechanism with its noise multiplier worked out, and its composition; None without a mechanism.
 
-    A record is used by the ``num_rounds`` rounds of its own task at most, fewer if participations are capped.
+    A record is used by the ``num_rounds`` rounds of a task at most, fewer if participations are capped, and in
+    ``num_tasks`` tasks: 1, unless the method trains on it again.
     """
     kind = privacy.mechanism
     if kind == "none":
         return None
-    each = Composition(num_steps, 1, privacy.sampling_rate) if kind == "per-example" else Composition(1, 1)
-    whole = Composition(each.steps, min(privacy.max_participations or num_rounds, num_rounds), each.rate)
+    sampled = kind in ("per-example", "dp-sgd")
+    each = Composition(num_steps, 1, privacy.sampling_rate) if sampled else Composition(1, 1)
+    participations = min(privacy.max_participations or num_rounds, num_rounds)
+    whole = Composition(each.steps, participations, each.rate, num_tasks)
     sigma = privacy.noise_multiplier
     if sigma is None:
         assert privacy.epsilon is not None  # the section is validated
@@ -111,7 +121,7 @@ def promise_of(privacy: PrivacySection, num_rounds: int, num_steps: int, image_c
     clip = privacy.clip if kind in FORMAL else float(image_clip or privacy.clip)
     mechanism = Mechanism(
         kind, sigma, clip, each, privacy.delta, privacy.count_weight * clip, privacy.num_nets, privacy.threshold,
-        privacy.typical_count,
+        privacy.typical_count, privacy.mean_grid, privacy.covariance_grid, privacy.covariance_weight, num_tasks > 1,
     )  # fmt: skip
     return Promise(mechanism, whole, privacy.delta, privacy.noise == "seeded")
 

@@ -110,12 +110,29 @@ class Recipe(Section):
     def _mechanism_fits_method(self) -> Recipe:
         method, kind = method_class(self.method["name"]), self.privacy.mechanism
         if kind not in method.mechanisms:
+            reason = method.unprotected or f"it also sends what {kind} does not cover ({method.leaves_site})"
             raise ValueError(
-                f"privacy.mechanism: {method.title} also sends what {kind} does not cover ({method.leaves_site}); "
-                f"it can use: {', '.join(method.mechanisms)}"
+                f"privacy.mechanism: {method.title} cannot use {kind}: {reason}; it can use: {', '.join(method.mechanisms)}"
             )
-        if kind in ("release", "per-example") and self.method["start"] != "noise":
-            raise ValueError(f"method.start: under {kind} surrogates may not start as real images; method.start=noise")
+        if kind == "dp-sgd" and self.model.norm == "batch" and self.model.name != "vit-small":
+            raise ValueError(
+                "model.norm: under dp-sgd each image needs a gradient of its own, but BatchNorm mixes the images of a batch "
+                "and sends their statistics without noise; model.norm=group"
+            )
+        if kind == "dp-sgd" and self.method.get("budget_scope") == "global":
+            raise ValueError(
+                "method.budget_scope: a budget over all sites needs every image's score on the server, which dp-sgd does "
+                "not cover; method.budget_scope=client"
+            )
+        starts = {"release": ("noise", "coloured"), "per-example": ("noise",)}.get(kind)
+        if starts and self.method["start"] not in starts:
+            raise ValueError(
+                f"method.start: under {kind} surrogates may not start from the images; method.start={' or '.join(starts)}"
+            )
+        if kind == "release" and self.method["start"] == "coloured" and self.method["num_steps"]:
+            raise ValueError(
+                "method.num_steps: released moments of pictures hold no features to descend to; method.num_steps=0"
+            )
         if kind == "per-example" and not self.method["num_steps"]:
             raise ValueError("method.num_steps: per-example needs at least one step")
         if kind == "paper-experiment" and self.method["clip"] is None:
@@ -143,10 +160,16 @@ class Recipe(Section):
         assert self.sites is not None
         return self.model_copy(update={"sites": self.sites.closing(task, rounds)})
 
-    def promise(self) -> Promise | None:
-        """What the mechanism guarantees over the whole run; None without one."""
+    def promise(self, num_tasks: int) -> Promise | None:
+        """What the mechanism guarantees over a run of this many tasks; None without one."""
         steps, clip = self.method.get("num_steps", 1), self.method.get("clip")
-        return promise_of(self.privacy, self.federation.num_rounds, steps, clip)
+        if self.privacy.mechanism == "dp-sgd":
+            steps = max(1, round(self.train.local_epochs / self.privacy.sampling_rate))  # E epochs in expectation
+        rounds = self.federation.num_rounds
+        if self.privacy.mechanism == "release" and self.method["start"] == "coloured":
+            rounds = 1  # what is released does not depend on the model: once per task
+        used_in = num_tasks if method_class(self.method["name"]).reuses_records else 1
+        return promise_of(self.privacy, rounds, steps, clip, used_in)
 
     def build_method(self) -> Method:
         given = {key: v for key, v in self.method.items() if key != "name"}

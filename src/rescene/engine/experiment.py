@@ -106,19 +106,8 @@ def prepare(recipe: Recipe, dataset: Dataset | None = None) -> Experiment:
     rng = Rng(recipe.seed)
     method = recipe.build_method()
     dataset = load_data(recipe.data) if dataset is None else dataset
-    plan = recipe.tasks
-    dataset, tasks = plan_tasks(
-        dataset,
-        scenario=plan.scenario,
-        per_task=plan.per_task,
-        count=plan.count,
-        sizes=plan.sizes,
-        plan=plan.plan,
-        order=plan.order,
-        seed=recipe.seed,
-    )
-    tasks = tasks[: plan.limit]
-    check_records(recipe.promise(), sum(len(task.train) for task in tasks))
+    dataset, tasks = planned(recipe, dataset)
+    check_records(recipe.promise(len(tasks)), sum(len(task.train) for task in tasks))
     dataset = dataset.to(device)
     tasks = [replace(task, train=task.train.to(device), test=task.test.to(device)) for task in tasks]
     shards = [_split(task, dataset.train.labels[task.train].cpu(), recipe.federation, rng) for task in tasks]
@@ -136,8 +125,8 @@ def _prepare_planned(recipe: Recipe, plan: SitesSection, own: Dataset | None) ->
     else:
         dataset = own.to(device)
         tasks = cut(dataset, sizes)
-        check_records(recipe.promise(), max((len(task.train) for task in tasks), default=0))
-    shards = [[task.train] * recipe.federation.num_clients for task in tasks]
+        check_records(recipe.promise(len(tasks)), max((len(task.train) for task in tasks), default=0))
+    shards: list[Sequence[Tensor]] = [[task.train] * recipe.federation.num_clients for task in tasks]
     arch = Arch(recipe.model.name, plan.image_size, recipe.model.norm, recipe.model.width)
     return Experiment(recipe, recipe.build_method(), dataset, tasks, shards, arch, device, Rng(recipe.seed))
 
@@ -156,6 +145,22 @@ def _split(task: Task, labels: Tensor, federation: FederationSection, rng: Rng) 
         labels, num_clients, kind=federation.partition, beta=federation.beta, seed=seed, min_size=federation.min_size
     )
     return [task.train[part.to(task.train.device)] for part in parts]
+
+
+def planned(recipe: Recipe, dataset: Dataset) -> tuple[Dataset, list[Task]]:
+    """The data set relabelled in the order of arrival, and the tasks of this run."""
+    plan = recipe.tasks
+    dataset, tasks = plan_tasks(
+        dataset,
+        scenario=plan.scenario,
+        per_task=plan.per_task,
+        count=plan.count,
+        sizes=plan.sizes,
+        plan=plan.plan,
+        order=plan.order,
+        seed=recipe.seed,
+    )
+    return dataset, tasks[: plan.limit]
 
 
 def load_data(data: DataSection) -> Dataset:

@@ -150,6 +150,8 @@ class InProcess:
         for client, outcome in zip(clients, self._outcomes(work, clients), strict=True):
             if isinstance(outcome, tuple):
                 answers[client] = outcome
+            elif isinstance(outcome, ResceneError):  # as in the batched form: a spoilt ledger, say, stops the run
+                raise outcome
             elif self._form == "debug":
                 raise self._explain(outcome, verb, client, payload) from outcome
             else:

@@ -169,7 +169,7 @@ def _leakage(per_task: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 def _privacy(experiment: Experiment, leakage: dict[str, Any] | None) -> dict[str, Any]:
     """What is guaranteed over the whole run, and in plain words what is not."""
-    promise = experiment.recipe.promise()
+    promise = experiment.recipe.promise(len(experiment.tasks))
     if promise is None:
         return {"private": False, "statement": _statement(experiment.method, leakage)}
     words = f"{promise.words()} {promise.reasons()}" if promise.formal else promise.words()

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from rescene.engine.experiment import Experiment
+from rescene.errors import RunError
 from rescene.privacy.ledger import Ledger
 from rescene.privacy.mechanism import Site
 from rescene.privacy.noise import Noise
@@ -22,13 +23,22 @@ class Sites:
         self.folder = Path(os.environ.get("RESCENE_LEDGERS", folder))
 
     def at(self, task: int, round: int, client: int) -> Site | None:
-        """The site of this client in this round; None without a mechanism."""
-        return site_at(self.experiment, self.run, task, round, client, Ledger(self.folder / f"client-{client}.jsonl"))
+        """The site of this client in this round; None without a mechanism, which a site with a floor does not accept."""
+        made = site_at(self.experiment, self.run, task, round, client, Ledger(self.folder / f"client-{client}.jsonl"))
+        floor = self.folder / "floor.yaml"
+        if (made is None or made.noise.generator is not None) and floor.exists():
+            raise RunError(
+                "E414",
+                "the site has a privacy floor and the recipe protects nobody, so nothing is sent",
+                where=str(floor),
+                fix="a recipe with privacy.mechanism and privacy.noise=os",
+            )
+        return made
 
 
 def site_at(experiment: Experiment, run: str, task: int, round: int, client: int, ledger: Ledger) -> Site | None:
     """A client at one place in time, with its own ledger; None without a mechanism."""
-    promise = experiment.recipe.promise()
+    promise = experiment.recipe.promise(len(experiment.tasks))
     if promise is None:
         return None
     seeded = experiment.rng.at("privacy", task, round, client).generator() if promise.test_mode else None

@@ -1,14 +1,47 @@
-"""What every method shares whose sites train the model and whose server averages: the weights of the average."""
+"""What every method shares whose sites train the model and whose server averages: a site's answer, the weights of the average."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
+import torch
+from torch import nn
+
+from rescene.data import Shard
 from rescene.functional import weighted_average
 from rescene.hyperparameters import hyper
-from rescene.methods.base import Federation, Method, Uploads
+from rescene.methods.base import Federation, Method, Payload, Uploads, weights_of
 from rescene.rng import Rng
+from rescene.steps import Loss, Training, fit_shard
+
+
+def trained(
+    net: nn.Module,
+    shard: Shard,
+    settings: Training,
+    generator: torch.Generator,
+    loss: Loss | None = None,
+    *,
+    first_class: int = 0,
+    notes: Mapping[str, float] | None = None,
+) -> Payload:
+    """Local training and what the site answers: its weights and how many images they come from; nothing without images.
+
+    Behind a mechanism it answers whether it has images or not, and its number of images and its loss stay at home.
+    """
+    if shard.site is not None:
+        from rescene.steps.dp_sgd import fit_privately
+
+        if not fit_privately(net, shard, settings, generator, loss, first_class=first_class):
+            return {"num_images": 0, "notes": {"num_declined": 1}}
+        return {"model": weights_of(net), "num_images": 1}
+    if len(shard) == 0:
+        return {"num_images": 0}
+    final = fit_shard(net, shard, settings, generator, loss, first_class=first_class)
+    told = {"local_loss": final, **(notes or {})}
+    return {"model": weights_of(net), "num_images": len(shard), "notes": told}
 
 
 class AveragingMethod(Method):

@@ -81,6 +81,8 @@ class Method(Hyperparameters):
     leaves_site: ClassVar[str]
     remembers: ClassVar[str] = "nothing"
     mechanisms: ClassVar[tuple[str, ...]] = ("none",)  # privacy mechanisms that cover everything it sends
+    unprotected: ClassVar[str] = ""  # what no mechanism here covers, where leaves_site does not say it
+    reuses_records: ClassVar[bool] = False  # clients train on real images of earlier tasks again
     scenarios: ClassVar[tuple[str, ...]] = ("class", "domain")  # what kinds of task sequence it can learn
 
     train: Training = Training()

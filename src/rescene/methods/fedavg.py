@@ -11,12 +11,11 @@ from typing import ClassVar, Literal
 
 from rescene.data import Shard
 from rescene.hyperparameters import hyper
-from rescene.methods.averaging import AveragingMethod
-from rescene.methods.base import Payload, weights_of
+from rescene.methods.averaging import AveragingMethod, trained
+from rescene.methods.base import Payload
 from rescene.methods.registry import register
 from rescene.record import Tree
 from rescene.rng import Rng
-from rescene.steps import fit_shard
 
 
 @register
@@ -24,16 +23,13 @@ class FedAvg(AveragingMethod):
     name: ClassVar[str] = "fedavg"
     title: ClassVar[str] = "FedAvg"
     paper: ClassVar[str] = "McMahan et al., AISTATS 2017"
+    mechanisms: ClassVar[tuple[str, ...]] = ("none", "dp-sgd")
 
     local_ce: Literal["all", "new"] = hyper(
         "all", "-", "[ours]", "cross-entropy over all seen classes, or this task's only"
     )
 
     def client_round(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
-        if len(shard) == 0:
-            return {"num_images": 0}, client_state
         net = shard.net(payload["model"])
         first = min(shard.task.classes) if self.local_ce == "new" else 0
-        final = fit_shard(net, shard, self.train, rng.at("sgd").generator(shard.device), first_class=first)
-        upload = {"model": weights_of(net), "num_images": len(shard), "notes": {"local_loss": final}}
-        return upload, client_state
+        return trained(net, shard, self.train, rng.at("sgd").generator(shard.device), first_class=first), client_state

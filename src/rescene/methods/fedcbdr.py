@@ -9,6 +9,7 @@ end of task t, all clients:
     client: X_k = phi(D_t); send P_k X_k Q, or its second moments, on which P_k has no effect
     server: thin SVD of all of them together -> U'_k back to client k, or the inverse second moments to everybody
     client: leverage of each image with P_k undone; draw images of each class without replacement, p ~ leverage; keep them
+    behind a privacy mechanism nothing of this is sent: a client keeps each image with the same public chance
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from rescene.functional.leverage import (
 )
 from rescene.functional.temperature import grouped_cross_entropy, task_aware_logits
 from rescene.hyperparameters import hyper
-from rescene.methods.averaging import AveragingMethod
-from rescene.methods.base import Federation, ModelState, Payload, Uploads, weights_of
+from rescene.methods.averaging import AveragingMethod, trained
+from rescene.methods.base import Federation, ModelState, Payload, Uploads
 from rescene.methods.registry import register
 from rescene.record import Tree, record
 from rescene.rng import Rng, seeded_generator
-from rescene.steps import Batch, embed, fit_shard, repeatable, with_replay
+from rescene.steps import Batch, embed, repeatable, with_replay
 
 
 @record
@@ -62,6 +63,8 @@ class FedCBDR(AveragingMethod):
         "features (form=svd: all features, rotated), and with budget_scope=global each image's label, score and key"
     )
     remembers: ClassVar[str] = "real images of finished tasks: up to `budget` (150) of each class"
+    mechanisms: ClassVar[tuple[str, ...]] = ("none", "dp-sgd")
+    reuses_records: ClassVar[bool] = True
 
     budget: int = hyper(150, "-", "App. A", "exemplars kept per class of a finished task, see budget_scope", ge=1)
     budget_scope: Literal["client", "global"] = hyper(
@@ -77,8 +80,6 @@ class FedCBDR(AveragingMethod):
     def client_round(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
         memory = _memory(client_state, shard)
         mixed = with_replay(shard, memory.pixels, memory.labels)
-        if len(mixed) == 0:
-            return {"num_images": 0}, client_state
         net = shard.net(payload["model"])
         num_current, task = len(shard), shard.task
         weights = torch.cat([memory.weights.new_ones(num_current), memory.weights])
@@ -95,14 +96,14 @@ class FedCBDR(AveragingMethod):
                 logits, batch.y, old, self.old_weight, self.new_weight, weights[batch.index]
             )  # Eq. 7
 
-        final = fit_shard(net, mixed, self.train, rng.at("sgd").generator(shard.device), loss)
-        notes = {"local_loss": final, "replay_size": len(memory.labels)}
-        return {"model": weights_of(net), "num_images": len(mixed), "notes": notes}, client_state
+        generator, notes = rng.at("sgd").generator(shard.device), {"replay_size": len(memory.labels)}
+        return trained(net, mixed, self.train, generator, loss, notes=notes), client_state
 
     def end_task(self, state: ModelState, task: Task, federation: Federation, rng: Rng) -> ModelState:
         """Selection of exemplars on all clients; the model does not change. The server passes Q's seed on, nothing more."""
         seed = rng.at("rotation").integer()
-        shared = federation.ask(federation.clients, "share_features", {"model": state.model, "rotation_seed": seed})
+        asked = federation.ask(federation.clients, "share_features", {"model": state.model, "rotation_seed": seed})
+        shared = {client: upload for client, upload in asked.items() if upload}
         if not shared:
             return state
         scored = self._scored(shared, federation)
@@ -128,6 +129,8 @@ class FedCBDR(AveragingMethod):
 
     def share_features(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
         """X_k Q stays on the desk; what is sent has P_k in front, or is a sum over images."""
+        if shard.site is not None:
+            return {}, self._kept_blindly(_memory(client_state, shard), shard)
         x = embed(shard.net(payload["model"]), shard.pictures(shard.index)).double()
         rotated = x @ random_orthogonal(x.shape[1], seeded_generator(payload["rotation_seed"])).to(x.device)
         private_seed = rng.at("private").integer()
@@ -155,6 +158,12 @@ class FedCBDR(AveragingMethod):
         """Global budget only: the server has found where to cut each class."""
         return {}, self._kept(client_state, shard, Cut(**payload["cut"]))
 
+    def _kept_blindly(self, memory: Memory, shard: Shard) -> Memory:
+        """Each image on its own with the same public chance: that costs no privacy, and no image makes room for another."""
+        site = shard.site
+        chosen = site.noise.chosen(len(shard), min(1.0, self.budget / site.mechanism.typical_count)).to(shard.device)
+        return _with_images(memory, shard, chosen, memory.weights.new_ones(len(shard)))
+
     def _kept(self, memory: Memory, shard: Shard, cut: Cut) -> Memory:
         """The memory with the images above the cut added, and an empty desk."""
         keys, scores, labels = memory.desk["keys"], memory.desk["scores"], shard.labels
@@ -162,12 +171,17 @@ class FedCBDR(AveragingMethod):
         weights = memory.weights.new_ones(len(labels))
         if self.reweight:
             weights = importance_weights(scores, labels, self.budget, cut).to(weights)
-        return Memory(
-            pixels=torch.cat([memory.pixels, shard.images.pixels[shard.index[chosen]]]),
-            labels=torch.cat([memory.labels, labels[chosen]]),
-            weights=torch.cat([memory.weights, weights[chosen]]),
-            desk={},
-        )
+        return _with_images(memory, shard, chosen, weights)
+
+
+def _with_images(memory: Memory, shard: Shard, chosen: Tensor, weights: Tensor) -> Memory:
+    """The memory with these of the shard's images added, and an empty desk."""
+    return Memory(
+        pixels=torch.cat([memory.pixels, shard.images.pixels[shard.index[chosen]]]),
+        labels=torch.cat([memory.labels, shard.labels[chosen]]),
+        weights=torch.cat([memory.weights, weights[chosen]]),
+        desk={},
+    )
 
 
 def _private_rotation(size: int, private_seed: int) -> Tensor:

@@ -58,6 +58,10 @@ class FedEWC(AveragingMethod):
     paper: ClassVar[str] = "Kirkpatrick et al., PNAS 2017"
     remembers: ClassVar[str] = "importance of every weight (Fisher diagonal), and the weights it pulls back to"
 
+    unprotected: ClassVar[str] = (
+        "the Fisher diagonal is computed from images and steers every later upload outside the clipped gradients"
+    )
+
     ewc_weight: float = hyper(1000.0, "lambda_EWC", "App. A", "weight of the penalty", ge=0)
     anchor: Literal["task_end", "last_round"] = hyper(
         "task_end", "a", "[ours]", "pull towards the last task's global model, or the client's own last model"

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from rescene.data import Shard, Task
 from rescene.functional.distillation import distillation_loss
 from rescene.hyperparameters import hyper
-from rescene.methods.averaging import AveragingMethod
-from rescene.methods.base import Federation, ModelState, Payload, weights_of
+from rescene.methods.averaging import AveragingMethod, trained
+from rescene.methods.base import Federation, ModelState, Payload
 from rescene.methods.registry import register
 from rescene.record import Tree
 from rescene.rng import Rng
-from rescene.steps import Batch, fit_shard, repeatable
+from rescene.steps import Batch, repeatable
 
 
 @register
@@ -34,6 +34,7 @@ class FedLwF(AveragingMethod):
     title: ClassVar[str] = "FedLwF"
     paper: ClassVar[str] = "Li and Hoiem, TPAMI 2018"
     remembers: ClassVar[str] = "the global model of the previous task, as a teacher"
+    mechanisms: ClassVar[tuple[str, ...]] = ("none", "dp-sgd")
 
     kd_weight: float = hyper(3.0, "lambda_KD", "App. A", "weight of the distillation loss", ge=0)
     kd_temperature: float = hyper(2.0, "T_KD", "App. A", "temperature of both softmaxes of the distillation", gt=0)
@@ -52,8 +53,6 @@ class FedLwF(AveragingMethod):
         return {}, {"teacher": payload["teacher"]}
 
     def client_round(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
-        if len(shard) == 0:
-            return {"num_images": 0}, client_state
         net = shard.net(payload["model"])
         teacher = _teacher(shard, client_state)
         first = min(shard.task.classes) if self.local_ce == "new" else 0
@@ -64,9 +63,7 @@ class FedLwF(AveragingMethod):
             value = F.cross_entropy(logits[:, first:], batch.y - first)
             return value if teacher is None else value + self.kd_weight * self._distillation(logits, teacher, batch.x)
 
-        final = fit_shard(net, shard, self.train, rng.at("sgd").generator(shard.device), loss)
-        upload = {"model": weights_of(net), "num_images": len(shard), "notes": {"local_loss": final}}
-        return upload, client_state
+        return trained(net, shard, self.train, rng.at("sgd").generator(shard.device), loss), client_state
 
     def _distillation(self, logits: Tensor, teacher: nn.Module, x: Tensor) -> Tensor:
         with torch.no_grad():

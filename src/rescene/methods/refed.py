@@ -5,6 +5,7 @@ begin of task t >= 2, all clients: pool = cache + D_{t-1}; room = max(0, M - |D_
                 one epoch of v <- v - eta (grad CE + q(lambda) (v - w))
                 I(x) += (1/p) ||grad_v l(f_v(x), y)||  for every x of the pool
             and keep the `room` images with the highest I
+            (behind a privacy mechanism: keep each image of the pool with the same public chance)
 each round of task t:
     server: broadcast theta
     client: E epochs of SGD on D_t + cache, cross-entropy over all seen classes; send theta_k, n_k
@@ -29,8 +30,8 @@ from rescene.functional.importance import (
     proximal_penalty,
 )
 from rescene.hyperparameters import hyper
-from rescene.methods.averaging import AveragingMethod
-from rescene.methods.base import Federation, Model, ModelState, Payload, weights_of
+from rescene.methods.averaging import AveragingMethod, trained
+from rescene.methods.base import Federation, Model, ModelState, Payload
 from rescene.methods.registry import register
 from rescene.record import Tree, record
 from rescene.rng import Rng
@@ -43,6 +44,7 @@ class Memory:
 
     pixels: Tensor  # uint8 [m, 3, H, W]
     labels: Tensor  # int64 [m]
+    chance: float = 1.0  # behind a mechanism: with which an earlier image is still here
 
 
 @register
@@ -52,6 +54,8 @@ class ReFed(AveragingMethod):
     paper: ClassVar[str] = "Li et al., CVPR 2024"
     leaves_site: ClassVar[str] = "model weights and the number of images trained on"
     remembers: ClassVar[str] = "real images of earlier tasks: as many as its storage leaves beside the current ones"
+    mechanisms: ClassVar[tuple[str, ...]] = ("none", "dp-sgd")
+    reuses_records: ClassVar[bool] = True
 
     storage: int = hyper(1000, "M", "App. A", "images a client can hold, current and previous together", ge=0)
     pim_epochs: int = hyper(40, "p", "App. A", "epochs of the personalised informative model", ge=1)
@@ -74,6 +78,8 @@ class ReFed(AveragingMethod):
     def refresh_cache(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
         """Make room for the images of the new task. Nothing is sent back."""
         memory = _memory(client_state, shard)
+        if shard.site is not None:
+            return {}, self._thinned(memory, shard)
         room = max(0, self.storage - len(shard))
         if len(memory.labels) <= room:
             return {}, memory
@@ -82,6 +88,15 @@ class ReFed(AveragingMethod):
             pool = with_replay(replace(shard, index=shard.index[:0]), memory.pixels, memory.labels)
             kept = most_important(self._importance(payload["model"], pool, rng), room)
         return {}, Memory(memory.pixels[kept], memory.labels[kept])
+
+    def _thinned(self, memory: Memory, shard: Shard) -> Memory:
+        """Room by public numbers, and a coin for each image: importance would depend on the pool and need a budget."""
+        task, count = shard.task, shard.site.mechanism.typical_count
+        earlier = task.num_seen - len(task.classes) if task.domain is None else task.index * len(task.classes)
+        chance = min(memory.chance, max(0.0, self.storage / count - len(task.classes)) / earlier)
+        kept = shard.site.noise.chosen(len(memory.labels), chance / memory.chance if memory.chance else 0.0)
+        kept = kept.to(shard.device)
+        return Memory(memory.pixels[kept], memory.labels[kept], chance)
 
     def _importance(self, model: Model, pool: Shard, rng: Rng) -> Tensor:
         """I(x) of every image of the pool, summed while the personalised informative model v moves away from w."""
@@ -124,12 +139,9 @@ class ReFed(AveragingMethod):
     def client_round(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
         memory = _memory(client_state, shard)
         mixed = with_replay(shard, memory.pixels, memory.labels)
-        if len(mixed) == 0:
-            return {"num_images": 0}, client_state
         net = shard.net(payload["model"])
-        final = fit_shard(net, mixed, self.train, rng.at("sgd").generator(shard.device))
-        notes = {"local_loss": final, "replay_size": len(memory.labels)}
-        return {"model": weights_of(net), "num_images": len(mixed), "notes": notes}, client_state
+        generator, notes = rng.at("sgd").generator(shard.device), {"replay_size": len(memory.labels)}
+        return trained(net, mixed, self.train, generator, notes=notes), client_state
 
     def end_task(self, state: ModelState, task: Task, federation: Federation, rng: Rng) -> ModelState:
         """The model does not change; every client puts the finished task's images beside its cache."""
@@ -138,9 +150,11 @@ class ReFed(AveragingMethod):
 
     def set_aside(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
         """What the next refresh chooses from: cache + D_t. Nothing is sent."""
-        memory = _memory(client_state, shard)
-        pixels = torch.cat([memory.pixels, shard.images.pixels[shard.index]])
-        return {}, Memory(pixels, torch.cat([memory.labels, shard.labels]))
+        memory, index = _memory(client_state, shard), shard.index
+        if shard.site is not None:  # as likely to be here as those of earlier tasks
+            index = index[shard.site.noise.chosen(len(index), memory.chance).to(index.device)]
+        pixels = torch.cat([memory.pixels, shard.images.pixels[index]])
+        return {}, Memory(pixels, torch.cat([memory.labels, shard.images.labels[index]]), memory.chance)
 
 
 def _memory(client_state: Tree, shard: Shard) -> Memory:

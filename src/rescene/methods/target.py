@@ -37,6 +37,7 @@ class TARGET(Synthesis, AveragingMethod):
     title: ClassVar[str] = "TARGET"
     paper: ClassVar[str] = "Zhang et al., ICCV 2023"
     remembers: ClassVar[str] = "the model of the task before, and synthetic images of all old classes"
+    unprotected: ClassVar[str] = "each local step also distils synthetic images, for which dp-sgd has no place"
 
     kd_weight: float = hyper(25.0, "-", "App. A", "weight of distillation on synthetic images; 0: none", ge=0)
     kd_temperature: float = hyper(2.0, "T_KD", "App. A", "temperature of the clients' distillation", gt=0)

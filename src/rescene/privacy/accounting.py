@@ -6,7 +6,8 @@
 
 Neighbours: two data sets of one site that differ by one record added or removed. A record has one label and belongs to one
 task and one site, so classes, tasks and sites compose in parallel; only the steps and participations of its own site in its
-own task add up. The server chooses who takes part, so being left out of a round amplifies nothing.
+own task add up. Where a method keeps records and trains on them again, the participations of all later tasks add up too. The
+server chooses who takes part, so being left out of a round amplifies nothing.
 
 With q = 1 the sum is a Gaussian mechanism again and has a closed form (Balle & Wang 2018, Theorem 8). With q < 1 the privacy
 loss distribution is composed numerically by dp-accounting, rounded towards more loss.
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -31,32 +32,40 @@ _SIGMA_TOLERANCE = 1e-6  # relative
 
 @dataclass(frozen=True)
 class Composition:
-    """How often one record is used in the whole run, at most."""
+    """How often the most-used record is used in the whole run."""
 
     steps: int  # noisy steps of one participation
-    participations: int  # of its site in its task
+    participations: int  # of its site in a task
     rate: float = 1.0  # q
+    tasks: int = 1  # in which it is used: more than its own where methods replay it
 
     def __post_init__(self) -> None:
-        if self.steps < 1 or self.participations < 1 or not 0 < self.rate <= 1:
+        if min(self.steps, self.participations, self.tasks) < 1 or not 0 < self.rate <= 1:
             raise ConfigError(
                 "E170",
-                f"cannot account for {self.steps} steps, {self.participations} participations at rate {self.rate:g}",
-                why="both counts must be at least 1 and the rate above 0 and at most 1",
+                f"cannot account for {self.steps} steps, {self.participations} participations, {self.tasks} tasks "
+                f"at rate {self.rate:g}",
+                why="the counts must be at least 1 and the rate above 0 and at most 1",
             )
 
     @property
     def releases(self) -> int:
-        return self.steps * self.participations
+        return self.steps * self.participations * self.tasks
 
     def words(self) -> str:
         """The composition as a sentence for people."""
         step = "release" if self.steps == 1 else "releases"
         rate = "with every record" if self.rate == 1 else f"each with a record's chance of {self.rate:g}"
         times = "participation" if self.participations == 1 else "participations"
+        replayed = f" x {self.tasks} tasks" if self.tasks > 1 else ""
+        rest = "tasks, sites and classes share no record, so nothing else adds up"
+        if self.tasks > 1:
+            rest = (
+                "the most-used one is of the first task and kept in its site's memory to the end; sites share no record"
+            )
         return (
             f"{self.steps} noisy {step} per participation ({rate}) x at most {self.participations} {times} of a site "
-            f"in a task = {self.releases} per record; tasks, sites and classes share no record, so nothing else adds up"
+            f"in a task{replayed} = {self.releases} per record; {rest}"
         )
 
 
@@ -89,7 +98,7 @@ def sigma_for(epsilon: float, composition: Composition, delta: float) -> float:
     if composition.rate == 1:
         low, high = math.log(1e-4), math.log(1e8)
     else:  # sampling can only help, and the closed form is cheap
-        high = math.log(sigma_for(epsilon, Composition(composition.steps, composition.participations), delta))
+        high = math.log(sigma_for(epsilon, replace(composition, rate=1.0), delta))
         low = high
         while excess(low) <= 0:
             high, low = low, low - math.log(2)

@@ -18,6 +18,7 @@ import contextlib
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -53,6 +54,7 @@ class Charge:
     sigma: float
     steps: int
     rate: float
+    reuses: bool = False  # records of earlier tasks, kept in the site's memory, are used as well
 
     @property
     def key(self) -> str:
@@ -141,8 +143,11 @@ class Ledger:
             return
         if charge.mechanism == "paper-experiment":
             raise self._declined(charge, "the paper's experiment promises no epsilon, and this site has a limit on it")
-        used = [*same, *(c for c in earlier if c.run != charge.run), charge]
-        spent = total_epsilon([(c.sigma, Composition(c.steps, 1, c.rate)) for c in used], delta)
+        used = [c for c in earlier if c.run != charge.run or c.task == charge.task or charge.reuses]
+        steps: Counter[tuple[float, float]] = Counter()
+        for c in (*used, charge):
+            steps[c.sigma, c.rate] += c.steps
+        spent = total_epsilon([(sigma, Composition(n, 1, rate)) for (sigma, rate), n in steps.items()], delta)
         if spent > floor.epsilon_max:
             raise self._declined(charge, f"epsilon would be {spent:.2f}, above its limit {floor.epsilon_max:g}")
 

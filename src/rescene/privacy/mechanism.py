@@ -3,36 +3,41 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor, nn
 
-from rescene.errors import ConfigError
+from rescene.errors import ConfigError, ResceneWarning
 from rescene.functional.release import release_bound
 from rescene.privacy.accounting import Composition
-from rescene.privacy.ledger import Charge, Ledger
+from rescene.privacy.ledger import Charge, Declined, Ledger
 from rescene.privacy.noise import Noise
 
-FORMAL = ("release", "per-example")  # these promise an epsilon; "paper-experiment" promises nothing
+FORMAL = ("release", "per-example", "dp-sgd")  # these promise an epsilon; "paper-experiment" promises nothing
 
 
 @dataclass(frozen=True)
 class Mechanism:
     """Settings of one mechanism. Everything here is public; nothing may depend on a site's images."""
 
-    kind: Literal["release", "per-example", "paper-experiment"]
+    kind: Literal["release", "per-example", "paper-experiment", "dp-sgd"]
     sigma: float  # noise multiplier
-    clip: float  # C: bound on a record's embedding (release) or pixel gradient (per-example, and per class in the paper's)
+    clip: (
+        float  # C: bound on a record's embedding (release) or gradient (per-example, dp-sgd; per class in the paper's)
+    )
     composition: Composition  # of one participation
     delta: float = 1e-5
     kappa: float = 1.0  # release: what a record adds to the count coordinate
     num_nets: int = 1  # release: perturbed networks under which records are embedded
     threshold: float = 3.0  # release: deviations of the noised count below which a class is not uploaded
-    typical_count: float = (
-        1.0  # per-example: public guess of a site's images per class, in the place of the true number
-    )
+    typical_count: float = 1.0  # public guess of a site's images per class, in the place of the true number
+    mean_grid: int = 8  # release, start coloured: side of the mean picture
+    covariance_grid: int = 4  # and of the picture whose covariance is released
+    covariance_weight: float = 1.0
+    reuses: bool = False  # dp-sgd: the method trains again on records of earlier tasks
 
     @property
     def sensitivity(self) -> float:
@@ -70,8 +75,17 @@ class Site:
         if self.ledger is None:
             return draw()
         m = self.mechanism
-        charge = Charge(self.run, self.task, self.round, m.kind, m.sigma, m.composition.steps, m.composition.rate)
+        steps, rate = m.composition.steps, m.composition.rate
+        charge = Charge(self.run, self.task, self.round, m.kind, m.sigma, steps, rate, m.reuses)
         return self.ledger.once(charge, question, m.delta, self.max_participations, draw)
+
+    def answer(self, question: str, draw: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor] | None:
+        """As :meth:`release`; None, and a warning, when the site declines."""
+        try:
+            return self.release(question, draw)
+        except Declined as refusal:
+            warnings.warn(ResceneWarning("W310", refusal.what), stacklevel=2)
+            return None
 
 
 def digest(state: Iterable[tuple[str, Tensor]], *more: object) -> str:

@@ -172,6 +172,12 @@ def near_copies(run: Run) -> float | None:
     return number(run.leakage.get("near_copies"))
 
 
+def guaranteed(run: Run) -> float | None:
+    """Epsilon over the whole run, to two decimals; None where nothing is guaranteed."""
+    epsilon = number(run.privacy.get("epsilon"))
+    return None if epsilon is None else round(epsilon, 2)
+
+
 def comparison_rows(runs: Sequence[Run]) -> list[Row]:
     """The comparison table's data, one row per method (and recipe), best AA first.
 
@@ -204,5 +210,11 @@ def differing_settings(groups: Sequence[Group]) -> list[str]:
     """Keys of the problem (data, tasks, sites, model, privacy) in which groups differ: such rows are not comparable."""
     sections = ("data", "tasks", "federation", "model", "privacy")
     flats = [flatten({name: group.runs[0].config.get(name, {}) for name in sections}) for group in groups]
+    for group, flat in zip(groups, flats, strict=True):
+        epsilon = guaranteed(group.runs[0])
+        if epsilon is not None:  # how a method reaches its guarantee is its own affair
+            for key in [key for key in flat if key.startswith("privacy.") and key != "privacy.delta"]:
+                del flat[key]
+        flat["privacy.epsilon"] = epsilon
     keys = dict.fromkeys(key for flat in flats for key in flat if key not in _CHOICES)
     return [key for key in keys if len({same(flat[key]) for flat in flats if key in flat}) > 1]

@@ -67,6 +67,7 @@ _ALL = (
     Column("server_flops", "Server compute", "TFLOP", -1, _measured("server_flops", 1e12)),
     Column("client_state", "Site memory", "MB", -1, _measured("client_state_bytes", 1e6)),
     Column("server_state", "Server memory", "MB", -1, _measured("server_state_bytes", 1e6)),
+    Column("epsilon", "ε", "whole run, most-used record", 0, lambda run: number(run.privacy.get("epsilon"))),
     NEAR_COPIES,
     Column("nearest_rms", "Nearest real image", "median RMS", 0, _leaked("nearest_rms_median"), digits=3),
     Column("nearest_psnr", "Nearest real image", "median PSNR, dB", 0, _leaked("nearest_psnr_median_db"), digits=1),

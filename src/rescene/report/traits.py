@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from rescene.errors import ConfigError, did_you_mean
 from rescene.report.formats import NONE
-from rescene.report.groups import Group, flatten
+from rescene.report.groups import Group, flatten, guaranteed
 from rescene.report.look import plain
 
-ALWAYS = ("method", "data", "seed")  # names that are not keys of a recipe
+ALWAYS = ("method", "data", "seed", "epsilon")  # names that are not keys of a recipe
 
 
 def traits(group: Group) -> dict[str, str]:
-    """Every dotted key of the group's recipe as text, and ``method``, ``data``, ``seed``."""
+    """Every dotted key of the group's recipe as text, and ``method``, ``data``, ``seed``, ``epsilon`` (as guaranteed)."""
     run = group.runs[0]
     flat = flatten({key: value for key, value in run.config.items() if key != "method"})
     told = run.config.get("method")
@@ -26,6 +26,7 @@ def traits(group: Group) -> dict[str, str]:
         "method": group.look.label,
         "data": plain(data, 40),
         "seed": ", ".join(map(str, seeds)) or NONE,
+        "epsilon": NONE if (epsilon := guaranteed(run)) is None else f"{epsilon:g}",
     }
 
 

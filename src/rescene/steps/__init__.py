@@ -3,11 +3,12 @@
 from rescene.steps.condense import Condensation, Surrogates, condense
 from rescene.steps.embed import class_scores, embed
 from rescene.steps.replay import with_replay
-from rescene.steps.sgd import Batch, Training, cross_entropy, fit, fit_pool, fit_shard, repeatable
+from rescene.steps.sgd import Batch, Loss, Training, cross_entropy, fit, fit_pool, fit_shard, repeatable
 
 __all__ = [
     "Batch",
     "Condensation",
+    "Loss",
     "Surrogates",
     "Training",
     "class_scores",

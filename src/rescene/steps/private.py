@@ -13,18 +13,15 @@ In the first two every class of the task is treated alike whether the site has i
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from rescene.data import Shard
-from rescene.errors import ResceneWarning
 from rescene.functional import clip_groups, perturbed
 from rescene.functional.release import class_sums, clip_rows, noised_means
-from rescene.privacy.ledger import Declined
 from rescene.privacy.mechanism import Mechanism, Site, digest, refuse_batch_statistics
 from rescene.privacy.noise import Noise
 from rescene.rng import Rng, seeded_generator
@@ -52,6 +49,10 @@ def condense_privately(
 ) -> list[Surrogates]:
     """As :func:`rescene.steps.condense.condense`, one answer per shard; a site that declines answers with nothing."""
     site: Site = shards[0].site  # all sites of a run have the same mechanism
+    if site.mechanism.kind == "release" and settings.start == "coloured":
+        from rescene.steps.private_moments import draw_from_moments
+
+        return draw_from_moments(shards, rngs, settings)
     net.eval()
     question = digest(net.state_dict().items(), site.mechanism, settings, noise_seed)
     if site.mechanism.kind == "release":
@@ -63,7 +64,7 @@ def condense_privately(
         def draw(shard: Shard = shard, rng: Rng = rng) -> dict[str, Tensor]:
             return _as_tensors(one(net, shard, rng, settings, noise_seed))
 
-        found = _asked(shard, question, draw)
+        found = shard.site.answer(question, draw)
         made.append(replace(collect(shard, []), num_declined=1) if found is None else _from_tensors(found, shard))
     return made
 
@@ -138,7 +139,7 @@ def _from_releases(
             psi = embeddings(net, shard, thetas, settings)
             return {"sums": noised_sums(psi, shard, mechanism, shard.site.noise)}
 
-        found = _asked(shard, question, draw)
+        found = shard.site.answer(question, draw)
         if found is not None and not looked:  # replayed: the work was done once, and it counts once
             _count(net, len(thetas) * len(shard))
         if found is None:
@@ -229,15 +230,6 @@ def _count(net: nn.Module, num_passes: int) -> None:
     count = getattr(net, "count_passes", None)
     if count is not None:
         count(num_passes)
-
-
-def _asked(shard: Shard, question: str, draw: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor] | None:
-    try:
-        found: dict[str, Tensor] = shard.site.release(question, draw)
-        return found
-    except Declined as refusal:
-        warnings.warn(ResceneWarning("W310", refusal.what), stacklevel=2)
-        return None
 
 
 def _white(shard: Shard, rng: Rng, label: int, settings: Condensation) -> Tensor:

@@ -1,0 +1,158 @@
+"""DP-SGD at a site (Abadi et al., CCS 2016): local training of which only noised sums of clipped gradients reach the weights.
+
+at each of E / q steps (E epochs in expectation):
+    each record of the site enters with probability q               Poisson sampling, from the site's own entropy
+    g <- sum of clip_C(grad of the record's loss) + N(0, sigma^2 C^2 I)
+    SGD with g / (q x typical count x classes of the task)          the true number of records is private
+
+Weight decay and momentum act after the noise: they see no record. The loss of a record is the method's loss on a batch that
+holds this record alone, so no loss can mix records, whatever it averages over. Gradients of single records come from
+Opacus. What is released is the trained network, once per participation, through the site's ledger.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rescene.data import Shard
+from rescene.errors import ConfigError
+from rescene.privacy.mechanism import Site, digest, refuse_batch_statistics
+from rescene.steps.sgd import Batch, Loss, Training
+
+HELD = 2**26  # numbers at most in the gradients of single records that are held at once
+
+
+def fit_privately(
+    net: nn.Module,
+    shard: Shard,
+    settings: Training,
+    generator: torch.Generator,
+    loss: Loss | None = None,
+    *,
+    first_class: int = 0,
+) -> bool:
+    """As :func:`rescene.steps.fit_shard`, behind the shard's mechanism; False if the site declines.
+
+    Takes place whatever the site holds: a site without images trains on noise. ``generator`` draws crops only.
+    """
+    site: Site = shard.site
+    refuse_batch_statistics(net.train())
+
+    def from_first_class(net: nn.Module, batch: Batch) -> Tensor:
+        return F.cross_entropy(net(batch.x)[:, first_class:], batch.y - first_class)
+
+    looked: list[Tensor] = []
+
+    def draw() -> dict[str, Tensor]:
+        looked.append(_descend(net, shard, settings, generator, loss or from_first_class))
+        return {**net.state_dict(), "num_sampled": looked[0]}
+
+    found = site.answer(digest(net.state_dict().items(), site.mechanism, settings), draw)
+    net.eval()
+    if found is None:
+        return False
+    sampled = int(found.pop("num_sampled"))
+    if not looked and hasattr(net, "count_passes"):  # replayed: the work was done once, and it counts once
+        net.count_passes(3 * sampled)  # type: ignore[operator]
+    net.load_state_dict(found)
+    return True
+
+
+def _descend(net: nn.Module, shard: Shard, settings: Training, generator: torch.Generator, loss: Loss) -> Tensor:
+    """Train ``net`` in place; returns how many records were sampled in all, which stays at the site."""
+    mechanism, noise = shard.site.mechanism, shard.site.noise
+    rate = mechanism.composition.rate
+    parameters = [p for p in net.parameters() if p.requires_grad]
+    optimiser = torch.optim.SGD(parameters, settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay)
+    expected = rate * mechanism.typical_count * len(shard.task.classes)
+    sampled, watched = 0, per_record(net)
+    for _ in range(mechanism.composition.steps):
+        chosen = shard.index[noise.chosen(len(shard), rate).to(shard.device)]
+        sampled += len(chosen)
+        total = clipped_sum(watched, shard, chosen, settings, generator, loss, mechanism.clip).cpu()
+        total = (total + mechanism.deviation * noise.normal(len(total))) / expected
+        for p, part in zip(parameters, total.split([p.numel() for p in parameters]), strict=True):
+            p.grad = part.reshape(p.shape).to(p)
+        optimiser.step()
+    watched.to_standard_module()  # type: ignore[operator]
+    return torch.tensor(sampled)
+
+
+def clipped_sum(
+    watched: nn.Module,
+    shard: Shard,
+    chosen: Tensor,
+    settings: Training,
+    generator: torch.Generator,
+    loss: Loss,
+    clip: float,
+) -> Tensor:
+    """Sum over the chosen records of their gradients, all parameters as one vector, each clipped: float64 [parameters].
+
+    ``watched`` is the network from :func:`per_record`.
+    """
+    parameters = [p for p in watched.parameters() if p.requires_grad]
+    size = sum(p.numel() for p in parameters)
+    total = torch.zeros(size, dtype=torch.float64, device=shard.device)
+    for part in chosen.split(max(1, HELD // size)) if len(chosen) else ():
+        x = shard.pictures(part)
+        x = shard.transform.augment(x, generator) if settings.augment else x
+        with warnings.catch_warnings():  # pixels need no gradient here, and torch would say so
+            warnings.filterwarnings("ignore", message="Full backward hook is firing")
+            record_losses(loss, watched(x), Batch(x, shard.images.labels[part], part)).sum().backward()
+        total += _sum_of_clipped([p.grad_sample.flatten(1) for p in parameters], clip)  # type: ignore[attr-defined]
+        watched.zero_grad(set_to_none=True)
+    return total
+
+
+def _sum_of_clipped(rows: list[Tensor], clip: float) -> Tensor:
+    """Rows [n, d_i] are parts of n vectors: each clipped as a whole, one that is not finite left out, then summed.
+
+    Norms are float64. The sum is float32, which may exceed the bound in the seventh digit; the noise is no finer either.
+    """
+    norms = torch.stack([torch.linalg.vector_norm(part, dim=1, dtype=torch.float64) for part in rows]).norm(dim=0)
+    finite = torch.isfinite(norms)
+    if not bool(finite.all()):
+        rows, norms = [part[finite] for part in rows], norms[finite]
+    factors = (clip / norms.clamp(min=clip)).to(rows[0])
+    return torch.cat([factors @ part for part in rows]).double()
+
+
+def record_losses(loss: Loss, logits: Tensor, batch: Batch) -> Tensor:
+    """The loss of each record as if it were a batch of its own: logits [n, C] -> [n]."""
+
+    def one(logits: Tensor, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
+        return loss(_Answered(logits[None]), Batch(x[None], y[None], index[None]))
+
+    found: Tensor = torch.func.vmap(one)(logits, batch.x, batch.y, batch.index)
+    return found
+
+
+class _Answered(nn.Module):
+    """A network that has been asked already."""
+
+    def __init__(self, logits: Tensor) -> None:
+        super().__init__()
+        self.logits = logits
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.logits
+
+
+def per_record(net: nn.Module) -> nn.Module:
+    """The network with a gradient for each record after a backward pass."""
+    try:
+        from opacus import GradSampleModule
+    except ImportError as error:
+        raise ConfigError(
+            "E174",
+            "dp-sgd needs Opacus for gradients of single records",
+            why=str(error),
+            fix="pip install 'rescene[privacy]'",
+        ) from None
+    watched: nn.Module = GradSampleModule(net, loss_reduction="sum")
+    return watched

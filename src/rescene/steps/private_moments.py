@@ -1,0 +1,68 @@
+"""Surrogates from noised moments of the pictures themselves: the private form of the start ``coloured``.
+
+Per site, task and class of the task: one clipped sum of picture moments and a count, noised once. It does not depend on the
+model, so it is released once per task; every later round draws fresh surrogates from the same numbers, which is free. Nothing
+else touches the images, and every class of the task is treated alike whether the site has it or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from rescene.data import Shard
+from rescene.functional.picture_moments import drawn_pictures, picture_moments
+from rescene.functional.release import noised_means
+from rescene.privacy.mechanism import Mechanism, digest
+from rescene.rng import Rng
+from rescene.steps.condense import CHUNK, Condensation, Surrogates, collect
+from rescene.steps.moments import possible
+from rescene.steps.private import noised_sums
+
+WHOLE_TASK = -1  # the round under which the ledger keeps what is released once per task
+
+
+def draw_from_moments(shards: Sequence[Shard], rngs: Sequence[Rng], settings: Condensation) -> list[Surrogates]:
+    """One answer per shard; a site that declines answers with nothing."""
+    return [_drawn(shard, rng, settings) for shard, rng in zip(shards, rngs, strict=True)]
+
+
+def _drawn(shard: Shard, rng: Rng, settings: Condensation) -> Surrogates:
+    mechanism: Mechanism = shard.site.mechanism
+    site = replace(shard.site, round=WHOLE_TASK)
+    found = site.answer(digest([], mechanism), lambda: {"sums": _sums(shard, mechanism)})
+    if found is None:
+        return replace(collect(shard, []), num_declined=1)
+    means, enough = noised_means(found["sums"], mechanism.kappa, mechanism.least_count)
+    counts = found["sums"][:, -1] / mechanism.kappa
+    images = []
+    for label, mean, count in zip(_of(shard.task.classes, enough), means[enough], counts[enough], strict=True):
+        noise = torch.randn(settings.ipc, mechanism.covariance_grid**2, generator=rng.at("condense", label).generator())
+        drawn = drawn_pictures(
+            mean.float(), mechanism.deviation / float(count), shard.images.pixels.shape[1:], noise, *_grids(mechanism)
+        )
+        images.append(possible(drawn.to(shard.device), shard.transform))
+    suppressed = int((~enough).sum())
+    if not images:
+        return replace(collect(shard, []), num_suppressed=suppressed)
+    labels = torch.tensor(_of(shard.task.classes, enough), device=shard.device).repeat_interleave(settings.ipc)
+    pixels = torch.cat(images)
+    return Surrogates(pixels, labels, pixels, loss=0.0, num_fallbacks=0, num_suppressed=suppressed)
+
+
+def _sums(shard: Shard, mechanism: Mechanism) -> Tensor:
+    """The one look at the images: a noised clipped sum and count for every class of the task."""
+    parts = shard.index.split(CHUNK[shard.device.type]) if len(shard) else (shard.index,)
+    psi = [picture_moments(shard.pictures(part), *_grids(mechanism)) for part in parts]
+    return noised_sums(torch.cat(psi), shard, mechanism, shard.site.noise)
+
+
+def _grids(mechanism: Mechanism) -> tuple[int, int, float]:
+    return mechanism.mean_grid, mechanism.covariance_grid, mechanism.covariance_weight
+
+
+def _of(classes: Sequence[int], enough: Tensor) -> list[int]:
+    return [c for c, e in zip(classes, enough.tolist(), strict=True) if e]

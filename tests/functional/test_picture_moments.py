@@ -1,0 +1,59 @@
+"""Moments of pictures and pictures from moments: lengths, exact recovery without noise, and what noise may not invent."""
+
+import math
+
+import torch
+
+from rescene.functional.picture_moments import drawn_pictures, picture_moments, without_noise
+
+G = 4  # pictures of the size of both grids: nothing is smoothed, so moments come back exactly
+
+
+def pictures(n=400):
+    g = torch.Generator().manual_seed(0)
+    few = torch.randn(3, G * G, generator=g)
+    return (0.5 + torch.randn(n, 3, generator=g) @ few).reshape(n, 1, G, G).expand(-1, 3, -1, -1)
+
+
+def test_lengths_are_those_of_the_pictures():
+    x = pictures(5)
+    psi = picture_moments(x, G, G, 2.0)
+    rms = x.flatten(1).square().mean(dim=1)
+    assert torch.allclose(psi[:, : 3 * G * G].square().sum(dim=1), rms, rtol=1e-4)
+    assert torch.allclose(psi[:, 3 * G * G :].square().sum(dim=1), (2.0 * rms).square(), rtol=1e-4)
+
+
+def test_without_noise_the_drawn_pictures_have_the_real_moments():
+    x = pictures()
+    mean = picture_moments(x, G, G, 0.5).mean(dim=0).double()
+    white = torch.randn(20000, G * G, generator=torch.Generator().manual_seed(1))
+    drawn = drawn_pictures(mean, 1e-9, x.shape[1:], white, G, G, 0.5)
+    assert drawn.shape == (20000, 3, G, G)
+    real, made = x[:, 0].flatten(1), drawn[:, 0].flatten(1).float()
+    assert torch.allclose(made.mean(dim=0), real.mean(dim=0), atol=0.06)
+    scale = float(real.T.cov(correction=0).abs().max())
+    assert torch.allclose(made.T.cov(), real.T.cov(correction=0), atol=0.05 * scale)
+
+
+def test_noise_alone_makes_no_variation():
+    """Second moments of one constant picture plus noise: hardly a direction stands out, so all draws are alike."""
+    mean = picture_moments(torch.ones(1, 3, 16, 16), 8, 8, 1.0)[0]
+    g, deviation = torch.Generator().manual_seed(0), 0.02
+    noised = mean + deviation * torch.randn(len(mean), generator=g)
+    drawn = drawn_pictures(noised, deviation, (3, 16, 16), torch.randn(50, 64, generator=g), 8, 8, 1.0)
+    kept = drawn.std(dim=0).square().mean()
+    free = (
+        drawn_pictures(noised, 0.0, (3, 16, 16), torch.randn(50, 64, generator=g), 8, 8, 1.0).std(dim=0).square().mean()
+    )
+    assert kept < 0.2 * free
+
+
+def test_the_filter_shrinks_each_wave_by_its_power():
+    side, deviation = 8, 0.7
+    cell = torch.arange(side) + 0.5
+    for u, v in ((0, 0), (1, 0), (2, 3)):
+        wave = torch.cos(math.pi * u * cell / side).outer(torch.cos(math.pi * v * cell / side))
+        power = side**2 / (1 + u**2 + v**2) ** 2
+        assert torch.allclose(without_noise(wave, deviation), wave * power / (power + deviation**2), atol=1e-5)
+    picture = torch.randn(2, 3, side, side)
+    assert torch.allclose(without_noise(picture, 0.0), picture, atol=1e-5)

@@ -1,0 +1,61 @@
+"""Surrogates from noised picture moments: the bound, one release per task, and that nothing else looks at the images."""
+
+from dataclasses import replace
+
+import torch
+
+from rescene.config import resolve
+from rescene.privacy.accounting import Composition
+from rescene.privacy.ledger import Ledger
+from rescene.privacy.mechanism import Mechanism, Site
+from rescene.privacy.noise import Noise
+from rescene.rng import Rng
+from rescene.steps import Condensation, condense
+from rescene.steps.private_moments import _sums
+
+SETTINGS = Condensation(ipc=3, num_steps=0, start="coloured")
+RELEASE = Mechanism("release", 0.05, 1.0, Composition(1, 1), kappa=0.33, mean_grid=8, covariance_grid=2)
+
+
+class Silent(Noise):
+    def normal(self, *shape):
+        return torch.zeros(shape, dtype=torch.float64)
+
+
+def test_a_record_moves_the_sums_by_no_more_than_the_bound(tiny_world):
+    shard = replace(tiny_world["shards"][1], site=Site(RELEASE, Silent()))
+    whole = _sums(shard, RELEASE)
+    for i in range(len(shard)):
+        rest = replace(shard, index=torch.cat([shard.index[:i], shard.index[i + 1 :]]))
+        assert 0 < float((whole - _sums(rest, RELEASE)).norm()) <= RELEASE.sensitivity * (1 + 1e-6)
+    assert float(_sums(replace(shard, index=shard.index[:0]), RELEASE).norm()) == 0
+
+
+def test_one_release_per_task_serves_every_round_with_fresh_surrogates(tiny_world, tmp_path):
+    ledger = Ledger(tmp_path / "l.jsonl")
+
+    def ask(round, task=0, shard=tiny_world["shards"][1]):
+        site = Site(RELEASE, Noise(), "run", task, round, 1, ledger)
+        return condense(tiny_world["net"], [replace(shard, site=site)], [Rng(round)], SETTINGS, 0)[0]
+
+    first, second = ask(0), ask(1)
+    assert ledger.participations("run", 0) == 1 and first.num_declined == second.num_declined == 0
+    assert first.labels.tolist() == [0] * 3 + [1] * 3 and not torch.equal(first.images, second.images)
+    gone = replace(tiny_world["shards"][1], index=tiny_world["shards"][1].index[:0])
+    assert torch.equal(ask(0, shard=gone).images, first.images), (
+        "later draws see the released numbers, never the images"
+    )
+    ask(0, task=1)
+    assert ledger.participations("run", 1) == 1
+
+
+def test_classes_that_drown_in_noise_stay_home(tiny_world):
+    loud = replace(RELEASE, sigma=2.0)  # 3 deviations of the count: 3 x 2 x 1.05 / 0.33 = 19 images
+    shard = replace(tiny_world["shards"][1], site=Site(loud, Silent()))
+    (made,) = condense(tiny_world["net"], [shard], [Rng(0)], SETTINGS, 0)
+    assert made.num_suppressed == 2 and len(made.labels) == 0
+
+
+def test_the_recipe_promises_one_release_for_each_record():
+    promise = resolve("private-dp").recipe.promise(5)
+    assert promise.composition == Composition(1, 1) and 7.99 < promise.epsilon() <= 8
