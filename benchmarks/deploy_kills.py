@@ -7,16 +7,19 @@ Needs Flower (pip install "rescene[deploy]"). Minutes: Flower notices a death by
 
 import hashlib
 import os
+import re
 import signal
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from rescene.api import execute
 from rescene.config import resolve
 from rescene.deploy.control import run, start_server, start_site
 from rescene.deploy.folder import init
+from rescene.deploy.keeping import start_kept
 from rescene.deploy.letters import Patience
 from rescene.deploy.processes import _descendants, free_port, running, stop
 
@@ -31,7 +34,7 @@ def main() -> None:
     begin = time.monotonic()
 
     def tell(line: str) -> None:
-        text = f"{time.monotonic() - begin:6.1f} s  {line}"
+        text = re.sub(r"/\S+/fed\b", "FEDERATION", f"{time.monotonic() - begin:6.1f} s  {line}")
         print(text, flush=True)
         with open(LOG, "a") as file:
             file.write(text + "\n")
@@ -54,7 +57,7 @@ def main() -> None:
             wait_for_answers(out, steps=1)
             tell("kill -9: the node of site a")
             kill(running(federation.site("a"))[0].pid)
-            bring_back(federation.site("a"))
+            bring_back(federation.site("a"), tell)
             tell("the node of site a is back")
             wait_for_answers(out, steps=2)
             tell("kill -9: the server app")
@@ -78,13 +81,11 @@ def main() -> None:
         tell("the same bits" if across == inside else "THEY DIFFER")
 
 
-def bring_back(site: Path) -> None:
-    """As systemd does: start it again until it stays. The link refuses a node that it still believes to be there."""
-    while True:
-        start_site(site)
-        time.sleep(10)
-        if running(site):
-            return
+def bring_back(site: Path, tell: Callable[[str], None]) -> None:
+    """As `rescene deploy site` does: again while the link refuses a node that it still believes to be there."""
+    while running(site):
+        time.sleep(0.5)  # a killed process takes a moment to go
+    start_kept(site, lambda: start_site(site), tell)
 
 
 def kill(pid: int) -> None:

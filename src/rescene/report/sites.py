@@ -32,7 +32,7 @@ class SiteRow:
 
     @property
     def here(self) -> bool:
-        return self.state == "online"
+        return self.state.startswith("online")
 
 
 @dataclass(frozen=True)
