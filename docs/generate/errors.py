@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from generate.markdown import safe
+
 SOURCE = Path(__file__).parents[2] / "src" / "rescene"
 CODE = re.compile(r"[EW]\d{3}")
 CLASSES = ("ConfigError", "DataError", "RunError", "ResceneWarning", "Declined")
@@ -64,8 +66,8 @@ def page() -> str:
             for use in (use for use in everything if use.code == code):
                 seen.setdefault((use.message, use.fix), use)
             for use in seen.values():
-                fix = f" Fix: {_safe(use.fix)}." if use.fix else ""
-                lines.append(f"- {_safe(use.message)}.{fix} ({use.kind}, `{use.file}`)")
+                fix = f" Fix: {safe(use.fix)}." if use.fix else ""
+                lines.append(f"- {safe(use.message)}.{fix} ({use.kind}, `{use.file}`)")
             lines.append("")
     return "\n".join(lines) + "\n"
 
@@ -144,8 +146,3 @@ def _word(node: ast.AST) -> str:
         if isinstance(n, ast.Attribute | ast.Name)
     ]
     return names[0].strip("_") if names else "…"
-
-
-def _safe(text: str) -> str:
-    """Nothing in a message is markup."""
-    return re.sub(r"([\\`*_{}\[\]<>#|$])", r"\\\1", " ".join(text.split()))
