@@ -5,9 +5,10 @@ from __future__ import annotations
 import types
 from typing import Any, Literal, Union, get_args, get_origin
 
-from generate.markdown import code, safe, table, yaml_value
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+
+from generate.markdown import code, safe, table, yaml_value
 
 INTRODUCTION = """# Keys of a recipe
 

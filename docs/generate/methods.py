@@ -46,7 +46,7 @@ def _page(name: str) -> str:
         table(("", ""), [(safe(k), safe(v)) for k, v in facts.items()]),
         "",
     ]
-    lines += ["```text", about, "```", "", "## Hyperparameters", ""]
+    lines += ["```text", about, "```", "", "### Hyperparameters", ""]
     cells = [
         (
             code(f"method.{r['name']}"),

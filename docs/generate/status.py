@@ -7,6 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 RESULTS = Path(__file__).parents[2] / "results"
+INTRODUCTION = """# Reproduction status
+
+Made from `results/` when this site was built. How a table is run and compared: [](../paper.md); where we depart from the paper:
+[](../deviations.md); what each stored run is: [](../results.md).
+"""
 
 
 def page() -> str:
@@ -20,10 +25,13 @@ def page() -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a split that no draw makes even, told by the runs themselves
         store = Store([RESULTS])
-        lines = ["# Reproduction status", "", "Made from `results/` when this site was built. How a table is run and compared: [](../paper.md); "
-                 "where we depart from the paper: [](../deviations.md).", "", "## Results so far", "",
-                 render(results_grid(store), "markdown"), "## Tables of the paper", "",
-                 render(status_grid(store), "markdown"), "## Claims", "", render(claims_grid(store), "markdown")]  # fmt: skip
+        lines = [INTRODUCTION]
+        for title, grid in (
+            ("Results so far", results_grid),
+            ("Tables of the paper", status_grid),
+            ("Claims", claims_grid),
+        ):
+            lines += [f"## {title}", "", render(grid(store), "markdown")]
         for recipe in map(paper_recipe, recipe_names(lite=False)):
             done = sorted({line.cell.name for line in compare(recipe, store, costs=False) if line.runs})
             if done:
