@@ -3,7 +3,7 @@ PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(
 BIN := .venv/bin
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: demo test check lint types docs bench mutations clean
+.PHONY: demo test check lint types docs dist bench mutations clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -36,6 +36,13 @@ types: .venv/installed-dev
 
 docs: .venv/installed-docs  ## the site, at docs/_build/html/index.html; the build fetches nothing and takes no warning
 	$(BIN)/python -m sphinx -W -q -b html docs docs/_build/html
+
+dist: .venv/installed-dev  ## wheel and sdist in dist/; the wheel is installed with its dependencies into a new environment and runs there
+	rm -rf dist build/clean
+	$(BIN)/python -m hatchling build
+	$(PYTHON) -m venv build/clean
+	build/clean/bin/pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
+	cd build && clean/bin/rescene run smoke tasks.limit=1 federation.num_rounds=1 --out clean/run
 
 bench: .venv/installed  ## ratios measured in one run on this machine, written to results/bench/
 	$(BIN)/python benchmarks/bench.py
