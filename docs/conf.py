@@ -24,6 +24,7 @@ myst_enable_extensions = ["dollarmath", "colon_fence"]
 myst_heading_anchors = 3
 suppress_warnings = ["myst.header"]  # the parts of a generated page bring their own headings
 smartquotes = False  # "--option" is not a dash
+highlight_language = "text"  # most blocks are commands
 html_theme = "furo"
 html_title = "ReSCENE"
 html_show_sphinx = False
