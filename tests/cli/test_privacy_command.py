@@ -35,13 +35,13 @@ def test_it_says_what_adds_up_and_what_is_not_private():
 @pytest.mark.parametrize(
     ("args", "code"),
     [
-        (["--epsilon", "0"], "E182"),
-        (["--epsilon", "nan"], "E182"),
-        (["--sigma", "0"], "E181"),
-        (["--delta", "1"], "E183"),
-        (["--delta", "0.01"], "E183"),
-        (["--epsilon", "1", "--sigma", "1"], "E186"),
-        (["privacy.mechanism=paper-experiment", "privacy.noise_multiplier=5", "--epsilon", "1"], "E186"),
+        (["--epsilon", "0"], "E172"),
+        (["--epsilon", "nan"], "E172"),
+        (["--sigma", "0"], "E171"),
+        (["--delta", "1"], "E173"),
+        (["--delta", "0.01"], "E173"),
+        (["--epsilon", "1", "--sigma", "1"], "E176"),
+        (["privacy.mechanism=paper-experiment", "privacy.noise_multiplier=5", "--epsilon", "1"], "E176"),
         (["privacy.mechanism=release"], "E104"),
     ],
 )

@@ -10,7 +10,7 @@ SHARED = {
     "E106": "an override or a list on the command line that cannot be read",
     "E140": "a table format that is not known",
     "E152": "a document without a place for a table",
-    "E181": "a noise multiplier that is not possible",
+    "E171": "a noise multiplier that is not possible",
     "E321": "a site that failed",
     "E413": "a site that declines for privacy",
 }

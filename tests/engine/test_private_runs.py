@@ -132,7 +132,7 @@ def test_recipes_that_promise_too_much_are_refused(overrides, says):
 def test_a_delta_that_promises_nothing_is_refused_before_the_run(tmp_path):
     with pytest.raises(ConfigError) as caught:
         run(tmp_path / "r", **RELEASE, **{"privacy.delta": 0.01})
-    assert caught.value.code == "E183" and not (tmp_path / "r").exists()
+    assert caught.value.code == "E173" and not (tmp_path / "r").exists()
 
 
 def test_the_guard_keeps_unchanged_images_of_small_classes_at_home(tiny_world):

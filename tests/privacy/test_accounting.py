@@ -79,12 +79,12 @@ def test_more_use_costs_more_and_no_noise_promises_nothing():
 @pytest.mark.parametrize(
     ("target", "code"),
     [
-        ({"epsilon": 0.0}, "E182"),
-        ({"epsilon": -1.0}, "E182"),
-        ({"epsilon": math.nan}, "E182"),
-        ({"delta": 0.0}, "E183"),
-        ({"delta": 1.0}, "E183"),
-        ({"delta": 1e-3, "num_records": 1000}, "E183"),
+        ({"epsilon": 0.0}, "E172"),
+        ({"epsilon": -1.0}, "E172"),
+        ({"epsilon": math.nan}, "E172"),
+        ({"delta": 0.0}, "E173"),
+        ({"delta": 1.0}, "E173"),
+        ({"delta": 1e-3, "num_records": 1000}, "E173"),
     ],
 )
 def test_targets_that_promise_nothing_are_refused(target, code):
@@ -105,4 +105,4 @@ def test_without_the_extra_the_closed_form_works_and_sampling_names_the_extra(mo
     assert epsilon_of(5.0, Composition(25, 1), 1e-5) == pytest.approx(4.4, abs=0.05)
     with pytest.raises(ConfigError) as caught:
         epsilon_of(5.0, Composition(25, 1, 0.5), 1e-5)
-    assert caught.value.code == "E184" and "rescene[privacy]" in caught.value.fix
+    assert caught.value.code == "E174" and "rescene[privacy]" in caught.value.fix

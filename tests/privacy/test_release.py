@@ -194,4 +194,4 @@ def test_batch_norm_in_train_mode_is_refused(tiny_world):
     ):
         with pytest.raises(ConfigError) as caught:
             look()
-        assert caught.value.code == "E185" and "model.norm=group" in caught.value.fix
+        assert caught.value.code == "E175" and "model.norm=group" in caught.value.fix

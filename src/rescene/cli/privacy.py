@@ -25,12 +25,12 @@ def show_privacy(
 ) -> None:
     """Both directions, or the one that was asked for."""
     if epsilon is not None and sigma is not None:
-        raise ConfigError("E186", "--epsilon and --sigma cannot both be given", fix="one of them; the other follows")
+        raise ConfigError("E176", "--epsilon and --sigma cannot both be given", fix="one of them; the other follows")
     recipe = resolved.recipe
     method, kind = method_class(recipe.method["name"]), recipe.privacy.mechanism
     if kind == "paper-experiment":
         if epsilon is not None or sigma is not None:
-            raise ConfigError("E186", "the paper's experiment has no epsilon", fix="privacy.mechanism=release")
+            raise ConfigError("E176", "the paper's experiment has no epsilon", fix="privacy.mechanism=release")
         _print({"method": method.title, "mechanism": kind, "statement": _empirical(recipe.promise())}, [], as_json)
         return
     if kind == "none" and "release" not in method.mechanisms:
@@ -38,7 +38,7 @@ def show_privacy(
         _print({"method": method.title, "mechanism": kind, "statement": statement}, [], as_json)
         return
     if sigma is not None and not sigma > 0:
-        raise ConfigError("E181", f"noise multiplier {sigma:g} is not possible", fix="a number above 0")
+        raise ConfigError("E171", f"noise multiplier {sigma:g} is not possible", fix="a number above 0")
     promise = _promise(resolved, delta)
     check_target(epsilon, promise.delta, _num_records(resolved))
     facts = {

@@ -40,7 +40,7 @@ class Composition:
     def __post_init__(self) -> None:
         if self.steps < 1 or self.participations < 1 or not 0 < self.rate <= 1:
             raise ConfigError(
-                "E180",
+                "E170",
                 f"cannot account for {self.steps} steps, {self.participations} participations at rate {self.rate:g}",
                 why="both counts must be at least 1 and the rate above 0 and at most 1",
             )
@@ -70,7 +70,7 @@ def total_epsilon(parts: Sequence[tuple[float, Composition]], delta: float) -> f
     check_target(delta=delta)
     for sigma, _ in parts:
         if not (math.isfinite(sigma) and sigma >= 0):
-            raise ConfigError("E181", f"noise multiplier {sigma:g} is not possible", fix="a number above 0")
+            raise ConfigError("E171", f"noise multiplier {sigma:g} is not possible", fix="a number above 0")
     if any(sigma == 0 for sigma, _ in parts):
         return math.inf
     if all(composition.rate == 1 for _, composition in parts):
@@ -118,15 +118,15 @@ def check_target(epsilon: float | None = None, delta: float | None = None, num_r
     """Refuse targets that promise nothing."""
     if epsilon is not None and not (math.isfinite(epsilon) and epsilon > 0):
         raise ConfigError(
-            "E182", f"epsilon = {epsilon:g} is not possible", why="it must be above 0 and finite", fix="for instance 8"
+            "E172", f"epsilon = {epsilon:g} is not possible", why="it must be above 0 and finite", fix="for instance 8"
         )
     if delta is not None and not 0 < delta < 1:
         raise ConfigError(
-            "E183", f"delta = {delta:g} is not possible", why="it must lie between 0 and 1", fix="for instance 1e-5"
+            "E173", f"delta = {delta:g} is not possible", why="it must lie between 0 and 1", fix="for instance 1e-5"
         )
     if delta is not None and num_records and delta >= 1 / num_records:
         raise ConfigError(
-            "E183",
+            "E173",
             f"delta = {delta:g} promises nothing for {num_records} records",
             why=f"publishing one record at random would satisfy it; delta must stay below 1/n = {1 / num_records:.2g}",
             fix=f"privacy.delta={0.1 / num_records:.0e}",
@@ -147,7 +147,7 @@ def _pld_epsilon(parts: Sequence[tuple[float, Composition]], delta: float, grid:
         from dp_accounting import pld
     except ImportError as error:
         raise ConfigError(
-            "E184",
+            "E174",
             "accounting for sampled records needs dp-accounting",
             why=str(error),
             fix="pip install 'rescene[privacy]', or privacy.sampling_rate=1 (closed form)",

@@ -88,7 +88,7 @@ def refuse_batch_statistics(net: nn.Module) -> None:
     for name, module in net.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and (module.training or module.running_mean is None):
             raise ConfigError(
-                "E185",
+                "E175",
                 "BatchNorm in train mode cannot be used under a privacy mechanism",
                 where=name,
                 why="an image's embedding would depend on the other images of its batch, so clipping bounds nobody's part",
