@@ -11,6 +11,7 @@ SHARED = {
     "E140": "a table format that is not known",
     "E152": "a document without a place for a table",
     "E171": "a noise multiplier that is not possible",
+    "E174": "a package of the extra `privacy` that is not installed",
     "E321": "a site that failed",
     "E413": "a site that declines for privacy",
 }

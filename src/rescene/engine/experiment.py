@@ -137,7 +137,7 @@ def _prepare_planned(recipe: Recipe, plan: SitesSection, own: Dataset | None) ->
         dataset = own.to(device)
         tasks = cut(dataset, sizes)
         check_records(recipe.promise(), max((len(task.train) for task in tasks), default=0))
-    shards: list[Sequence[Tensor]] = [[task.train] * recipe.federation.num_clients for task in tasks]
+    shards = [[task.train] * recipe.federation.num_clients for task in tasks]
     arch = Arch(recipe.model.name, plan.image_size, recipe.model.norm, recipe.model.width)
     return Experiment(recipe, recipe.build_method(), dataset, tasks, shards, arch, device, Rng(recipe.seed))
 
