@@ -3,7 +3,7 @@ PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(
 BIN := .venv/bin
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: demo test check lint types bench mutations clean
+.PHONY: demo test check lint types docs dist bench mutations clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -12,6 +12,10 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 .venv/installed-dev: .venv/installed
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
+
+.venv/installed-docs: .venv/installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
 	touch $@
 
 demo: .venv/installed  ## FedAvg forgets, ReSCENE does not; the last line says where the report lies
@@ -24,11 +28,21 @@ check: .venv/installed-dev lint types  ## everything: format, lint, types, slow 
 	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 --doctest-modules src/rescene tests
 
 lint: .venv/installed-dev
-	$(BIN)/ruff format --check src tests benchmarks
-	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks docs examples
+	$(BIN)/ruff check src tests benchmarks docs examples
 
 types: .venv/installed-dev
 	$(BIN)/mypy
+
+docs: .venv/installed-docs  ## the site, at docs/_build/html/index.html; the build fetches nothing and takes no warning
+	$(BIN)/python -m sphinx -W -q -b html docs docs/_build/html
+
+dist: .venv/installed-dev  ## wheel and sdist in dist/; the wheel is installed with its dependencies into a new environment and runs there
+	rm -rf dist build/clean
+	$(BIN)/python -m hatchling build
+	$(PYTHON) -m venv build/clean
+	build/clean/bin/pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
+	cd build && clean/bin/rescene run smoke tasks.limit=1 federation.num_rounds=1 --out clean/run
 
 bench: .venv/installed  ## ratios measured in one run on this machine, written to results/bench/
 	$(BIN)/python benchmarks/bench.py
@@ -37,4 +51,4 @@ mutations: .venv/installed-dev  ## seeded bugs, each of which a test must catch
 	$(BIN)/python tests/mutations.py
 
 clean:
-	rm -rf .venv build dist runs
+	rm -rf .venv build dist runs docs/_build docs/generated

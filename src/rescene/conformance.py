@@ -1,6 +1,6 @@
 """What every method must satisfy, ours and yours. Each check takes a method and raises AssertionError if it fails.
 
-In a test file of your own:
+In a test file of your own::
 
     import pytest
     from rescene.conformance import CHECKS

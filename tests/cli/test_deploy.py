@@ -30,7 +30,7 @@ def test_without_flower_the_extra_is_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize("words", [["server"], ["status"], ["stop"], ["run"]])
 def test_a_folder_that_is_no_federation_is_told(tmp_path, words):
     code, output = say(*words, tmp_path, *(["smoke"] if words == ["run"] else []))
-    assert code == 2 and "E172" in output
+    assert code == 2 and "E122" in output
 
 
 def test_status_and_stop_of_a_server_that_is_down(federation):
@@ -39,7 +39,7 @@ def test_status_and_stop_of_a_server_that_is_down(federation):
     assert say("stop", federation) == (0, "nothing was running\n")
     assert say("stop", federation / "sites" / "north") == (0, "nothing was running\n")
     code, output = say("run", federation, "smoke")
-    assert code == 2 and "E178" in output
+    assert code == 2 and "E128" in output
 
 
 def test_only_the_paths_for_sites_pass_the_proxy(federation):

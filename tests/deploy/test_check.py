@@ -231,7 +231,7 @@ def test_an_empty_data_folder_is_told_and_the_rest_is_still_checked(tmp_path, fi
 def test_a_site_file_that_makes_no_sense_is_one_row(tmp_path):
     (tmp_path / "site.yaml").write_text("client: -1")
     rows = check_site(tmp_path)
-    assert "E170" in of(rows, "site.yaml")["problem"] and len(rows) == 7
+    assert "E120" in of(rows, "site.yaml")["problem"] and len(rows) == 7
 
 
 def test_a_trial_shows_what_would_leave_and_leaves_nothing(tmp_path, image_folder):

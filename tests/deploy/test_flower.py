@@ -91,12 +91,12 @@ def test_init_keeps_secrets_and_never_replaces_a_key(tmp_path):
     for secret in ("server/ca.key", "server/server.key", "sites/north/node.key", "sites/south/node.key"):
         assert stat.S_IMODE((federation.path / secret).stat().st_mode) == 0o600
     assert not list(federation.path.glob("sites/*/ca.key"))
-    with pytest.raises(ConfigError, match="E173"):
+    with pytest.raises(ConfigError, match="E123"):
         init(tmp_path / "fed", ["north"])
     for names in (["North"], ["a", "a"], [], ["a b"]):
-        with pytest.raises(ConfigError, match="E174"):
+        with pytest.raises(ConfigError, match="E124"):
             init(tmp_path / "other", names)
-    with pytest.raises(ConfigError, match="E178"):
+    with pytest.raises(ConfigError, match="E128"):
         run_deployed(federation, resolve("smoke"), tmp_path / "run")
     (federation.site("north") / "node.key").unlink()
     with pytest.raises(ConfigError, match="lacks node.key"):
@@ -110,7 +110,7 @@ def test_a_port_that_is_taken_is_told(tmp_path):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         federation = init(tmp_path / "fed", ["a"], port=taken.getsockname()[1])
-        with pytest.raises(ConfigError, match="E175"):
+        with pytest.raises(ConfigError, match="E125"):
             start_server(federation)
 
 
@@ -150,7 +150,7 @@ def test_two_nodes_and_two_rounds_over_tls_with_node_keys(tmp_path):
         (tmp_path / "across" / "command.txt").read_text().startswith("rescene deploy run ")
     )  # and no token of Flower's
     assert RunFolder(tmp_path / "across").finished and os.listdir(federation.site("north") / "state")
-    with pytest.raises(ConfigError, match="E178"):
+    with pytest.raises(ConfigError, match="E128"):
         run_deployed(federation, resolved, tmp_path / "again")
     with pytest.raises(RunError, match="E352"):
         from rescene.deploy.control import nodes

@@ -179,7 +179,7 @@ def test_classes_outside_the_plan_are_left_out_and_told_unless_the_site_has_a_fl
 )
 def test_a_bad_site_file_is_explained(tmp_path, text):
     (tmp_path / "site.yaml").write_text(f"client: 0\n{text}")
-    with pytest.raises(ConfigError, match="E170"):
+    with pytest.raises(ConfigError, match="E120"):
         Site.open(tmp_path)
 
 

@@ -271,7 +271,7 @@ def test_the_same_folders_give_the_same_page(two: Path) -> None:
 def test_no_folders_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         write_report([], tmp_path / "report.html")
-    assert caught.value.code == "E208"
+    assert caught.value.code == "E213"
 
 
 def test_comparison_on_the_page_is_comparison_rows(two: Path) -> None:

@@ -18,7 +18,7 @@ def test_a_folder_without_run_files_is_refused_with_a_hint(tmp_path: Path) -> No
     for folder in (tmp_path / "nowhere", tmp_path / "sweep"):
         with pytest.raises(DataError) as caught:
             load_run(folder)
-        assert caught.value.code == "E208"
+        assert caught.value.code == "E213"
         assert caught.value.exit_code == 3
         assert str(folder) in caught.value.what
     assert str(inner) in str(caught.value.fix)  # the sweep folder: point at the run inside

@@ -244,6 +244,7 @@ def new_method(
     for path in write_method(name, folder):
         print(path)
     print(f"try: rescene run smoke --plugin {folder / name}.py method={name}")
+    print(f"check: python -m pytest {folder / f'test_{name}.py'}")
 
 
 @app.command()

@@ -52,7 +52,7 @@ def start_server(federation: Federation) -> list[Started]:
     folder, host, port = federation.server, "127.0.0.1", federation.port  # its control API has no login
     up = {one.name: one for one in running(folder)}
     if len(up) == 2:
-        raise ConfigError("E176", "the server is already running", where=str(folder), fix="rescene deploy stop FOLDER")
+        raise ConfigError("E126", "the server is already running", where=str(folder), fix="rescene deploy stop FOLDER")
     secret = folder / "executor.secret"
     if not secret.exists():
         from rescene.deploy.keys import write_secret
@@ -112,11 +112,11 @@ def start_site(folder: Path) -> Started:
     if site.section.holds == "own":
         local_images(site.section)  # what is wrong with them is told here and now, not in a log
     if running(folder):
-        raise ConfigError("E176", "the site is already running", where=str(folder), fix="rescene deploy stop FOLDER")
+        raise ConfigError("E126", "the site is already running", where=str(folder), fix="rescene deploy stop FOLDER")
     missing = [name for name in ("ca.crt", "node.key") if not (folder / name).is_file()]
     if missing or not site.section.server:
         lacks = missing[0] if missing else "server: host:port in site.yaml"
-        raise ConfigError("E177", f"the site's folder lacks {lacks}", where=str(folder), fix="ask the operator for it")
+        raise ConfigError("E127", f"the site's folder lacks {lacks}", where=str(folder), fix="ask the operator for it")
     return start(folder, "node", [
         program("flower-supernode"), "--superlink", site.section.server, "--root-certificates", str(folder / "ca.crt"),
         "--auth-supernode-private-key", str(folder / "node.key"), "--node-config", f"folder={json.dumps(str(folder))}",
@@ -142,11 +142,11 @@ def run(
         resolved = with_plan(resolved, plan, len(federation.sites), out)
         RunFolder(out).check(resolved)
     if not running(federation.server):
-        raise ConfigError("E178", "the server is not running", fix=f"rescene deploy server {federation.path}")
+        raise ConfigError("E128", "the server is not running", fix=f"rescene deploy server {federation.path}")
     num_clients = resolved.recipe.federation.num_clients
     if num_clients > len(federation.sites):
         raise ConfigError(
-            "E179",
+            "E129",
             f"the recipe has {num_clients} sites, the federation {len(federation.sites)}",
             fix=f"federation.num_clients={len(federation.sites)}",
         )

@@ -143,7 +143,7 @@ class Federation:
             return Federation(path.resolve(), **yaml.safe_load((path / "federation.yaml").read_text(encoding="utf-8")))
         except (OSError, TypeError, yaml.YAMLError):
             raise ConfigError(
-                "E172",
+                "E122",
                 "this is not the folder of a federation",
                 where=str(path),
                 why="it has no federation.yaml that can be read",
@@ -154,7 +154,7 @@ class Federation:
 def require_flower() -> None:
     if find_spec("flwr") is None:
         raise ConfigError(
-            "E171",
+            "E121",
             "Flower is not installed",
             why="only federations across sites need it",
             fix='pip install "rescene[deploy]"',
@@ -168,7 +168,7 @@ def init(path: Path, sites: list[str], host: str = "127.0.0.1", port: int = 8000
 
     _check_names([path.name, *sites])
     if path.exists() and any(path.iterdir()):
-        raise ConfigError("E173", "the folder is not empty", where=str(path), fix="another NAME, or remove the folder")
+        raise ConfigError("E123", "the folder is not empty", where=str(path), fix="another NAME, or remove the folder")
     federation = Federation(path.resolve(), path.name, host, port, sites)
     try:
         for folder in (federation.server, federation.app / "rescene_app", *map(federation.site, sites)):
@@ -193,7 +193,7 @@ def init(path: Path, sites: list[str], host: str = "127.0.0.1", port: int = 8000
         facts = {"name": path.name, "host": host, "port": port, "sites": sites}
         (path / "federation.yaml").write_text(yaml.safe_dump(facts, sort_keys=False))  # last: now it is one
     except OSError as error:
-        raise ConfigError("E173", f"cannot write the folder: {error.strerror}", where=str(path)) from None
+        raise ConfigError("E123", f"cannot write the folder: {error.strerror}", where=str(path)) from None
     return federation
 
 
@@ -201,9 +201,9 @@ def _check_names(names: list[str]) -> None:
     wrong = [name for name in names if not NAME.fullmatch(name)]
     if wrong:
         raise ConfigError(
-            "E174",
+            "E124",
             f"{wrong[0]!r} cannot be a name",
             why="a name is lower-case letters, digits and hyphens, a letter first, at most 31",
         )
     if len(names) < 2 or len(set(names[1:])) != len(names) - 1:
-        raise ConfigError("E174", "sites need names of their own", fix="--sites north,south,west")
+        raise ConfigError("E124", "sites need names of their own", fix="--sites north,south,west")

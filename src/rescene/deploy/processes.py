@@ -141,7 +141,7 @@ def check_port(host: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as error:
             raise ConfigError(
-                "E175",
+                "E125",
                 f"cannot listen on {host}:{port}: {error.strerror}",
                 fix="rescene deploy stop FOLDER, if it is ours; else another --port",
             ) from None

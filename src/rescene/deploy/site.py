@@ -70,14 +70,14 @@ class Site:
             return Site(folder, SiteSection.model_validate(yaml.safe_load(path.read_text(encoding="utf-8"))))
         except OSError as error:
             raise ConfigError(
-                "E170",
+                "E120",
                 f"no site.yaml can be read: {error.strerror}",
                 where=str(folder),
                 fix="rescene deploy init makes a folder for each site",
             ) from None
         except (ValidationError, yaml.YAMLError) as error:
             lines = str(error).splitlines()
-            raise ConfigError("E170", "site.yaml makes no sense", where=str(path), why=" ".join(lines[1:3])) from None
+            raise ConfigError("E120", "site.yaml makes no sense", where=str(path), why=" ".join(lines[1:3])) from None
 
     def answer(self, letter: Letter) -> bytes:
         """The reply to a letter, also when something goes wrong: the server is told what, and goes on without us."""

@@ -1,7 +1,7 @@
 """The contract of a method.
 
 The object is its hyperparameters, the state is an argument. A method is a frozen, validated record with six verbs, of which
-a simple one writes two (``client_round`` and ``server_round``). Time belongs to the engine, meaning to the method:
+a simple one writes two (``client_round`` and ``server_round``). Time belongs to the engine, meaning to the method::
 
     state = method.init(net, rng)
     for each task:

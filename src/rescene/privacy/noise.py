@@ -27,7 +27,8 @@ class Noise:
 
     def normal(self, *shape: int) -> Tensor:
         """Standard normal numbers by inversion; the largest is about eight deviations."""
-        return torch.special.ndtri(self.uniform(math.prod(shape))).reshape(shape)
+        normal: Tensor = torch.special.ndtri(self.uniform(math.prod(shape)))
+        return normal.reshape(shape)
 
     def chosen(self, count: int, rate: float) -> Tensor:
         """Poisson sampling: each of ``count`` records on its own with this probability. Mask [count]."""

@@ -36,7 +36,7 @@ def write_report(folders: list[Path], out: Path) -> Path:
     page then reloads itself every ten seconds. The page appears in one piece: a reader never sees half of it.
     """
     if not folders:
-        raise DataError("E208", "no run folder was named", fix="rescene report runs/<name>/<run>")
+        raise DataError("E213", "no run folder was named", fix="rescene report runs/<name>/<run>")
     runs = [load_run(Path(folder)) for folder in folders]
     out = Path(out)
     plots = out.parent / "plots"

@@ -143,7 +143,7 @@ def alive(pid: Any) -> bool:
 
 
 def load_run(folder: Path) -> Run:
-    """Parse one run folder; DataError E208 if it is none, or if its results.json is damaged."""
+    """Parse one run folder; DataError E213 if it is none, or if its results.json is damaged."""
     folder = Path(folder)
     if not is_run(folder):
         raise _not_a_run(folder)
@@ -182,7 +182,7 @@ def _state(status: Row, results: Row) -> str:
 def _not_a_run(folder: Path) -> DataError:
     inside = sorted(path.parent for name in MARKS for path in folder.glob(f"*/{name}")) if folder.is_dir() else []
     return DataError(
-        "E208",
+        "E213",
         f"'{folder}' is not a run folder",
         where=str(folder),
         why="there is no such folder" if not folder.is_dir() else f"it holds none of {', '.join(MARKS)}",
@@ -202,7 +202,7 @@ def _results(folder: Path) -> Row:
         why = "it is empty or not a JSON object"
     if not isinstance(found, dict) or not found:
         fix = "leave this folder out, or run the experiment again"
-        raise DataError("E208", f"'{folder}' holds a damaged results.json", where=str(path), why=why, fix=fix)
+        raise DataError("E213", f"'{folder}' holds a damaged results.json", where=str(path), why=why, fix=fix)
     return found
 
 

@@ -1,0 +1,100 @@
+"""One page per method: what was written about it, then what the program knows about it, then what was measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from generate.markdown import code, safe, table, yaml_value
+
+WRITTEN = Path(__file__).parents[1] / "methods"
+REFERENCES = ("joint", "local", "raw-upload")
+RESULTS = Path(__file__).parents[2] / "results"
+STUDIES = {"bench", "theory", "wire", "private"}  # many runs for one question; their own pages show them
+
+
+def pages() -> dict[str, str]:
+    """Text by method name, in the paper's order."""
+    from rescene.methods import method_names
+
+    return {name: _page(name) for name in method_names() if name.replace("-", "_") in _built_in()}
+
+
+def _built_in() -> set[str]:
+    import pkgutil
+
+    import rescene.methods
+
+    return {module.name for module in pkgutil.iter_modules(rescene.methods.__path__)}
+
+
+def _page(name: str) -> str:
+    from rescene.cli.extending import explain
+
+    facts, rows = explain(name)
+    title = facts.pop("method").rsplit(" (", 1)[0]
+    about = facts.pop("about")
+    if name in REFERENCES:
+        top = f"# {title}\n\nA line to read the others by; why it exists and how to read it: [](../../methods/references.md)."
+    else:
+        top = (WRITTEN / f"{name}.md").read_text(encoding="utf-8").replace("](../", "](../../")
+    lines = [
+        top,
+        "",
+        "## What the program says",
+        "",
+        table(("", ""), [(safe(k), safe(v)) for k, v in facts.items()]),
+        "",
+    ]
+    lines += ["```text", about, "```", "", "### Hyperparameters", ""]
+    cells = [
+        (
+            code(f"method.{r['name']}"),
+            safe(r["symbol"]),
+            code(yaml_value(r["default"])),
+            safe(r["place"]),
+            safe(r["meaning"]),
+        )
+        for r in rows
+    ]
+    lines += [table(("key", "symbol", "default", "place", "meaning"), cells) if cells else "None of its own.", ""]
+    measured = _measured(name)
+    if measured:
+        columns = ("setting", "seed", "AA", "AIA", "uploads that are near-copies", "stored in")
+        lines += [
+            "## Measured here",
+            "",
+            "Every stored run. Its folder holds recipe, command and machine; other settings than the paper's are the recipe's.",
+            "",
+        ]
+        lines += [table(columns, measured), ""]
+    return "\n".join(lines)
+
+
+def _measured(name: str) -> list[tuple[str, ...]]:
+    from rescene.errors import ResceneError
+    from rescene.report.runs import load_run
+
+    found = [
+        path.parent for path in sorted(RESULTS.rglob("results.json")) if path.parts[len(RESULTS.parts)] not in STUDIES
+    ]
+    rows = []
+    for folder in found:
+        try:
+            run = load_run(folder)
+        except ResceneError:  # an older form, told by `rescene paper list`
+            continue
+        if run.method == name:
+            rows.append(_result_row(run))
+    return rows
+
+
+def _result_row(run: Any) -> tuple[str, ...]:
+    sections = run.results["config"]
+    data, model = sections["data"]["name"], sections["model"]["name"]
+    setting = f"{'fashion-mini' if data == 'auto' else data}, {model}, {len(run.tasks)} tasks, beta {sections['federation']['beta']}, "
+    setting += f"{sections['federation']['num_rounds']} rounds a task, E_srv {sections['train']['server_epochs']}"
+    copies = run.leakage.get("near_copies")
+    where = run.folder.relative_to(RESULTS.parent).as_posix()
+    shown = "no images" if copies is None else f"{100 * copies:.0f} %"
+    return safe(setting), str(run.seed), f"{run.number('aa'):.2f}", f"{run.number('aia'):.2f}", shown, code(where)

@@ -1,0 +1,77 @@
+"""The site: its generated pages say everything the program has, and it builds without a warning and fetches nothing."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer.main
+from generate import commands, keys, methods, status
+
+from rescene.cli.app import app
+from rescene.config import resolve
+from rescene.methods import method_class
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_every_command_and_option_is_in_the_reference():
+    page = commands.page()
+    for name, command in commands.leaves(typer.main.get_command(app), "rescene"):
+        section = page.split(f"\n## {name}\n")[1].split("\n## ")[0]
+        assert all(f"`{option}`" in section for p in command.params for option in p.opts if option.startswith("--")), (
+            name
+        )
+        assert command.help.split(".")[0].split("(")[0][:20].strip() in section, f"{name} does not say what it does"
+
+
+def test_every_key_is_in_the_reference():
+    page = keys.page()
+    wanted = [key for key in resolve("demo").flat() if not key.startswith(("method", "sites"))]
+    assert len(wanted) > 30 and [key for key in wanted if f"| `{key}` |" not in page] == []
+
+
+def test_every_method_has_a_page_with_its_hyperparameters_and_what_leaves_the_site():
+    pages = methods.pages()
+    assert len(pages) == 13
+    for name, text in pages.items():
+        method = method_class(name)
+        assert all(f"`method.{row['name']}`" in text for row in method.table()), name
+        assert "leaves the site" in text and "```text" in text
+    assert "| 0 | 81.97 | 84.19 | 97 % |" in pages["rescene"] and "no images" in pages["fedavg"]
+    toctree = (DOCS / "index.md").read_text(encoding="utf-8")
+    assert all(f"generated/methods/{name}\n" in toctree for name in pages)
+
+
+def test_the_status_page_is_made_from_the_results():
+    text = status.page()
+    assert "paper/main" in text and "results/cifar10/rescene-beta0.1-s0" in text and "not yet measured" in text
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning_and_fetches_nothing(tmp_path):
+    for name in ("sphinx", "furo", "myst_parser"):
+        pytest.importorskip(name)
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-W",
+        "-q",
+        "-b",
+        "html",
+        "-d",
+        tmp_path / "trees",
+        DOCS,
+        tmp_path / "html",
+    ]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    pages = list((tmp_path / "html").rglob("*.html"))
+    assert len(pages) > 35
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        loaded = re.findall(r"<(?:script|img|link|iframe)[^>]+(?:src|href)=\"(?:https?:)?//[^\"]+", text)
+        assert loaded == [], page.name
+    assert 'id="e405"' in (tmp_path / "html" / "generated" / "errors.html").read_text(encoding="utf-8")
