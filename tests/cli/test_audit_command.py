@@ -91,10 +91,10 @@ def test_bad_input_is_refused_with_a_reason(tmp_path):
     (tmp_path / "unfinished").mkdir()
     (tmp_path / "unfinished" / "config.yaml").write_text("tasks: {per_task: 2}")
     for args, code in (
-        (["smoke", "method=fedavg"], "E180"),
-        (["smoke", "method=fedaf"], "E180"),
+        (["smoke", "method=fedavg"], "E197"),
+        (["smoke", "method=fedaf"], "E197"),
         ([tmp_path / "unfinished"], "E181"),
-        ([tmp_path / "unfinished", "seed=1"], "E182"),
+        ([tmp_path / "unfinished", "seed=1"], "E198"),
         ([tmp_path], "E108"),
         (["nosuch"], "E101"),
         (["smoke", "privacy.mechanism=release"], "E104"),

@@ -82,7 +82,7 @@ def stage_of(experiment: Experiment, net: nn.Module | None = None, task: Task | 
     method = experiment.method
     if not isinstance(method, Condensation) or "release" not in method.mechanisms:
         raise ConfigError(
-            "E180",
+            "E197",
             f"the uploads of {method.title} cannot be audited",
             why=f"the attacks are made for condensed images alone; it sends: {method.leaves_site}",
             fix="method=rescene or method=feddm",
@@ -97,7 +97,7 @@ def stage_of(experiment: Experiment, net: nn.Module | None = None, task: Task | 
     empty = [experiment.dataset.classes[c] for c in task.classes if not len(known[c]) or not len(strangers[c])]
     if empty:
         raise DataError(
-            "E183",
+            "E199",
             f"no audit without training and test images of every class: {', '.join(empty)}",
             why="canaries are images that no site had",
             fix="add images of these classes, or leave them out",

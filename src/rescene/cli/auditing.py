@@ -58,7 +58,7 @@ def _run_folder(what: str, overrides: list[str]) -> Path | None:
         raise ConfigError("E108", "not a run folder", where=what, why="it has no config.yaml", fix="rescene runs")
     if overrides:
         raise ConfigError(
-            "E182",
+            "E198",
             "a run is audited as it was",
             where=", ".join(overrides),
             fix=f"rescene audit {folder}/config.yaml ...",

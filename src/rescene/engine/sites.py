@@ -28,7 +28,7 @@ class Sites:
         floor = self.folder / "floor.yaml"
         if (made is None or made.noise.generator is not None) and floor.exists():
             raise RunError(
-                "E414",
+                "E415",
                 "the site has a privacy floor and the recipe protects nobody, so nothing is sent",
                 where=str(floor),
                 fix="a recipe with privacy.mechanism and privacy.noise=os",
