@@ -20,6 +20,7 @@ _SUBMODULES = {
     "engine",
     "report",
     "paper",
+    "use",
     "cli",
     "errors",
 }

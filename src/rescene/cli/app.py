@@ -15,6 +15,7 @@ from rescene.cli.deploying import deploy_app
 from rescene.cli.frame import AsJson, Jobs, Out, Overrides, Plugin, Quiet, interruptible, load_plugins, verb
 from rescene.cli.papers import paper_app
 from rescene.cli.presenting import plot, table
+from rescene.cli.using import export, predict
 from rescene.errors import ConfigError, did_you_mean
 
 app = typer.Typer(
@@ -301,6 +302,8 @@ def report(
 
 app.command()(table)
 app.command()(plot)
+app.command()(export)
+app.command()(predict)
 
 
 @app.command()

@@ -14,6 +14,7 @@ from rescene.data import LazySplit
 from rescene.engine import prepare
 from rescene.engine.nominal import nominal_cost
 from rescene.report import write_report
+from rescene.report.model_card import write_card
 
 DEMO_METHODS = ("fedavg", "rescene")
 
@@ -25,6 +26,7 @@ def run_one(resolved: Resolved, out: Path | None, quiet: bool, as_json: bool) ->
     with watch(quiet or as_json) as show, live_page(show, [folder], page) as progress:
         result = execute(resolved, folder, progress)
     write_report([folder], page)
+    write_card(folder)
     if as_json:
         print(json.dumps({"folder": str(result.folder), **result.values}))
         return
@@ -41,6 +43,7 @@ def run_demo(overrides: list[str], out: Path | None, quiet: bool) -> None:
     with watch(quiet) as show, live_page(show, folders, page) as progress:
         for resolved, folder in zip(plans, folders, strict=True):
             results.append(execute(resolved, folder, progress))
+            write_card(folder)
     print_summary(results, write_report(folders, page))
     print("Again with your images: rescene run demo data.path=./images")
 

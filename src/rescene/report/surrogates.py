@@ -104,8 +104,8 @@ def pair_of(entry: Row, upload: np.ndarray, nearest: np.ndarray) -> Pair:
     return Pair(
         label=plain(entry.get("class", "?"), 40),
         place=", ".join(f"{word}{plain(entry[key], 6)}" for key, word in _PLACE if entry.get(key) is not None),
-        surrogate_uri=_png_uri(upload),
-        nearest_uri=_png_uri(nearest),
+        surrogate_uri=png_uri(upload),
+        nearest_uri=png_uri(nearest),
         rms=percent(rms, 3),
         psnr=_decibel(entry),
         near_copy=rms == 0.0 or (psnr is not None and psnr > NEAR_COPY_DB),
@@ -117,7 +117,8 @@ def _decibel(entry: Row) -> str:
     return "∞" if number(entry.get("rms")) == 0.0 else percent(number(entry.get("psnr")), 1)
 
 
-def _png_uri(image: np.ndarray) -> str:
+def png_uri(image: np.ndarray) -> str:
+    """uint8 [3,H,W] as an <img> source."""
     from PIL import Image
 
     out = io.BytesIO()
