@@ -133,20 +133,6 @@ def run_rows(folder: Path) -> list[Row]:
     return rows
 
 
-def print_inspection(found: Row, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(found))
-        return
-    for key, value in found.items():
-        if isinstance(value, list) and value and isinstance(value[0], dict):
-            print(f"{key}:")
-            print_rows(value)
-        elif isinstance(value, (list, tuple)):
-            print(f"{key}:" + "".join(f"\n  - {item}" for item in value) if value else f"{key}: none")
-        else:
-            print(f"{key}: {value}")
-
-
 def _read(path: Path) -> Row:
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))

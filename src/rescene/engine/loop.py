@@ -270,6 +270,9 @@ class Run:
             setattr(self.facts, name, getattr(self.facts, name) + count)
         if withheld := counts["num_withheld"]:
             self.note("info", "I310", f"{withheld} surrogates were still real images of a small class and stayed home")
+            if not any(len(u.get("images", ())) for u in uploads.values()):
+                fix = "give each site more images of a class (federation.num_clients) or ask for fewer (method.ipc)"
+                self.note("warning", "W310", f"no surrogate left any site, so the server learned nothing new: {fix}")
         if fallbacks := counts["num_fallbacks"]:
             self.note("warning", "W301", f"{fallbacks} surrogates became non-finite and fell back to their start image")
 
