@@ -8,12 +8,16 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rescene.config import Resolved, resolve
 from rescene.engine import RunFolder, use_all_cores
 from rescene.engine import run as run_engine
 from rescene.errors import RunError
+from rescene.versions import RESULTS, refuse_newer
+
+if TYPE_CHECKING:
+    from rescene.use import Prediction
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,12 @@ class Result:
     def aia(self) -> float:
         """Average incremental accuracy, in percent."""
         return float(self.values["aia"])
+
+    def predict(self, *images: str | Path, top: int = 3) -> list[Prediction]:
+        """What the trained model sees in image files, or in all images of folders; unreadable ones are left out."""
+        from rescene.use import find_images, open_model, predict
+
+        return predict(open_model(self.folder), find_images([Path(image) for image in images]), top)[0]
 
     @property
     def matrix(self) -> list[list[float]]:
@@ -59,14 +69,19 @@ def execute(
 
 
 def load(folder: str | Path) -> Result:
-    """The result of a finished run folder."""
+    """The result of a finished run folder, also one of an older version; a newer one is refused (E414)."""
     path = Path(folder)
     try:
-        return Result(path, json.loads((path / "results.json").read_text(encoding="utf-8")))
+        values = json.loads((path / "results.json").read_text(encoding="utf-8"))
     except OSError:
         raise RunError(
             "E408", "no finished run here", where=str(path), fix=f"rescene resume {path}, if it was interrupted"
         ) from None
+    except ValueError as error:
+        why = f"results.json is damaged: {error}"
+        raise RunError("E408", "no finished run here", where=str(path), why=why, fix=f"rescene rerun {path}") from None
+    refuse_newer(values.get("schema"), RESULTS, path / "results.json")
+    return Result(path, values)
 
 
 def default_folder(resolved: Resolved) -> Path:

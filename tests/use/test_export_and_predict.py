@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import rescene
 from rescene.cli.app import app
-from rescene.errors import ConfigError, DataError, RunError
+from rescene.errors import DataError, RunError
 from rescene.nets import NAMES, Arch
 from rescene.report.model_card import model_card
 from rescene.report.runs import load_run
@@ -145,7 +145,7 @@ def test_a_model_of_a_newer_version_is_refused(run, tmp_path):
     shutil.copytree(run, moved)
     path = moved / "model" / "model.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"schema": 99}))
-    with pytest.raises(ConfigError, match="newer version"):
+    with pytest.raises(RunError, match="newer version"):
         open_model(moved)
 
 

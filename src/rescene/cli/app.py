@@ -236,6 +236,26 @@ def resume(
     interruptible(lambda: run_one(resolve(config), folder, quiet, as_json), f"rescene resume {folder}")
 
 
+@app.command()
+@verb
+def rerun(
+    folder: Annotated[Path, typer.Argument(help="finished run folder")],
+    out: Annotated[Path | None, typer.Option("--out", help="folder for the repetition (default: RUN-again)")] = None,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+    plugin: Plugin = None,
+) -> None:
+    """Run the same recipe again and compare every number; exit code 5 if one differs."""
+    load_plugins(plugin)
+    from rescene.cli.keeping import rerun as repeat
+
+    def work() -> None:
+        if not repeat(folder, out, quiet, as_json):
+            raise typer.Exit(5)
+
+    interruptible(work, "the same command")
+
+
 @app.command("list")
 @verb
 def list_things(
@@ -321,15 +341,21 @@ def theory(
 @verb
 def runs(
     folder: Annotated[Path | None, typer.Argument(help="where to look (default: $RESCENE_RUNS or runs)")] = None,
+    prune: Annotated[
+        str | None, typer.Option("--prune", help="remove checkpoints (of finished runs), interrupted, failed")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="with --prune: do not ask")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """All runs under a folder, with state, progress and accuracy."""
-    from rescene.cli.listing import print_rows, run_rows
+    """All runs under a folder, with state, size and accuracy; --prune makes room."""
+    from rescene.cli.keeping import prune as remove
+    from rescene.cli.keeping import show_runs
 
-    rows = run_rows(folder or Path(os.environ.get("RESCENE_RUNS", "runs")))
-    if not as_json:
-        rows = [{k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()} for row in rows]
-    print_rows(rows, as_json)
+    root = folder or Path(os.environ.get("RESCENE_RUNS", "runs"))
+    if prune is not None:
+        remove(root, prune, yes)
+    else:
+        show_runs(root, as_json)
 
 
 @app.command()

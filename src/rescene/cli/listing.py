@@ -108,33 +108,3 @@ def find_runs(folder: Path) -> list[Path]:
     if (folder / "config.yaml").is_file():
         return [folder]
     return sorted(path.parent for path in folder.rglob("config.yaml")) if folder.is_dir() else []
-
-
-def run_rows(folder: Path) -> list[Row]:
-    from rescene.report.runs import alive
-
-    rows = []
-    for path in find_runs(folder):
-        status, results = _read(path / "status.json"), _read(path / "results.json")
-        state = status.get("state", "new")
-        if state == "running" and not alive(status.get("pid")):
-            state = "interrupted"
-        rows.append(
-            {
-                "run": str(path),
-                "method": status.get("method", "-"),
-                "state": state,
-                "progress": f"{status.get('done', 0)}/{status.get('steps', '?')}",
-                "aa": results.get("aa", status.get("aa")),
-                "aia": results.get("aia"),
-                "near_copies": (results.get("leakage") or {}).get("near_copies"),
-            }
-        )
-    return rows
-
-
-def _read(path: Path) -> Row:
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return {}

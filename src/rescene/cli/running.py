@@ -19,18 +19,19 @@ from rescene.report.model_card import write_card
 DEMO_METHODS = ("fedavg", "rescene")
 
 
-def run_one(resolved: Resolved, out: Path | None, quiet: bool, as_json: bool) -> None:
-    """One run; the report lies in its folder."""
+def run_one(resolved: Resolved, out: Path | None, quiet: bool, as_json: bool, told: bool = True) -> None:
+    """One run; the report lies in its folder. ``told``: whether the result is printed."""
     folder = out or default_folder(resolved)
     page = folder / "report.html"
-    with watch(quiet or as_json) as show, live_page(show, [folder], page) as progress:
+    with watch(quiet or as_json or not told) as show, live_page(show, [folder], page) as progress:
         result = execute(resolved, folder, progress)
     write_report([folder], page)
     write_card(folder)
     if as_json:
         print(json.dumps({"folder": str(result.folder), **result.values}))
         return
-    print_summary([result], page)
+    if told:
+        print_summary([result], page)
 
 
 def run_demo(overrides: list[str], out: Path | None, quiet: bool) -> None:

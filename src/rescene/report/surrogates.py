@@ -73,7 +73,8 @@ def _load(run: Run) -> tuple[list[Row], np.ndarray, np.ndarray]:
 
     none = np.zeros((0, 3, 1, 1), np.uint8)
     try:
-        entries = json.loads((run.folder / "surrogates.json").read_text("utf-8"))
+        told = json.loads((run.folder / "surrogates.json").read_text("utf-8"))
+        entries = told["pairs"] if isinstance(told, dict) else told  # a plain list: folders of format 1
         tensors = load_file(run.folder / "surrogates.safetensors")
         uploads, nearest = tensors["surrogates"], tensors["nearest"]
     except (OSError, ValueError, KeyError, SafetensorError):

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from rescene.errors import ConfigError
 from rescene.nets import Arch, Net, load_weights
 from rescene.use.formats import READERS
-
-SCHEMA = 1  # of what model.json and every exported file say about themselves
+from rescene.versions import MODEL, refuse_newer
 
 
 @dataclass(frozen=True)
@@ -86,14 +85,7 @@ def checked(path: Path, text: str | None) -> dict[str, Any]:
         known = {key: about[key] for key in ("arch", "classes", "mean", "std", "schema")}
     except (ValueError, KeyError, TypeError):
         raise no_model(path, "it does not say which classes it knows; only models exported by rescene do") from None
-    if known["schema"] > SCHEMA:
-        raise ConfigError(
-            "E181",
-            "this model was written by a newer version of rescene",
-            where=str(path),
-            why=f"its format is {known['schema']}, this version reads up to {SCHEMA}",
-            fix="pip install --upgrade rescene",
-        )
+    refuse_newer(known["schema"], MODEL, path)
     return dict(about)
 
 
