@@ -12,9 +12,19 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from rescene.cli.completion import complete_override, complete_recipe
 from rescene.errors import ResceneError
 
-Overrides = Annotated[list[str] | None, typer.Argument(help="key=value overrides, e.g. federation.beta=0.1 seed=1")]
+RecipeName = Annotated[
+    str,
+    typer.Argument(
+        help="shipped recipe (rescene list recipes) or a .yaml/.toml/.json file", autocompletion=complete_recipe
+    ),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(help="key=value overrides, e.g. federation.beta=0.1 seed=1", autocompletion=complete_override),
+]
 Out = Annotated[Path | None, typer.Option("--out", help="run folder (default: runs/<recipe>/<method>-s<seed>-<hash>)")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="print results only")]
 Plugin = Annotated[
