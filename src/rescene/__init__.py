@@ -21,6 +21,7 @@ _SUBMODULES = {
     "report",
     "paper",
     "use",
+    "trackers",
     "cli",
     "errors",
 }

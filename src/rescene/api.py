@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from rescene.config import Resolved, resolve
 from rescene.engine import RunFolder, use_all_cores
 from rescene.engine import run as run_engine
 from rescene.errors import RunError
+from rescene.trackers import Tracker, open_trackers, tracked
 from rescene.versions import RESULTS, refuse_newer
 
 if TYPE_CHECKING:
@@ -49,22 +50,30 @@ class Result:
         return [[math.nan if v is None else float(v) for v in row] for row in self.values["accuracy_matrix"]]
 
 
-def run(recipe: str | Path, *, out: str | Path | None = None, **overrides: Any) -> Result:
+def run(
+    recipe: str | Path, *, out: str | Path | None = None, log: str | Sequence[str | Tracker] = (), **overrides: Any
+) -> Result:
     """Run (or continue) a recipe: ``rescene.run("demo", out="runs/mine", **{"data.path": "images/", "seed": 1})``.
 
     A folder that holds an unfinished run of the same recipe is continued; a finished one is returned as it is.
+    ``log``: trackers by name or as objects (see ``rescene.trackers``).
     """
-    return execute(resolve(recipe, overrides), Path(out) if out else None)
+    return execute(resolve(recipe, overrides), Path(out) if out else None, log=log)
 
 
 def execute(
-    resolved: Resolved, out: Path | None = None, progress: Callable[[dict[str, Any]], None] = lambda event: None
+    resolved: Resolved,
+    out: Path | None = None,
+    progress: Callable[[dict[str, Any]], None] = lambda event: None,
+    log: str | Sequence[str | Tracker] = (),
 ) -> Result:
     use_all_cores()
+    trackers = open_trackers(log)
     folder = RunFolder(out or default_folder(resolved))
     folder.check(resolved)
     if not folder.finished:
-        run_engine(resolved, folder, progress)
+        with tracked(progress, trackers, folder.path, resolved.flat()) as tell:
+            run_engine(resolved, folder, tell)
     return load(folder.path)
 
 

@@ -17,6 +17,7 @@ from rescene.cli.examples import add_examples
 from rescene.cli.frame import (
     AsJson,
     Jobs,
+    Log,
     Out,
     Overrides,
     Plugin,
@@ -89,6 +90,7 @@ def run(
     overrides: Overrides = None,
     out: Out = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="show what would run, and run nothing")] = False,
+    log: Log = "",
     quiet: Quiet = False,
     as_json: AsJson = False,
     plugin: Plugin = None,
@@ -102,7 +104,7 @@ def run(
     if dry_run:
         plan_run(resolved, out, as_json)
         return
-    interruptible(lambda: run_one(resolved, out, quiet, as_json), "the same command")
+    interruptible(lambda: run_one(resolved, out, quiet, as_json, log=log), "the same command")
 
 
 @app.command()
@@ -247,6 +249,7 @@ def new_method(
 @verb
 def resume(
     folder: Annotated[Path, typer.Argument(help="run folder to continue")],
+    log: Log = "",
     quiet: Quiet = False,
     as_json: AsJson = False,
     plugin: Plugin = None,
@@ -261,7 +264,7 @@ def resume(
         raise ConfigError(
             "E108", "not a run folder", where=str(folder), why="it has no config.yaml", fix="rescene runs"
         )
-    interruptible(lambda: run_one(resolve(config), folder, quiet, as_json), f"rescene resume {folder}")
+    interruptible(lambda: run_one(resolve(config), folder, quiet, as_json, log=log), f"rescene resume {folder}")
 
 
 @app.command()

@@ -31,6 +31,7 @@ Plugin = Annotated[
     list[Path] | None, typer.Option("--plugin", help="Python file that registers a method; may be repeated")
 ]
 Jobs = Annotated[int, typer.Option("--jobs", min=1, help="cells at a time, side by side on one GPU")]
+Log = Annotated[str, typer.Option("--log", help="also to tensorboard, wandb (offline), mlflow, trackio; with commas")]
 AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output")]
 
 

@@ -19,12 +19,12 @@ from rescene.report.model_card import write_card
 DEMO_METHODS = ("fedavg", "rescene")
 
 
-def run_one(resolved: Resolved, out: Path | None, quiet: bool, as_json: bool, told: bool = True) -> None:
+def run_one(resolved: Resolved, out: Path | None, quiet: bool, as_json: bool, told: bool = True, log: str = "") -> None:
     """One run; the report lies in its folder. ``told``: whether the result is printed."""
     folder = out or default_folder(resolved)
     page = folder / "report.html"
     with watch(quiet or as_json or not told) as show, live_page(show, [folder], page) as progress:
-        result = execute(resolved, folder, progress)
+        result = execute(resolved, folder, progress, log)
     write_report([folder], page)
     write_card(folder)
     if as_json:
