@@ -20,6 +20,8 @@ _SUBMODULES = {
     "engine",
     "report",
     "paper",
+    "use",
+    "trackers",
     "cli",
     "errors",
 }

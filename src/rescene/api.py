@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rescene.config import Resolved, resolve
 from rescene.engine import RunFolder, use_all_cores
 from rescene.engine import run as run_engine
 from rescene.errors import RunError
+from rescene.trackers import Tracker, open_trackers, tracked
+from rescene.versions import RESULTS, refuse_newer
+
+if TYPE_CHECKING:
+    from rescene.use import Prediction
 
 
 @dataclass(frozen=True)
@@ -33,40 +38,59 @@ class Result:
         """Average incremental accuracy, in percent."""
         return float(self.values["aia"])
 
+    def predict(self, *images: str | Path, top: int = 3) -> list[Prediction]:
+        """What the trained model sees in image files, or in all images of folders; unreadable ones are left out."""
+        from rescene.use import find_images, open_model, predict
+
+        return predict(open_model(self.folder), find_images([Path(image) for image in images]), top)[0]
+
     @property
     def matrix(self) -> list[list[float]]:
         """matrix[i][j]: accuracy on task j after task i; NaN for j > i."""
         return [[math.nan if v is None else float(v) for v in row] for row in self.values["accuracy_matrix"]]
 
 
-def run(recipe: str | Path, *, out: str | Path | None = None, **overrides: Any) -> Result:
+def run(
+    recipe: str | Path, *, out: str | Path | None = None, log: str | Sequence[str | Tracker] = (), **overrides: Any
+) -> Result:
     """Run (or continue) a recipe: ``rescene.run("demo", out="runs/mine", **{"data.path": "images/", "seed": 1})``.
 
     A folder that holds an unfinished run of the same recipe is continued; a finished one is returned as it is.
+    ``log``: trackers by name or as objects (see ``rescene.trackers``).
     """
-    return execute(resolve(recipe, overrides), Path(out) if out else None)
+    return execute(resolve(recipe, overrides), Path(out) if out else None, log=log)
 
 
 def execute(
-    resolved: Resolved, out: Path | None = None, progress: Callable[[dict[str, Any]], None] = lambda event: None
+    resolved: Resolved,
+    out: Path | None = None,
+    progress: Callable[[dict[str, Any]], None] = lambda event: None,
+    log: str | Sequence[str | Tracker] = (),
 ) -> Result:
     use_all_cores()
+    trackers = open_trackers(log)
     folder = RunFolder(out or default_folder(resolved))
     folder.check(resolved)
     if not folder.finished:
-        run_engine(resolved, folder, progress)
+        with tracked(progress, trackers, folder.path, resolved.flat()) as tell:
+            run_engine(resolved, folder, tell)
     return load(folder.path)
 
 
 def load(folder: str | Path) -> Result:
-    """The result of a finished run folder."""
+    """The result of a finished run folder, also one of an older version; a newer one is refused (E414)."""
     path = Path(folder)
     try:
-        return Result(path, json.loads((path / "results.json").read_text(encoding="utf-8")))
+        values = json.loads((path / "results.json").read_text(encoding="utf-8"))
     except OSError:
         raise RunError(
             "E408", "no finished run here", where=str(path), fix=f"rescene resume {path}, if it was interrupted"
         ) from None
+    except ValueError as error:
+        why = f"results.json is damaged: {error}"
+        raise RunError("E408", "no finished run here", where=str(path), why=why, fix=f"rescene rerun {path}") from None
+    refuse_newer(values.get("schema"), RESULTS, path / "results.json")
+    return Result(path, values)
 
 
 def default_folder(resolved: Resolved) -> Path:

@@ -10,16 +10,31 @@ from typing import Annotated
 
 import typer
 
+from rescene import __version__
 from rescene.cli.data_verbs import data_app
 from rescene.cli.deploying import deploy_app
-from rescene.cli.frame import AsJson, Jobs, Out, Overrides, Plugin, Quiet, interruptible, load_plugins, verb
+from rescene.cli.examples import add_examples
+from rescene.cli.frame import (
+    AsJson,
+    Jobs,
+    Log,
+    Out,
+    Overrides,
+    Plugin,
+    Quiet,
+    RecipeName,
+    interruptible,
+    load_plugins,
+    verb,
+)
 from rescene.cli.papers import paper_app
 from rescene.cli.presenting import plot, table
+from rescene.cli.using import export, predict
 from rescene.errors import ConfigError, did_you_mean
 
 app = typer.Typer(
-    help="Federated continual learning with server-side replay. Start with: rescene demo",
-    epilog="Overrides are dotted keys: rescene run demo data.path=./images federation.beta=0.1. --debug shows tracebacks.",
+    epilog="Overrides are dotted keys: rescene run demo data.path=./images federation.beta=0.1. --debug shows tracebacks, "
+    "NO_COLOR=1 stops colours. Exit codes: 0 done, 2 recipe or usage, 3 data, 4 run failed, 5 check failed, 130 interrupted.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -30,6 +45,21 @@ app.add_typer(paper_app, name="paper")
 app.add_typer(deploy_app, name="deploy")
 new_app = typer.Typer(help="Start something of your own.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(new_app, name="new")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"rescene {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Federated continual learning with server-side replay. Start with: rescene demo"""
 
 
 def main() -> None:
@@ -61,10 +91,11 @@ def demo(
 @app.command()
 @verb
 def run(
-    recipe: Annotated[str, typer.Argument(help="shipped recipe (rescene list recipes) or a .yaml/.toml/.json file")],
+    recipe: RecipeName,
     overrides: Overrides = None,
     out: Out = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="show what would run, and run nothing")] = False,
+    log: Log = "",
     quiet: Quiet = False,
     as_json: AsJson = False,
     plugin: Plugin = None,
@@ -78,13 +109,13 @@ def run(
     if dry_run:
         plan_run(resolved, out, as_json)
         return
-    interruptible(lambda: run_one(resolved, out, quiet, as_json), "the same command")
+    interruptible(lambda: run_one(resolved, out, quiet, as_json, log=log), "the same command")
 
 
 @app.command()
 @verb
 def sweep(
-    recipe: Annotated[str, typer.Argument(help="shipped recipe or file")],
+    recipe: RecipeName,
     overrides: Annotated[list[str] | None, typer.Argument(help="key=a,b,c: every combination; method=all")] = None,
     seeds: Annotated[str, typer.Option("--seeds", help="comma-separated")] = "0",
     out: Annotated[Path | None, typer.Option("--out", help="folder for the cells (default: runs/<recipe>)")] = None,
@@ -123,7 +154,7 @@ def bench(
 @app.command()
 @verb
 def cost(
-    recipe: Annotated[str, typer.Argument(help="shipped recipe or file")],
+    recipe: RecipeName,
     overrides: Overrides = None,
     uplink_mbps: Annotated[float, typer.Option("--uplink-mbps", help="a site's upload speed, Mbit/s")] = 20.0,
     client_gflops: Annotated[
@@ -146,7 +177,7 @@ def cost(
 @app.command()
 @verb
 def scale(
-    recipe: Annotated[str, typer.Argument(help="shipped recipe or file")],
+    recipe: RecipeName,
     overrides: Overrides = None,
     clients: Annotated[str, typer.Option("--clients", help="sites: 10..1000000 or 10,500")] = "10..1000000",
     per_round: Annotated[
@@ -169,7 +200,7 @@ def scale(
 @app.command()
 @verb
 def privacy(
-    recipe: Annotated[str, typer.Argument(help="shipped recipe or file")],
+    recipe: RecipeName,
     overrides: Overrides = None,
     epsilon: Annotated[float | None, typer.Option("--epsilon", help="target: which noise multiplier keeps it?")] = None,
     sigma: Annotated[float | None, typer.Option("--sigma", help="noise multiplier: which epsilon results?")] = None,
@@ -251,6 +282,7 @@ def new_method(
 @verb
 def resume(
     folder: Annotated[Path, typer.Argument(help="run folder to continue")],
+    log: Log = "",
     quiet: Quiet = False,
     as_json: AsJson = False,
     plugin: Plugin = None,
@@ -265,7 +297,27 @@ def resume(
         raise ConfigError(
             "E108", "not a run folder", where=str(folder), why="it has no config.yaml", fix="rescene runs"
         )
-    interruptible(lambda: run_one(resolve(config), folder, quiet, as_json), f"rescene resume {folder}")
+    interruptible(lambda: run_one(resolve(config), folder, quiet, as_json, log=log), f"rescene resume {folder}")
+
+
+@app.command()
+@verb
+def rerun(
+    folder: Annotated[Path, typer.Argument(help="finished run folder")],
+    out: Annotated[Path | None, typer.Option("--out", help="folder for the repetition (default: RUN-again)")] = None,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+    plugin: Plugin = None,
+) -> None:
+    """Run the same recipe again and compare every number; exit code 5 if one differs."""
+    load_plugins(plugin)
+    from rescene.cli.keeping import rerun as repeat
+
+    def work() -> None:
+        if not repeat(folder, out, quiet, as_json):
+            raise typer.Exit(5)
+
+    interruptible(work, "the same command")
 
 
 @app.command("list")
@@ -334,6 +386,8 @@ def report(
 
 app.command()(table)
 app.command()(plot)
+app.command()(export)
+app.command()(predict)
 
 
 @app.command()
@@ -351,25 +405,37 @@ def theory(
 @verb
 def runs(
     folder: Annotated[Path | None, typer.Argument(help="where to look (default: $RESCENE_RUNS or runs)")] = None,
+    prune: Annotated[
+        str | None, typer.Option("--prune", help="remove checkpoints (of finished runs), interrupted, failed")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="with --prune: do not ask")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """All runs under a folder, with state, progress and accuracy."""
-    from rescene.cli.listing import print_rows, run_rows
+    """All runs under a folder, with state, size and accuracy; --prune makes room."""
+    from rescene.cli.keeping import prune as remove
+    from rescene.cli.keeping import show_runs
 
-    rows = run_rows(folder or Path(os.environ.get("RESCENE_RUNS", "runs")))
-    if not as_json:
-        rows = [{k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()} for row in rows]
-    print_rows(rows, as_json)
+    root = folder or Path(os.environ.get("RESCENE_RUNS", "runs"))
+    if prune is not None:
+        remove(root, prune, yes)
+    else:
+        show_runs(root, as_json)
 
 
 @app.command()
 @verb
 def doctor(as_json: AsJson = False) -> None:
-    """Check this machine: versions, device, data, disk; exit code 5 if something needs fixing."""
+    """Check this machine: versions, device, data, disk, extras; exit code 5 if something needs fixing."""
     from rescene.cli.checks import machine_checks
     from rescene.cli.listing import print_rows
 
     rows = machine_checks()
     print_rows(rows, as_json)
-    if any(row["problem"] for row in rows):
+    problems = sum(bool(row["problem"]) for row in rows)
+    if not as_json:
+        print(f"\n{problems} of {len(rows)} checks need something done" if problems else "\nall is well")
+    if problems:
         raise typer.Exit(5)
+
+
+add_examples(app)

@@ -7,15 +7,25 @@ import platform
 import shutil
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 ENOUGH_DISK_GB = 2.0
+EXTRAS = {
+    "deploy": ("flwr", "federations across sites"),
+    "privacy": ("dp_accounting", "accounting for sampled records"),
+    "onnx": ("onnxruntime", "rescene export --to onnx"),
+    "tensorboard": ("tensorboard", "rescene run --log tensorboard"),
+    "wandb": ("wandb", "rescene run --log wandb"),
+    "mlflow": ("mlflow", "rescene run --log mlflow"),
+    "trackio": ("trackio", "rescene run --log trackio"),
+}
 Row = dict[str, Any]
 
 
 def machine_checks() -> list[Row]:
-    return [_python(), _torch(), _device(), _disk(), _writable(), *_data()]
+    return [_python(), _torch(), _device(), _disk(), _writable(), *_data(), *_extras()]
 
 
 def _row(check: str, found: str, problem: str = "", fix: str = "") -> Row:
@@ -77,4 +87,12 @@ def _data() -> list[Row]:
 
     return [
         _row(f"data {row['name']}", str(row.get("found") or "not on this machine (optional)")) for row in available()
+    ]
+
+
+def _extras() -> list[Row]:
+    """Optional packages: none of them missing is a problem."""
+    return [
+        _row(f"extra {name}", f"{'installed' if find_spec(module) else 'not installed (optional)'}: {use}")
+        for name, (module, use) in EXTRAS.items()
     ]

@@ -26,12 +26,10 @@ def data_list(as_json: AsJson = False) -> None:
 def data_inspect(
     path: Annotated[str, typer.Argument(help="folder, file, or name of a known data set")], as_json: AsJson = False
 ) -> None:
-    """Classes, counts, proposed tasks and warnings."""
-    from rescene.cli.listing import print_inspection
-    from rescene.data import inspect, load
+    """Classes, counts, proposed tasks, warnings (tiny classes, repeated and unreadable images), and the command to run."""
+    from rescene.cli.inspecting import show_inspection
 
-    here = Path(path).exists()
-    print_inspection(inspect(load("auto" if here else path, path if here else None)), as_json)
+    show_inspection(path, as_json)
 
 
 @data_app.command("prepare")

@@ -12,15 +12,26 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from rescene.cli.completion import complete_override, complete_recipe
 from rescene.errors import ResceneError
 
-Overrides = Annotated[list[str] | None, typer.Argument(help="key=value overrides, e.g. federation.beta=0.1 seed=1")]
+RecipeName = Annotated[
+    str,
+    typer.Argument(
+        help="shipped recipe (rescene list recipes) or a .yaml/.toml/.json file", autocompletion=complete_recipe
+    ),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(help="key=value overrides, e.g. federation.beta=0.1 seed=1", autocompletion=complete_override),
+]
 Out = Annotated[Path | None, typer.Option("--out", help="run folder (default: runs/<recipe>/<method>-s<seed>-<hash>)")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="print results only")]
 Plugin = Annotated[
     list[Path] | None, typer.Option("--plugin", help="Python file that registers a method; may be repeated")
 ]
 Jobs = Annotated[int, typer.Option("--jobs", min=1, help="cells at a time, side by side on one GPU")]
+Log = Annotated[str, typer.Option("--log", help="also to tensorboard, wandb (offline), mlflow, trackio; with commas")]
 AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output")]
 
 

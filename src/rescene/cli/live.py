@@ -6,6 +6,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 from rich.console import Console
@@ -13,6 +14,7 @@ from rich.live import Live
 from rich.table import Table
 
 Event = dict[str, Any]
+WIDE = 1.5  # slowest over mean pace from which one number would promise too much
 
 
 @contextmanager
@@ -30,7 +32,10 @@ def watch(quiet: bool) -> Iterator[Callable[[Event], None]]:
 
 
 class Pace:
-    """Seconds to go, from the last few steps: rounds get slower as the pool grows, so old steps count little."""
+    """Time to go, from the last few steps: rounds get slower as the pool grows, so old steps count little.
+
+    Where steps differ much the answer is a range, from their mean and from the slowest; before two steps there is none.
+    """
 
     def __init__(self) -> None:
         self.marks: deque[tuple[int, float]] = deque(maxlen=5)
@@ -48,10 +53,14 @@ class Pace:
         self.marks.append((self.done, event["elapsed_s"]))
 
     def left(self) -> str:
-        (first, begin), (last, end) = (self.marks[0], self.marks[-1]) if self.marks else ((0, 0.0), (0, 0.0))
-        if last == first:
+        marks = list(self.marks)
+        spans = [(b - a, end - begin) for (a, begin), (b, end) in pairwise(marks) if b > a]
+        if not spans:
             return "-"
-        return clock((self.steps - last) * (end - begin) / (last - first))
+        rest = self.steps - marks[-1][0]
+        mean = rest * sum(seconds for _, seconds in spans) / sum(steps for steps, _ in spans)
+        slow = rest * max(seconds / steps for steps, seconds in spans)
+        return f"{clock(mean)} to {clock(slow)}" if slow > WIDE * mean and slow - mean > 10 else clock(mean)
 
 
 def clock(seconds: float) -> str:

@@ -15,22 +15,25 @@ from rescene.data import LazySplit
 from rescene.engine import prepare
 from rescene.engine.nominal import nominal_cost
 from rescene.report import write_report
+from rescene.report.model_card import write_card
 
 DEMO = {"fedavg": ("demo", "fedavg"), "rescene": ("demo", "rescene")}  # folder: recipe, method
 PRIVATE_DEMO = {name: (name, "rescene") for name in ("demo", "private", "private-dp")}
 
 
-def run_one(resolved: Resolved, out: Path | None, quiet: bool, as_json: bool) -> None:
-    """One run; the report lies in its folder."""
+def run_one(resolved: Resolved, out: Path | None, quiet: bool, as_json: bool, told: bool = True, log: str = "") -> None:
+    """One run; the report lies in its folder. ``told``: whether the result is printed."""
     folder = out or default_folder(resolved)
     page = folder / "report.html"
-    with watch(quiet or as_json) as show, live_page(show, [folder], page) as progress:
-        result = execute(resolved, folder, progress)
+    with watch(quiet or as_json or not told) as show, live_page(show, [folder], page) as progress:
+        result = execute(resolved, folder, progress, log)
     write_report([folder], page)
+    write_card(folder)
     if as_json:
         print(json.dumps({"folder": str(result.folder), **result.values}))
         return
-    print_summary([result], page)
+    if told:
+        print_summary([result], page)
 
 
 def run_demo(overrides: list[str], out: Path | None, quiet: bool, private: bool = False) -> None:
@@ -44,6 +47,7 @@ def run_demo(overrides: list[str], out: Path | None, quiet: bool, private: bool 
     with watch(quiet) as show, live_page(show, folders, page) as progress:
         for resolved, folder in zip(plans, folders, strict=True):
             results.append(execute(resolved, folder, progress))
+            write_card(folder)
     print_summary(results, write_report(folders, page), list(cells) if private else [])
     again = "demo --private" if private else "run demo"
     print(f"Again with your images: rescene {again} data.path=./images")

@@ -1,7 +1,7 @@
 """Images, tasks, partitions and shards; readers for the paper's data sets and for your own."""
 
 from rescene.data.catalog import available
-from rescene.data.checks import content_rows, inspect, propose_tasks, verify
+from rescene.data.checks import content_rows, inspect, load_readable, propose_tasks, verify
 from rescene.data.images import Dataset, Images, Transform
 from rescene.data.lazy import LazySplit
 from rescene.data.loading import load, prepare
@@ -24,6 +24,7 @@ __all__ = [
     "iid_partition",
     "inspect",
     "load",
+    "load_readable",
     "partition",
     "plan_tasks",
     "prepare",

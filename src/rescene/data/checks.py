@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import statistics
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,11 +16,16 @@ from rescene.data.loading import load
 from rescene.errors import DataError, ResceneWarning
 
 _TINY_CLASS = 10  # images; below it condensation and a hold-out have little to work with
+_PER_SITE = 20  # images of a class at a site: twice the surrogates per class, so that some may leave it
+_SITES = 10  # of the recipe demo
 Row = dict[str, Any]
 
 
-def inspect(dataset: Dataset) -> Row:
-    """What a data set holds, in plain values: counts per class and split, size, notes, proposed tasks, warnings."""
+def inspect(dataset: Dataset, unreadable: Sequence[str] = ()) -> Row:
+    """What a data set holds, in plain values: counts per class and split, size, notes, proposed tasks, warnings.
+
+    ``unreadable``: what loading said about images it left out.
+    """
     train, test = (_counts(images, len(dataset.classes)) for images in (dataset.train, dataset.test))
     return {
         "name": dataset.name,
@@ -37,7 +44,8 @@ def inspect(dataset: Dataset) -> Row:
         "split": dataset.split,
         "notes": list(dataset.notes),
         "proposed_tasks": propose_tasks(dataset),
-        "warnings": [row["problem"] for row in content_rows(dataset) if row["problem"]],
+        "proposed_settings": propose_settings(dataset),
+        "warnings": [*unreadable, *(row["problem"] for row in content_rows(dataset) if row["problem"])],
         "fingerprint": dataset.fingerprint(),
     }
 
@@ -48,19 +56,25 @@ def verify(name: str, path: str | os.PathLike[str] | None = None) -> list[Row]:
     Damaged images are all found, not only the first; a set that cannot be loaded at all gives one row that says why.
     """
     try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", ResceneWarning)
-            dataset = load(name, path, skip_unreadable=True)
+        dataset, unreadable = load_readable(name, path)
     except DataError as problem:
         why = f"{problem.what}: {problem.why}" if problem.why else problem.what
         return [_row(f"complete [{problem.code}]", why, problem.fix or "")]
-    unreadable = [w.message for w in caught if isinstance(w.message, ResceneWarning) and w.message.code == "W203"]
     found = f"{len(dataset.train):,} training and {len(dataset.test):,} test images of {len(dataset.classes)} classes"
     return [
         _row(f"complete ({found})"),
-        _row("images readable", "; ".join(w.what for w in unreadable), "copy them again"),
+        _row("images readable", "; ".join(unreadable), "copy them again"),
         *content_rows(dataset),
     ]
+
+
+def load_readable(name: str = "auto", path: str | os.PathLike[str] | None = None) -> tuple[Dataset, list[str]]:
+    """A data set without the images that cannot be read, and what was said about those."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ResceneWarning)
+        dataset = load(name, path, skip_unreadable=True)
+    found = [w.message for w in caught if isinstance(w.message, ResceneWarning) and w.message.code == "W203"]
+    return dataset, [w.what for w in found]
 
 
 def propose_tasks(dataset: Dataset) -> Row:
@@ -70,6 +84,17 @@ def propose_tasks(dataset: Dataset) -> Row:
         return {"scenario": "domain"}
     num_classes = len(dataset.classes)
     return {"scenario": "class", "count": min(5 if num_classes < 50 else 10, max(1, num_classes // 2))}
+
+
+def propose_settings(dataset: Dataset) -> list[str]:
+    """The proposed tasks as overrides of a recipe; with few images also fewer sites than a demo has, so that each holds
+    enough of a class to condense (a site keeps surrogates of a class at home that are still its real images)."""
+    tasks = propose_tasks(dataset)
+    plan = ["tasks.scenario=domain"] if dataset.domains else [f"tasks.count={tasks['count']}"]
+    typical = statistics.median(_counts(dataset.train, len(dataset.classes))) / max(1, len(dataset.domains))
+    sites = max(2, int(typical) // _PER_SITE)
+    few = [f"federation.num_clients={sites}", f"federation.per_round={max(2, sites // 2)}"] if sites < _SITES else []
+    return plan + few
 
 
 def content_rows(dataset: Dataset) -> list[Row]:

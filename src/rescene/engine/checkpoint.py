@@ -23,8 +23,8 @@ from torch import Tensor
 
 from rescene.errors import ResceneWarning, RunError
 from rescene.record import Chunk, Tree, pack, tensors, unpack
+from rescene.versions import CHECKPOINT, refuse_newer
 
-SCHEMA = 1
 KEEP = 2
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -112,7 +112,7 @@ class Checkpoints:
         skeleton, chunks = pack(tree)
         held: dict[tuple[int, ...], tuple[str, list[Tensor]]] = {}
         digests = [self._store(chunk, held) for chunk in chunks]
-        body = {"schema": SCHEMA, "step": step, "facts": facts, "skeleton": skeleton, "chunks": digests}
+        body = {"schema": CHECKPOINT, "step": step, "facts": facts, "skeleton": skeleton, "chunks": digests}
         body["sha256"] = _digest_of(body)
         write_atomically(self.folder / f"step-{step:06d}.json", json.dumps(body).encode())
         self._written = held
@@ -152,8 +152,7 @@ class Checkpoints:
 
     def _read(self, path: Path) -> Saved:
         body = json.loads(path.read_bytes())
-        if body.get("schema") != SCHEMA:
-            raise ValueError(f"format {body.get('schema')} is not {SCHEMA}")
+        refuse_newer(body.get("schema"), CHECKPOINT, path)
         if body.pop("sha256") != _digest_of(body):
             raise ValueError("its checksum does not match")
         chunks = []

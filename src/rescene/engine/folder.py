@@ -31,7 +31,9 @@ from rescene.config.compose import difference, flatten
 from rescene.config.plan import grows
 from rescene.engine.checkpoint import Checkpoints, could_not_save, write_atomically, write_json
 from rescene.engine.experiment import Experiment
+from rescene.engine.migrate import migrate
 from rescene.errors import RunError
+from rescene.versions import FOLDER
 
 NOT_COMPARED = {"device"}  # may change between the parts of a run without changing the experiment
 
@@ -54,6 +56,7 @@ class RunFolder:
         """
         config = self.path / "config.yaml"
         if config.is_file():
+            migrate(self.path)
             before = flatten(yaml.safe_load(config.read_text(encoding="utf-8")))
             rows = difference(before, resolved.flat())
             changed = [row for row in rows if row[0] not in NOT_COMPARED and not _is_growth(*row)]
@@ -83,13 +86,14 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RunError("E407", f"cannot make the run folder: {error.strerror}", where=str(self.path)) from None
-        write_json(self.path / "origin.json", {"recipe": resolved.name, "origins": resolved.origins})
+        origin = {"schema": FOLDER, "recipe": resolved.name, "origins": resolved.origins}
+        write_json(self.path / "origin.json", origin)
         write_atomically(self.path / "command.txt", f"{_command()}\n".encode())
         write_atomically(config, text.encode())
 
     def describe(self, experiment: Experiment) -> None:
         """Who holds what, and on what machine."""
-        write_json(self.path / "partition.json", experiment.counts())
+        write_json(self.path / "partition.json", {"schema": 1} | experiment.counts())
         index = {
             f"task{t}.client{k}": part.cpu().contiguous()
             for t, parts in enumerate(() if experiment.is_lazy else experiment.shards)

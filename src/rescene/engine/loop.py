@@ -31,6 +31,7 @@ from rescene.engine.writer import Writer
 from rescene.errors import ConfigError, RunError
 from rescene.nets import flops_to, state_bytes
 from rescene.record import to_device
+from rescene.versions import MODEL
 
 
 @dataclass(frozen=True)
@@ -270,6 +271,9 @@ class Run:
             setattr(self.facts, name, getattr(self.facts, name) + count)
         if withheld := counts["num_withheld"]:
             self.note("info", "I310", f"{withheld} surrogates were still real images of a small class and stayed home")
+            if not any(len(u.get("images", ())) for u in uploads.values()):
+                fix = "give each site more images of a class (federation.num_clients) or ask for fewer (method.ipc)"
+                self.note("warning", "W311", f"no surrogate left any site, so the server learned nothing new: {fix}")
         if fallbacks := counts["num_fallbacks"]:
             self.note("warning", "W301", f"{fallbacks} surrogates became non-finite and fell back to their start image")
 
@@ -367,7 +371,7 @@ class Run:
         (path / "model").mkdir(exist_ok=True)
         model = {key: value.detach().cpu().contiguous() for key, value in self.state.model.items()}
         write_atomically(path / "model" / "final.safetensors", save(model))
-        card = {"schema": 1, "arch": vars(e.arch), "classes": list(e.dataset.classes[: e.tasks[-1].num_seen])}
+        card = {"schema": MODEL, "arch": vars(e.arch), "classes": list(e.dataset.classes[: e.tasks[-1].num_seen])}
         look = {"mean": e.dataset.transform.mean, "std": e.dataset.transform.std}
         write_json(path / "model" / "model.json", card | look)
         results = results_of(e, vars(self.facts), self.ledger)
@@ -382,7 +386,7 @@ class Run:
         """A few surrogates per class beside their nearest real images, of all tasks so far."""
         pictures, rows = self.leakage.gallery()
         write_atomically(self.folder.path / "surrogates.safetensors", save(pictures))
-        write_json(self.folder.path / "surrogates.json", rows)
+        write_json(self.folder.path / "surrogates.json", {"schema": 1, "pairs": rows})
 
 
 def _overall(found: Evaluation, scenario: str) -> float:

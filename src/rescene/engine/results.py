@@ -16,8 +16,8 @@ from rescene.engine.nominal import nominal_cost
 from rescene.engine.theory import theory_record, theory_tables
 from rescene.methods import Method
 from rescene.privacy.accounting import NEIGHBOURS
+from rescene.versions import RESULTS
 
-SCHEMA = 1
 NO_GUARANTEE = "Not private: uploads carry no formal guarantee."
 
 
@@ -31,7 +31,7 @@ def results_of(experiment: Experiment, facts: dict[str, Any], ledger: Ledger) ->
     leakage = _leakage(facts["leakage"])
     record: dict[str, Any] = _rounded(
         {
-            "schema": SCHEMA,
+            "schema": RESULTS,
             "method": experiment.method.name,
             "aa": fn.average_accuracy(matrix, sizes),
             "aia": fn.average_incremental_accuracy(matrix, sizes),

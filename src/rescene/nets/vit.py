@@ -63,7 +63,7 @@ class VisionTransformer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = self.patches(x).flatten(2).transpose(1, 2)
-        tokens = torch.cat([self.class_token.expand(len(x), -1, -1), tokens], dim=1) + self.positions
+        tokens = torch.cat([self.class_token.expand(x.shape[0], -1, -1), tokens], dim=1) + self.positions
         # The norm acts on each token by itself, so only the class token needs it.
         features: Tensor = self.norm(self.blocks(tokens)[:, 0])
         return features

@@ -19,6 +19,7 @@ import numpy as np
 
 from rescene.errors import DataError
 from rescene.report.reading import Row, json_lines, json_object, text_of, yaml_object
+from rescene.versions import RESULTS, refuse_newer
 
 MARKS = ("results.json", "status.json", "metrics.jsonl", "config.yaml")
 
@@ -203,6 +204,7 @@ def _results(folder: Path) -> Row:
     if not isinstance(found, dict) or not found:
         fix = "leave this folder out, or run the experiment again"
         raise DataError("E213", f"'{folder}' holds a damaged results.json", where=str(path), why=why, fix=fix)
+    refuse_newer(found.get("schema"), RESULTS, path)
     return found
 
 

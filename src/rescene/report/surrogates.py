@@ -73,7 +73,8 @@ def _load(run: Run) -> tuple[list[Row], np.ndarray, np.ndarray]:
 
     none = np.zeros((0, 3, 1, 1), np.uint8)
     try:
-        entries = json.loads((run.folder / "surrogates.json").read_text("utf-8"))
+        told = json.loads((run.folder / "surrogates.json").read_text("utf-8"))
+        entries = told["pairs"] if isinstance(told, dict) else told  # a plain list: folders of format 1
         tensors = load_file(run.folder / "surrogates.safetensors")
         uploads, nearest = tensors["surrogates"], tensors["nearest"]
     except (OSError, ValueError, KeyError, SafetensorError):
@@ -104,8 +105,8 @@ def pair_of(entry: Row, upload: np.ndarray, nearest: np.ndarray) -> Pair:
     return Pair(
         label=plain(entry.get("class", "?"), 40),
         place=", ".join(f"{word}{plain(entry[key], 6)}" for key, word in _PLACE if entry.get(key) is not None),
-        surrogate_uri=_png_uri(upload),
-        nearest_uri=_png_uri(nearest),
+        surrogate_uri=png_uri(upload),
+        nearest_uri=png_uri(nearest),
         rms=percent(rms, 3),
         psnr=_decibel(entry),
         near_copy=rms == 0.0 or (psnr is not None and psnr > NEAR_COPY_DB),
@@ -117,7 +118,8 @@ def _decibel(entry: Row) -> str:
     return "∞" if number(entry.get("rms")) == 0.0 else percent(number(entry.get("psnr")), 1)
 
 
-def _png_uri(image: np.ndarray) -> str:
+def png_uri(image: np.ndarray) -> str:
+    """uint8 [3,H,W] as an <img> source."""
     from PIL import Image
 
     out = io.BytesIO()

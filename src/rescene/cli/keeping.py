@@ -1,0 +1,179 @@
+"""rescene runs and rescene rerun: what is there, what can go, and whether it comes out the same again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import typer
+import yaml
+
+from rescene.cli.listing import find_runs, print_rows
+from rescene.errors import ConfigError, did_you_mean
+from rescene.report.reading import json_object
+from rescene.report.runs import alive
+from rescene.report.words import bytes_text
+
+Row = dict[str, Any]
+PRUNABLE = ("checkpoints", "interrupted", "failed")
+QUIET = timedelta(hours=1)  # a run that says it is going may be going on another machine that shares this disk
+
+
+def run_rows(folder: Path) -> list[Row]:
+    """One row per run under a folder."""
+    rows = []
+    for path in find_runs(folder):
+        status, results = json_object(path / "status.json", []), json_object(path / "results.json", [])
+        rows.append(
+            {
+                "run": str(path),
+                "method": status.get("method") or results.get("method") or "-",
+                "state": _state(status, results),
+                "progress": f"{status.get('done', 0)}/{status.get('steps', '?')}",
+                "bytes": _size(path),
+                "aa": results.get("aa", status.get("aa")),
+                "aia": results.get("aia"),
+                "near_copies": (results.get("leakage") or {}).get("near_copies"),
+            }
+        )
+    return rows
+
+
+def show_runs(folder: Path, as_json: bool) -> None:
+    rows = run_rows(folder)
+    if as_json:
+        print(json.dumps(rows))
+        return
+    print_rows({_HEADS.get(key, key): _shown(key, value) for key, value in row.items()} for row in rows)
+    if rows:
+        print(f"{len(rows)} runs, {bytes_text(sum(row['bytes'] for row in rows))}")
+
+
+_HEADS = {"bytes": "size", "near_copies": "near-copies"}
+
+
+def _shown(key: str, value: Any) -> Any:
+    if key == "bytes":
+        return bytes_text(value)
+    if key == "near_copies":
+        return None if value is None else f"{100 * value:.0f} %"
+    return round(value, 2) if isinstance(value, float) else value
+
+
+def prune(folder: Path, what: str, yes: bool) -> None:
+    """Remove checkpoints of finished runs, or whole runs that were interrupted or failed; asks first."""
+    wanted = [word.strip() for word in what.split(",")]
+    for word in wanted:
+        if word not in PRUNABLE:
+            close = did_you_mean(word, PRUNABLE)
+            fix = f"did you mean {close}?" if close else f"one or more of: {','.join(PRUNABLE)}"
+            raise ConfigError("E185", f"cannot prune {word!r}", where="--prune", fix=fix)
+    found = list(_removable(folder, wanted))
+    if not found:
+        print("nothing to remove")
+        return
+    print_rows({"remove": str(path), "size": bytes_text(_size(path)), "because": why} for path, why in found)
+    total = bytes_text(sum(_size(path) for path, _ in found))
+    if not yes and not typer.confirm(f"Remove these {total}? This cannot be undone"):
+        print("nothing was removed")
+        return
+    for path, _ in found:
+        shutil.rmtree(path)
+    print(f"removed {total}")
+
+
+def _removable(folder: Path, wanted: list[str]) -> Iterator[tuple[Path, str]]:
+    for run in find_runs(folder):
+        status, results = json_object(run / "status.json", []), json_object(run / "results.json", [])
+        state, store = _state(status, results), run / "checkpoints"
+        if run.is_symlink():
+            continue
+        if state in wanted and (status.get("state") != "running" or _is_quiet(status)):
+            yield run, f"the run was {state}" if state == "interrupted" else "the run failed"
+        elif "checkpoints" in wanted and state == "done" and store.is_dir() and not _may_grow(run):
+            yield store, "the run is finished and needs them no more"
+
+
+def _state(status: Row, results: Row) -> str:
+    told = status.get("state") or ("done" if results else "new")
+    return "interrupted" if told == "running" and not alive(status.get("pid")) else str(told)
+
+
+def _is_quiet(status: Row) -> bool:
+    try:
+        return datetime.now(UTC) - datetime.fromisoformat(status["updated"]) > QUIET
+    except (KeyError, TypeError, ValueError):
+        return False
+
+
+def _may_grow(run: Path) -> bool:
+    """A federation's plan may get new tasks, and then its run goes on from its last checkpoint."""
+    try:
+        return yaml.safe_load((run / "config.yaml").read_text("utf-8")).get("sites") is not None
+    except (OSError, AttributeError, yaml.YAMLError):
+        return True
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+
+
+def rerun(folder: Path, out: Path | None, quiet: bool, as_json: bool) -> bool:
+    """Run the recipe of a finished run again in a folder beside it; whether every number came out the same."""
+    from rescene.api import load
+    from rescene.cli.running import run_one
+    from rescene.config import resolve
+
+    before = load(folder)
+    config = folder / "config.yaml"
+    if not config.is_file():
+        raise ConfigError(
+            "E108", "not a run folder", where=str(folder), why="it has no config.yaml", fix="rescene runs"
+        )
+    target = out or _beside(folder)
+    if target.resolve() == folder.resolve():
+        raise ConfigError("E186", "a run cannot be repeated in its own folder", where="--out", fix="another --out")
+    run_one(resolve(config), target, quiet, as_json=False, told=not as_json)
+    numbers = _differences(_flat(before.values), _flat(load(target).values))
+    machines = _differences(*(json_object(path / "env.json", []) for path in (folder, target)))
+    if as_json:
+        facts = {"folder": str(target), "identical": not numbers, "numbers": numbers, "environment": machines}
+        print(json.dumps(facts))
+    else:
+        _tell(numbers, machines)
+    return not numbers
+
+
+def _tell(numbers: list[Row], machines: list[Row]) -> None:
+    if not numbers:
+        print("\nidentical: every number of results.json came out the same")
+    else:
+        print(f"\n{len(numbers)} numbers of results.json differ:")
+        print_rows(numbers[:20])
+    if machines:
+        print("\nwhat else differs:")
+        print_rows(machines)
+
+
+def _beside(folder: Path) -> Path:
+    """RUN-again, RUN-again2, ...: the first that is free, or holds a repetition that was interrupted."""
+    names = (folder.with_name(f"{folder.name}-again{n if n > 1 else ''}") for n in count(1))
+    return next(path for path in names if not (path / "results.json").exists())
+
+
+def _flat(value: Any, key: str = "") -> Row:
+    """Nested values under dotted keys."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+    if items is None:
+        return {key: value}
+    return {k: v for name, inner in items for k, v in _flat(inner, f"{key}.{name}" if key else str(name)).items()}
+
+
+def _differences(before: Row, after: Row) -> list[Row]:
+    keys = dict.fromkeys([*before, *after])
+    return [{"what": k, "before": before.get(k), "now": after.get(k)} for k in keys if before.get(k) != after.get(k)]

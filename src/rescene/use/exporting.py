@@ -1,0 +1,99 @@
+"""A run's model in files that others can use, each compared with the original before it counts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rescene import __version__
+from rescene.config import resolve
+from rescene.engine.experiment import load_data
+from rescene.errors import ConfigError, DataError, RunError, did_you_mean
+from rescene.use.formats import WRITERS, require_onnx
+from rescene.use.model import Whole, of_run, open_model
+
+NUM_RANDOM, NUM_TEST = 16, 64  # pictures to compare on
+TOLERANCE = 1e-4  # of the largest score; formats differ in the order of additions, and in nothing else
+Row = dict[str, Any]
+
+
+def export(folder: Path, kinds: Sequence[str], out: Path) -> list[Row]:
+    """Write ``out``/model.<kind> for every kind; a row of facts for each. A file that disagrees is removed (E420)."""
+    _check_kinds(kinds)
+    about, whole = of_run(folder)
+    told = json.dumps(about | _origin(folder))
+    pictures, source = _pictures(folder, about["arch"]["image_size"])
+    out.mkdir(parents=True, exist_ok=True)
+    return [_write(kind, whole, told, out / f"model.{kind}", pictures) | {"compared on": source} for kind in kinds]
+
+
+def _check_kinds(kinds: Sequence[str]) -> None:
+    for kind in kinds:
+        if kind not in WRITERS:
+            close = did_you_mean(kind, WRITERS)
+            fix = f"did you mean {close}?" if close else f"one or more of: {','.join(WRITERS)}"
+            raise ConfigError("E184", f"cannot export to {kind!r}", where="--to", fix=fix)
+    if "onnx" in kinds:
+        require_onnx()
+
+
+def _write(kind: str, whole: Whole, told: str, path: Path, pictures: Tensor) -> Row:
+    draft = path.with_name(f"draft.{kind}")  # a file under its own name has been checked
+    try:
+        WRITERS[kind](whole, told, draft)
+        found = difference(whole, open_model(draft).scores, pictures)
+        if found > TOLERANCE:
+            raise RunError(
+                "E420",
+                f"the exported {kind} file does not compute what the model does",
+                where=str(path),
+                why=f"scores differ by {found:.1e} of the largest; {TOLERANCE:.0e} would be rounding",
+                fix="use another --to",
+            )
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+    return {"file": str(path), "MB": round(path.stat().st_size / 1e6, 2), "largest difference": f"{found:.1e}"}
+
+
+@torch.no_grad()
+def difference(original: Any, other: Any, pictures: Tensor) -> float:
+    """Largest difference of any score, as a share of the largest score; batches of 1 and of many must both work."""
+    wanted = original(pictures)
+    got = torch.cat([other(pictures[:1]), other(pictures[1:])])
+    if got.shape != wanted.shape or not bool(torch.isfinite(got).all()):
+        return float("inf")
+    return float((got - wanted).abs().max() / wanted.abs().max().clamp(min=1e-6))
+
+
+def _pictures(folder: Path, size: int) -> tuple[Tensor, str]:
+    """Random pictures, and test images of the run where they are on this machine."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randint(0, 256, (NUM_RANDOM, 3, size, size), generator=generator, dtype=torch.uint8)
+    recipe, test, why = resolve(folder / "config.yaml").recipe, noise[:0], "images are at the sites"
+    if recipe.sites is None:
+        try:
+            pixels = load_data(recipe.data).test.pixels
+            test = pixels[:: max(1, len(pixels) // NUM_TEST)][:NUM_TEST]
+        except DataError as error:
+            why = error.what
+    words = f"{len(test)} test" if len(test) else f"no test ({why})"
+    return torch.cat([noise, test]), f"{NUM_RANDOM} random and {words} images"
+
+
+def _origin(folder: Path) -> Row:
+    """Where a model comes from and what must be known to use it, for people who see the file alone."""
+    results = json.loads((folder / "results.json").read_text("utf-8"))
+    return {
+        "input": "uint8 RGB pixels [n, 3, image_size, image_size]: shorter side scaled, centre cropped",
+        "output": "one score (logit) per class; softmax gives confidences",
+        "method": results["method"],
+        "aa": results["aa"],
+        "privacy": results["privacy"]["statement"],
+        "written_by": f"rescene {__version__}",
+    }

@@ -1,0 +1,140 @@
+"""The three files a model can live in. Each holds the weights and, as JSON, what they are (``about``).
+
+safetensors: weights only, for rescene and people who build the network themselves.
+pt2, onnx: the whole computation, uint8 pixels [n, 3, S, S] to logits [n, classes]; run without rescene.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rescene.errors import ConfigError
+
+KEY = "rescene"  # under which each format keeps ``about``
+
+
+def write_safetensors(whole: Any, about: str, path: Path) -> None:
+    from safetensors.torch import save
+
+    path.write_bytes(save({key: value.contiguous() for key, value in whole.net.state_dict().items()}, {KEY: about}))
+
+
+def write_pt2(whole: nn.Module, about: str, path: Path) -> None:
+    example, shapes = _example(about)
+    program = torch.export.export(whole, example, dynamic_shapes=shapes)
+    torch.export.save(program, path, extra_files={f"{KEY}.json": about})
+
+
+def write_onnx(whole: nn.Module, about: str, path: Path) -> None:
+    require_onnx()
+    import onnx
+
+    example, shapes = _example(about)
+    with _hushed():
+        torch.onnx.export(
+            whole,
+            example,
+            path,
+            dynamo=True,
+            dynamic_shapes=shapes,
+            input_names=["pixels"],
+            output_names=["scores"],
+            external_data=False,
+            verbose=False,
+        )
+    model = onnx.load(path)
+    entry = model.metadata_props.add()
+    entry.key, entry.value = KEY, about
+    onnx.save(model, path)
+
+
+def read_safetensors(path: Path) -> tuple[str | None, dict[str, Tensor]]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            told = (file.metadata() or {}).get(KEY)
+            return told, {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  (no mapping)
+    except SafetensorError as error:
+        raise _damaged(path, error) from None
+
+
+def read_pt2(path: Path) -> tuple[str | None, Callable[[Tensor], Tensor]]:
+    extra = {f"{KEY}.json": ""}
+    try:
+        module = torch.export.load(path, extra_files=extra).module()
+    except Exception as error:  # zip, pickle and torch's own, depending on where the damage is
+        raise _damaged(path, error) from None
+    return extra[f"{KEY}.json"], torch.no_grad()(module)
+
+
+def read_onnx(path: Path) -> tuple[str | None, Callable[[Tensor], Tensor]]:
+    require_onnx()
+    import onnxruntime
+
+    try:
+        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime's exceptions share no public base
+        raise _damaged(path, error) from None
+
+    def scores(pixels: Tensor) -> Tensor:
+        return torch.from_numpy(session.run(None, {"pixels": pixels.numpy()})[0])
+
+    return session.get_modelmeta().custom_metadata_map.get(KEY), scores
+
+
+WRITERS: dict[str, Callable[[Any, str, Path], None]] = {
+    "safetensors": write_safetensors,
+    "pt2": write_pt2,
+    "onnx": write_onnx,
+}
+READERS: dict[str, Callable[[Path], tuple[str | None, Any]]] = {
+    "safetensors": read_safetensors,
+    "pt2": read_pt2,
+    "onnx": read_onnx,
+}
+
+
+def require_onnx() -> None:
+    missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            "E182",
+            f"ONNX files need {', '.join(missing)}",
+            why="it is not part of the plain installation",
+            fix="pip install 'rescene[onnx]', or --to pt2",
+        )
+
+
+@contextlib.contextmanager
+def _hushed() -> Iterator[None]:
+    """Torch's exporter talks about its progress and about packages it does not need here."""
+    logging.disable(logging.WARNING)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _example(about: str) -> tuple[tuple[Tensor], tuple[Any]]:
+    """Pictures to trace the computation with; the number of pictures stays free."""
+    size = json.loads(about)["arch"]["image_size"]
+    return (torch.zeros(2, 3, size, size, dtype=torch.uint8),), ({0: torch.export.Dim("batch")},)
+
+
+def _damaged(path: Path, error: Exception) -> ConfigError:
+    why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return ConfigError("E183", "this model file cannot be read", where=str(path), why=why, fix="export it again")

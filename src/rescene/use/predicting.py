@@ -1,0 +1,64 @@
+"""A model's answers to pictures on disk."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rescene.data.sources.decode import EXTENSIONS, decode
+from rescene.errors import DataError, ResceneWarning
+from rescene.use.model import Model
+
+_AT_ONCE = 256  # pictures; bounds memory
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One picture: the likeliest classes with their confidence (0 to 1), and the uint8 [3, S, S] the model saw."""
+
+    file: Path
+    top: tuple[tuple[str, float], ...]
+    pixels: Tensor
+
+
+def find_images(paths: Iterable[Path]) -> list[Path]:
+    """The files named, and every picture below the folders named; each once, folders in name order."""
+    found: dict[Path, None] = {}
+    for path in paths:
+        if path.is_dir():
+            inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in EXTENSIONS and p.is_file())
+            found |= dict.fromkeys(p for p in inside if not p.name.startswith("."))
+        elif path.is_file():
+            found[path] = None
+        else:
+            raise DataError("E201", f"there is nothing at {path}", where=str(path.absolute()), fix="check the path")
+    if not found:
+        kinds = ", ".join(sorted(EXTENSIONS))
+        where = ", ".join(map(str, paths))
+        raise DataError(
+            "E212", "no image there", where=where, why=f"images end in {kinds}", fix="name files or folders"
+        )
+    return list(found)
+
+
+def predict(model: Model, files: Sequence[Path], top: int = 3) -> tuple[list[Prediction], list[Path]]:
+    """Answers in the order of ``files``, and the files that could not be read as pictures."""
+    answers: list[Prediction] = []
+    for start in range(0, len(files), _AT_ONCE):
+        some = files[start : start + _AT_ONCE]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResceneWarning)  # told by the second value
+            seen = decode(some, [str(file) for file in some], model.image_size, skip_unreadable=True)
+        if not seen.kept:
+            continue
+        values, places = torch.softmax(model.scores(seen.pixels), dim=1).topk(min(top, len(model.classes)))
+        for i, pixels, value, place in zip(seen.kept, seen.pixels, values.tolist(), places.tolist(), strict=True):
+            named = tuple((model.classes[c], v) for c, v in zip(place, value, strict=True))
+            answers.append(Prediction(some[i], named, pixels))
+    read = {answer.file for answer in answers}
+    return answers, [file for file in files if file not in read]

@@ -1,0 +1,33 @@
+"""Versions of what rescene writes. A number grows when an older reader would misread the file; newer files are refused.
+
+FOLDER stands in origin.json and speaks for the files of a run folder that cannot carry a number themselves: config.yaml,
+command.txt, metrics.jsonl, events.jsonl, csv/. The JSON files have their own ``schema``; see docs/files.md.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rescene.errors import RunError
+
+FOLDER = 2  # 1: origin.json and partition.json without a number, surrogates.json a plain list
+RESULTS = 1
+CHECKPOINT = 1
+MODEL = 1
+
+
+def refuse_newer(found: Any, known: int, path: Path) -> None:
+    """E414 if a file says that a newer version wrote it; a file without a number is the first version.
+
+    >>> refuse_newer(1, known=1, path=Path("results.json"))
+    >>> refuse_newer(None, known=1, path=Path("results.json"))
+    """
+    if isinstance(found, (int, float)) and found > known:
+        raise RunError(
+            "E414",
+            "this was written by a newer version of rescene",
+            where=str(path),
+            why=f"its format is {found}, this version knows {known}",
+            fix="pip install --upgrade rescene",
+        )

@@ -1,0 +1,97 @@
+"""Help, version, completion, colours and the time that is left."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+import typer.main
+from typer.testing import CliRunner
+
+import rescene
+from rescene.cli.app import app
+from rescene.cli.completion import complete_recipe
+from rescene.cli.examples import EXAMPLES
+from rescene.cli.live import Pace
+from rescene.config import recipe_names
+
+invoke = CliRunner().invoke
+
+
+def test_version_and_bare_call():
+    assert invoke(app, ["--version"]).output == f"rescene {rescene.__version__}\n"
+    assert "Commands:" in invoke(app, []).output
+
+
+@pytest.mark.parametrize("line", [line for lines in EXAMPLES.values() for line in lines])
+def test_every_example_of_the_help_parses(line):
+    program, name, *words = shlex.split(line)
+    assert program == "rescene" and name in EXAMPLES
+    command = typer.main.get_command(app).commands[name]
+    command.make_context(name, words)  # raises UsageError on an unknown option or a missing argument
+    shown = invoke(app, [name, "--help"], terminal_width=200).output
+    assert f"  {line}\n" in shown
+
+
+def test_exit_codes_stand_in_the_help():
+    text = " ".join(invoke(app, ["--help"]).output.split())
+    for words in ("0 done", "2 recipe or usage", "3 data", "4 run failed", "5 check failed", "130 interrupted"):
+        assert words in text
+
+
+def offered(line):
+    """What a shell gets on TAB at the end of a line."""
+    words = line.split(" ")
+    told = {"_RESCENE_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
+    code = "import sys; sys.argv = ['rescene']; from rescene.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | told, capture_output=True, text=True)
+    return done.stdout.split()
+
+
+def test_the_shell_completes_recipes_keys_and_methods():
+    assert complete_recipe("") == recipe_names() and complete_recipe("cifar") == ["cifar10", "cifar100"]
+    assert offered("rescene run smo") == ["smoke"]
+    assert offered("rescene run demo federation.be") == ["federation.beta="]
+    assert "method=fedavg" in offered("rescene run demo method=fed")
+    assert offered("rescene run no-such-recipe fed") == []
+
+
+def test_no_color_is_honoured():
+    def colours(**told):
+        environment = {key: value for key, value in os.environ.items() if key != "NO_COLOR"} | told
+        code = "from rich.console import Console; from rescene.cli.listing import print_rows; print_rows([{'a': 1}])"
+        code += "; Console().print('[red]x')"
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+        return re.findall(r"\x1b\[[0-9;]*3[0-9]m", done.stdout)
+
+    assert colours(FORCE_COLOR="1", TERM="xterm") and not colours(FORCE_COLOR="1", TERM="xterm", NO_COLOR="1")
+
+
+def pace(*seconds):
+    """The time left after rounds of this length, of ten in one task."""
+    found, now = Pace(), 0.0
+    found.start({"done": 1, "steps": 12, "elapsed_s": now})
+    for number, length in enumerate(seconds):
+        now += length
+        found.step({"event": "round", "task": 0, "round": number, "num_rounds": 10, "elapsed_s": now})
+    return found.left()
+
+
+def test_the_time_left_is_a_number_a_range_or_unknown():
+    assert pace() == "-"
+    assert pace(30, 30) == "4:30"  # 9 steps to go: 8 rounds and the end of the task
+    assert pace(10, 50) == "4:30 to 7:30"  # mean 30 s, slowest 50 s
+
+
+def test_doctor_tells_of_extras_and_ends_with_a_verdict(monkeypatch):
+    from rescene.cli import checks
+
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    result = invoke(app, ["doctor"])
+    assert result.exit_code == 0 and "extra onnx" in result.output and result.output.endswith("all is well\n")
+    monkeypatch.setattr(checks, "ENOUGH_DISK_GB", 1e12)
+    result = invoke(app, ["doctor"])
+    assert result.exit_code == 5 and "use --out on another disk" in result.output
+    assert re.search(r"1 of \d+ checks need something done", result.output)

@@ -1,0 +1,111 @@
+"""What is there, what can go, and whether it comes out the same again."""
+
+import json
+import shutil
+
+import pytest
+from typer.testing import CliRunner
+
+import rescene
+from rescene.cli.app import app
+
+SMALL = {"federation.num_rounds": 1, "train.server_epochs": 1, "method.num_steps": 1, "tasks.limit": 1}
+invoke = CliRunner().invoke
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    return rescene.run("smoke", out=tmp_path_factory.mktemp("keeping") / "run", **SMALL).folder
+
+
+@pytest.fixture
+def root(finished, tmp_path):
+    """A finished run, one that failed, one whose process is gone, one that is going."""
+    folder = tmp_path / "runs"
+    for name, state in (("done", "done"), ("failed", "failed"), ("gone", "running"), ("going", "running")):
+        run = shutil.copytree(finished, folder / name)
+        if name != "done":
+            (run / "results.json").unlink()
+        status = json.loads((run / "status.json").read_text()) | {"state": state}
+        status["pid"] = 2**22 + 1 if name == "gone" else status["pid"]
+        (run / "status.json").write_text(json.dumps(status))
+    return folder
+
+
+def quiet_since(run, when):
+    path = run / "status.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"updated": when}))
+
+
+def test_the_list_tells_state_size_and_accuracy(root):
+    rows = {row["run"].rsplit("/", 1)[1]: row for row in json.loads(invoke(app, ["runs", str(root), "--json"]).output)}
+    assert {name: row["state"] for name, row in rows.items()} == {
+        "done": "done",
+        "failed": "failed",
+        "gone": "interrupted",
+        "going": "running",
+    }
+    files = [path for path in (root / "done").rglob("*") if path.is_file()]
+    assert rows["done"]["bytes"] == sum(path.stat().st_size for path in files) and rows["done"]["aa"] is not None
+    assert "4 runs" in invoke(app, ["runs", str(root)]).output
+    assert "nothing here" in invoke(app, ["runs", str(root / "none")]).output
+
+
+def test_pruning_asks_and_takes_no_for_an_answer(root):
+    result = invoke(app, ["runs", str(root), "--prune", "failed,checkpoints"], input="n\n")
+    assert result.exit_code == 0 and "nothing was removed" in result.output
+    assert (root / "failed").is_dir() and (root / "done" / "checkpoints").is_dir()
+
+
+def test_pruning_removes_what_was_named_and_no_more(root):
+    assert invoke(app, ["runs", str(root), "--prune", "checkpoints", "--yes"]).exit_code == 0
+    assert not (root / "done" / "checkpoints").exists() and (root / "done" / "results.json").is_file()
+    assert (root / "failed" / "checkpoints").is_dir()  # it may still go on
+    assert invoke(app, ["runs", str(root), "--prune", "failed,interrupted", "--yes"]).exit_code == 0
+    assert sorted(path.name for path in root.iterdir()) == [
+        "done",
+        "going",
+        "gone",
+    ]  # gone: only just, perhaps elsewhere
+    quiet_since(root / "gone", "2020-01-01T00:00:00+00:00")
+    quiet_since(root / "going", "2020-01-01T00:00:00+00:00")
+    assert invoke(app, ["runs", str(root), "--prune", "interrupted", "--yes"]).exit_code == 0
+    assert sorted(path.name for path in root.iterdir()) == ["done", "going"]
+    assert "nothing to remove" in invoke(app, ["runs", str(root), "--prune", "failed"]).output
+
+
+def test_a_federation_keeps_the_checkpoint_its_plan_may_grow_from(root):
+    config = root / "done" / "config.yaml"
+    config.write_text(config.read_text().replace("sites: null", "sites: {tasks: []}"))
+    assert "nothing to remove" in invoke(app, ["runs", str(root), "--prune", "checkpoints"]).output
+
+
+def test_a_word_that_cannot_be_pruned(root):
+    result = invoke(app, ["runs", str(root), "--prune", "fialed"])
+    assert result.exit_code == 2 and "did you mean failed?" in result.output
+
+
+def test_a_repetition_comes_out_the_same(finished, tmp_path):
+    folder = shutil.copytree(finished, tmp_path / "run")
+    result = invoke(app, ["rerun", str(folder), "-q"])
+    assert result.exit_code == 0 and "identical" in result.output, result.output
+    assert rescene.load(tmp_path / "run-again").values == rescene.load(folder).values
+    path = folder / "results.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"aa": 1.0}))
+    result = invoke(app, ["rerun", str(folder), "--json"])
+    assert result.exit_code == 5
+    found = json.loads(result.output)
+    assert not found["identical"] and [row["what"] for row in found["numbers"]] == ["aa"]
+    assert found["folder"].endswith("run-again2")
+
+
+def test_a_repetition_needs_a_finished_run_and_another_folder(finished, tmp_path):
+    result = invoke(app, ["rerun", str(tmp_path)])
+    assert result.exit_code == 4 and "no finished run here" in result.output
+    result = invoke(app, ["rerun", str(finished), "--out", str(finished)])
+    assert result.exit_code == 2 and "its own folder" in result.output
+
+
+def test_a_loaded_run_answers_pictures(finished, image_folder):
+    answers = rescene.load(finished).predict(image_folder / "test" / "ant", top=1)
+    assert len(answers) == 6 and all(answer.top[0][0] in ("T-shirt", "Trouser") for answer in answers)

@@ -1,0 +1,100 @@
+"""The worked example, as its own text says: pictures made on the spot, looked at, run, in tasks of every kind."""
+
+import json
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rescene.cli.app import app
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "own_images.py"
+QUICK = ["federation.num_rounds=1", "train.server_epochs=1", "method.num_steps=1", "method.ipc=2"]
+invoke = CliRunner().invoke
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("own") / "images"
+    assert runpy.run_path(str(EXAMPLE))["make"](folder) == 420
+    return folder
+
+
+def inspected(folder):
+    result = invoke(app, ["data", "inspect", str(folder), "--json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.output)
+
+
+def test_the_command_that_inspect_proposes_runs_to_a_report(shapes, tmp_path):
+    found = inspected(shapes)
+    assert found["warnings"] == [] and [t["brings"] for t in found["tasks"]][0] == "circle, cross"
+    program, *words = shlex.split(found["command"])
+    assert program == "rescene"
+    result = invoke(app, [*words, *QUICK, "--out", str(tmp_path / "r"), "-q"])
+    assert result.exit_code == 0, result.output
+    values = json.loads((tmp_path / "r" / "results.json").read_text())
+    assert [task["classes"] for task in values["tasks"]] == [
+        ["circle", "cross"],
+        ["ring", "square"],
+        ["star", "triangle"],
+    ]
+    assert values["leakage"]["num_images"] > 0  # something left the sites
+    assert (tmp_path / "r" / "report.html").is_file() and (tmp_path / "r" / "MODEL_CARD.md").is_file()
+
+
+@pytest.mark.parametrize(
+    ("plan", "tasks"),
+    [
+        ("tasks.sizes=[3,2,1]", ["circle, cross, ring", "square, star", "triangle"]),
+        ("tasks.plan=[[star,circle],[cross]]", ["star, circle", "cross"]),
+    ],
+)
+def test_unequal_tasks_and_plans_by_name(shapes, plan, tasks):
+    result = invoke(app, ["run", "demo", f"data.path={shapes}", plan, "--dry-run", "--json"])
+    assert [row["classes"] for row in json.loads(result.output)["tasks"]] == tasks
+
+
+def test_domains_are_proposed_as_tasks(tmp_path):
+    folder = tmp_path / "lights"
+    done = subprocess.run([sys.executable, str(EXAMPLE), str(folder), "--domains"], capture_output=True, text=True)
+    assert done.returncode == 0 and "rescene data inspect" in done.stdout
+    found = inspected(folder)
+    assert [t["brings"] for t in found["tasks"]] == ["day", "night"] and "tasks.scenario=domain" in found["command"]
+    words = shlex.split(found["command"])[1:]
+    assert invoke(app, [*words, "--dry-run"]).exit_code == 0
+    again = subprocess.run([sys.executable, str(EXAMPLE), str(folder)], capture_output=True, text=True)
+    assert again.returncode == 2 and "is not empty" in again.stderr
+
+
+def test_inspect_warns_and_still_answers(shapes, tmp_path):
+    folder = tmp_path / "images"
+    shutil.copytree(shapes, folder)
+    (folder / "star" / "broken.png").write_text("no picture")
+    shutil.copy(folder / "ring" / "000.png", folder / "ring" / "copy.png")
+    shutil.copy(folder / "ring" / "000.png", folder / "ring" / "copy2.png")
+    for path in sorted((folder / "cross").iterdir())[5:]:
+        path.unlink()
+    found = inspected(folder)
+    text = " ".join(found["warnings"])
+    assert (
+        "broken.png" in text
+        and "tiny classes: cross (4)" in text
+        and ("repeat another" in text or "also training" in text)
+    )
+    assert "data.skip_unreadable=true" in found["command"]
+    told = invoke(app, ["data", "inspect", str(folder)]).output
+    assert "broken.png" in told and "run it: rescene run demo" in told
+
+
+def test_a_run_in_which_nothing_leaves_the_sites_says_so(shapes, tmp_path):
+    """No site has more than 64 images of a class, and without a step every surrogate is still its real image."""
+    quick = ["tasks.limit=1", "federation.num_rounds=1", "train.server_epochs=1", "method.num_steps=0", "method.ipc=64"]
+    result = invoke(app, ["run", "demo", f"data.path={shapes}", *quick, "--out", str(tmp_path / "r"), "-q"])
+    assert result.exit_code == 0, result.output
+    assert "W311" in (tmp_path / "r" / "events.jsonl").read_text()

@@ -1,0 +1,182 @@
+"""A finished run becomes files that compute the same, name what is in pictures, and say what they are."""
+
+import csv
+import io
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+import rescene
+from rescene.cli.app import app
+from rescene.errors import DataError, RunError
+from rescene.nets import NAMES, Arch
+from rescene.report.model_card import model_card
+from rescene.report.runs import load_run
+from rescene.use import export, find_images, formats, open_model, predict
+from rescene.use.exporting import difference
+from rescene.use.model import Whole
+
+invoke = CliRunner().invoke
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A tiny finished run on two tasks of the embedded images."""
+    small = {"federation.num_rounds": 1, "train.server_epochs": 1, "method.num_steps": 1, "tasks.limit": 2}
+    return rescene.run("smoke", out=tmp_path_factory.mktemp("use") / "run", **small).folder
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    folder = tmp_path / "pictures" / "deep"
+    folder.mkdir(parents=True)
+    for i in range(3):
+        pixels = np.random.default_rng(i).integers(0, 256, (40, 50, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{i}.png")
+    (folder / "notes.txt").write_text("no picture")
+    return tmp_path / "pictures"
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "pt2", "onnx"])
+def test_a_file_computes_what_the_run_does_and_knows_its_classes(run, tmp_path, pictures, kind):
+    if kind == "onnx":
+        pytest.importorskip("onnxruntime")
+        pytest.importorskip("onnxscript")
+    (row,) = export(run, [kind], tmp_path / "out")
+    assert "64 test" in row["compared on"] and sorted(p.name for p in (tmp_path / "out").iterdir()) == [f"model.{kind}"]
+    original, other = open_model(run), open_model(tmp_path / "out" / f"model.{kind}")
+    pixels = torch.randint(0, 256, (5, 3, 32, 32), dtype=torch.uint8)
+    assert torch.allclose(original.scores(pixels), other.scores(pixels), atol=1e-4)
+    assert other.classes == ["T-shirt", "Trouser", "Pullover", "Dress"] and "Not private" in other.about["privacy"]
+    files = find_images([pictures])
+    wanted, _ = predict(original, files)
+    found, _ = predict(other, files)
+    assert [a.top[0][0] for a in found] == [a.top[0][0] for a in wanted]
+
+
+@pytest.mark.parametrize("kind", ["pt2", "onnx"])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_network_survives_tracing(tmp_path, name, kind):
+    """Also with another number of pictures than it was traced with."""
+    if kind == "onnx":
+        pytest.importorskip("onnxruntime")
+        pytest.importorskip("onnxscript")
+    arch = Arch(name, 16)
+    whole = Whole(arch.build(3), [0.5] * 3, [0.25] * 3)
+    about = {"schema": 1, "arch": vars(arch), "classes": ["a", "b", "c"], "mean": [0.5] * 3, "std": [0.25] * 3}
+    formats.WRITERS[kind](whole, json.dumps(about), tmp_path / f"m.{kind}")
+    pixels = torch.randint(0, 256, (5, 3, 16, 16), dtype=torch.uint8)
+    assert difference(whole, open_model(tmp_path / f"m.{kind}").scores, pixels) < 1e-4
+
+
+def test_a_file_that_computes_something_else_is_not_kept(run, tmp_path, monkeypatch):
+    def wrong(whole, about, path):
+        with torch.no_grad():
+            other = {
+                key: value + 0.01 if key == "head.bias" else value for key, value in whole.net.state_dict().items()
+            }
+        whole.net.load_state_dict(other)
+        write(whole, about, path)
+        with torch.no_grad():
+            whole.net.head.bias -= 0.01
+
+    write = formats.WRITERS["safetensors"]
+    monkeypatch.setitem(formats.WRITERS, "safetensors", wrong)
+    with pytest.raises(RunError, match="does not compute") as error:
+        export(run, ["safetensors"], tmp_path)
+    assert error.value.code == "E420" and not list(tmp_path.iterdir())
+
+
+def test_export_where_the_data_is_not(run, tmp_path):
+    moved = tmp_path / "moved"
+    shutil.copytree(run, moved)
+    text = (moved / "config.yaml").read_text().replace("path: null", "path: /no/such/folder")
+    (moved / "config.yaml").write_text(text)
+    (row,) = export(moved, ["safetensors"], tmp_path)
+    assert "no test (there is nothing at" in row["compared on"]
+
+
+def test_commands(run, tmp_path, pictures):
+    result = invoke(app, ["export", str(run), "--to", "safetensors,pt2", "--out", str(tmp_path / "x"), "--json"])
+    assert result.exit_code == 0, result.output
+    assert len(json.loads(result.output)["files"]) == 2 and (tmp_path / "x" / "MODEL_CARD.md").is_file()
+    file = str(tmp_path / "x" / "model.pt2")
+    (pictures / "broken.png").write_text("no picture")
+    page = tmp_path / "g.html"
+    args = ["predict", file, str(pictures), "--gallery", str(page)]
+    table = invoke(app, args)
+    assert table.exit_code == 0 and "W203" in table.output and "broken.png" in table.output
+    rows = json.loads(invoke(app, [*args[:3], "--format", "json", "--top", "2"]).stdout)
+    assert len(rows) == 3 and all(len(row["top"]) == 2 for row in rows)
+    listed = list(csv.DictReader(io.StringIO(invoke(app, [*args[:3], "--format", "csv"]).stdout)))
+    assert [row["class"] for row in listed] == [row["top"][0]["class"] for row in rows]
+    html = page.read_text()
+    assert html.count('class="card answer"') == 3 and "not calibrated" in html
+    assert 'src="http' not in html and html.count("data:image/png") == 3
+
+
+def test_bad_input_gets_an_answer(run, tmp_path, pictures, monkeypatch):
+    def fails(*args, code, says):
+        result = invoke(app, list(map(str, args)))
+        assert result.exit_code == code and says in result.output and "Traceback" not in result.output, result.output
+
+    fails("export", tmp_path, code=2, says="E180")
+    fails("export", run, "--to", "pt3", code=2, says="did you mean pt2?")
+    fails("predict", tmp_path / "no.pt2", pictures, code=2, says="no such file")
+    (tmp_path / "bad.pt2").write_text("no model")
+    fails("predict", tmp_path / "bad.pt2", pictures, code=2, says="E183")
+    fails("predict", run / "model" / "final.safetensors", pictures, code=2, says="only models exported by rescene")
+    fails("predict", run, tmp_path / "nothing", code=3, says="there is nothing at")
+    (tmp_path / "empty").mkdir()
+    fails("predict", run, tmp_path / "empty", code=3, says="E212")
+    fails("predict", run, pictures / "deep" / "notes.txt", code=3, says="none of the images")
+    fails("predict", run, pictures, "--format", "xml", code=2, says="one of: table, json, csv")
+    monkeypatch.setattr(formats, "find_spec", lambda name: None)
+    fails("export", run, "--to", "onnx", code=2, says="rescene[onnx]")
+
+
+def test_a_model_of_a_newer_version_is_refused(run, tmp_path):
+    moved = tmp_path / "moved"
+    shutil.copytree(run, moved)
+    path = moved / "model" / "model.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"schema": 99}))
+    with pytest.raises(RunError, match="newer version"):
+        open_model(moved)
+
+
+def test_the_card_tells_what_the_run_found(run):
+    text, values = model_card(load_run(run)), rescene.load(run).values
+    assert f"{values['aa']:.1f} %" in text and values["privacy"]["statement"] in text
+    assert f"{100 * values['leakage']['near_copies']:.0f} % are near-copies" in text
+    for part in ("## Data", "## Accuracy", "## Privacy", "## Cost", "## Limits", "T-shirt, Trouser", "fashion-mini"):
+        assert part in text
+
+
+def test_the_card_needs_a_finished_run(run, tmp_path):
+    moved = tmp_path / "moved"
+    shutil.copytree(run, moved)
+    (moved / "results.json").unlink()
+    with pytest.raises(RunError, match="no finished run"):
+        model_card(load_run(moved))
+
+
+def test_names_of_files_cannot_break_the_page(tmp_path):
+    from rescene.report.gallery import Answer, write_gallery
+
+    name = "<script>alert(1)</script>.png"
+    page = write_gallery(
+        [Answer(name, [("<b>", 0.4)], np.zeros((3, 8, 8), np.uint8))], "m", ["<b>"], tmp_path / "g.html"
+    )
+    assert "<script>" not in page.read_text() and "unsure" in page.read_text()
+
+
+def test_folders_are_searched_once(pictures):
+    one = pictures / "deep" / "0.png"
+    assert find_images([one, pictures]) == [one, pictures / "deep" / "1.png", pictures / "deep" / "2.png"]
+    with pytest.raises(DataError):
+        find_images([pictures / "nowhere"])
