@@ -17,6 +17,7 @@ import platform
 import shlex
 import subprocess
 import sys
+import warnings
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,11 @@ from rescene.config import Resolved
 from rescene.config.compose import difference, flatten
 from rescene.config.plan import grows
 from rescene.engine.checkpoint import Checkpoints, could_not_save, write_atomically, write_json
+from rescene.engine.crashpoints import reach
 from rescene.engine.experiment import Experiment
-from rescene.errors import RunError
+from rescene.errors import ResceneWarning, RunError
 
+APPENDED = ("metrics.jsonl", "events.jsonl")
 NOT_COMPARED = {"device"}  # may change between the parts of a run without changing the experiment
 
 
@@ -66,26 +69,25 @@ class RunFolder:
                     why=told,
                     fix="use another --out, or remove the folder",
                 )
-        elif self.path.is_dir() and any(self.path.iterdir()):
+        elif self.path.is_dir() and any(path.name != ".config.yaml.tmp" for path in self.path.iterdir()):
             raise RunError(
                 "E406", "the folder is not empty and not a run", where=str(self.path), fix="use another --out"
             )
 
     def create(self, resolved: Resolved) -> None:
         """Make the folder unless it exists; called only once the data is loaded and the recipe is known to make sense."""
-        config = self.path / "config.yaml"
-        text = yaml.safe_dump(resolved.recipe.model_dump(mode="json"), sort_keys=False)
-        if config.is_file():
-            if resolved.recipe.sites is not None:
-                write_atomically(config, text.encode())  # its plan may have grown
-            return
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RunError("E407", f"cannot make the run folder: {error.strerror}", where=str(self.path)) from None
-        write_json(self.path / "origin.json", {"recipe": resolved.name, "origins": resolved.origins})
-        write_atomically(self.path / "command.txt", f"{_command()}\n".encode())
-        write_atomically(config, text.encode())
+        config, origin, command = (self.path / name for name in ("config.yaml", "origin.json", "command.txt"))
+        if not config.is_file() or resolved.recipe.sites is not None:  # a plan may have grown
+            text = yaml.safe_dump(resolved.recipe.model_dump(mode="json"), sort_keys=False)
+            write_atomically(config, text.encode())  # first of all: a folder with anything else in it is not a run
+        if not origin.is_file():
+            write_json(origin, {"recipe": resolved.name, "origins": resolved.origins})
+        if not command.is_file():
+            write_atomically(command, f"{_command()}\n".encode())
 
     def describe(self, experiment: Experiment) -> None:
         """Who holds what, and on what machine."""
@@ -98,24 +100,52 @@ class RunFolder:
         write_atomically(self.path / "partition.safetensors", save(index))
         write_json(self.path / "env.json", environment(experiment))
 
+    def directory(self, name: str) -> Path:
+        """A folder inside this one, made if need be."""
+        path = self.path / name
+        try:
+            path.mkdir(exist_ok=True)
+        except OSError as error:
+            raise could_not_save(path, error) from error
+        return path
+
     def append(self, name: str, row: dict[str, Any]) -> None:
         try:
+            reach("appending", self.path / name)
             with open(self.path / name, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
+            reach("appended", self.path / name)
         except OSError as error:
             raise could_not_save(self.path / name, error) from error
 
     def lengths(self) -> dict[str, int]:
         """Sizes of the appending files, part of every checkpoint."""
-        names = ("metrics.jsonl", "events.jsonl")
-        return {name: (self.path / name).stat().st_size if (self.path / name).exists() else 0 for name in names}
+        return {name: (self.path / name).stat().st_size if (self.path / name).exists() else 0 for name in APPENDED}
+
+    def sync(self) -> None:
+        """Bring the appending files to the disk: a checkpoint that knows their lengths must not outlive them."""
+        for path in (self.path / name for name in APPENDED):
+            try:
+                if path.exists():
+                    with open(path, "rb") as file:
+                        os.fsync(file.fileno())
+            except OSError as error:
+                raise could_not_save(path, error) from error
 
     def cut(self, lengths: dict[str, int]) -> None:
         """Drop lines written after the checkpoint: their rounds will be run again."""
         for name, length in lengths.items():
             path = self.path / name
-            if path.exists() and path.stat().st_size > length:
-                os.truncate(path, length)
+            size = path.stat().st_size if path.exists() else 0
+            try:
+                if size > length:
+                    os.truncate(path, length)
+            except OSError as error:
+                raise could_not_save(path, error) from error
+            if size < length:
+                lost = f"{name} is shorter than it was: {length - size} bytes about finished rounds are lost"
+                warnings.warn(ResceneWarning("W402", lost), stacklevel=2)
+            reach("cut", path)
 
     def status(self, **fields: Any) -> None:
         now = datetime.now(UTC).isoformat(timespec="seconds")

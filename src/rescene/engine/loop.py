@@ -18,6 +18,7 @@ from safetensors.torch import save
 from rescene.config import Resolved
 from rescene.data import Task
 from rescene.engine.checkpoint import write_atomically, write_json
+from rescene.engine.crashpoints import reach
 from rescene.engine.evaluate import Evaluation, evaluate
 from rescene.engine.experiment import Experiment, prepare
 from rescene.engine.federation import InProcess
@@ -146,6 +147,7 @@ class Run:
                 while number < len(self.steps):
                     self._perform(self._next(number))
                     number += 1
+                    reach("step done")
                     self._commit(number)
                 with self.timer.phase("checkpoint"):
                     self.writer.wait()
@@ -193,6 +195,8 @@ class Run:
                 self.note("info", "I340", f"task {task.index} was closed after {plan.tasks[task.index].rounds} rounds")
             with self.timer.phase("server"):
                 self.state = method.end_task(self.state, task, self.federation, rng.at("end"))
+            if task is self.experiment.tasks[-1]:
+                self._save_model()
             with self.timer.phase("theory"):
                 self.facts.theory += self.theory.task(task, before, self.state)
             self._after_task(task)
@@ -307,6 +311,7 @@ class Run:
 
             def write() -> None:
                 with self.timer.beside("checkpoint"):
+                    self.folder.sync()
                     self.folder.checkpoints.save(number, tree, facts)
                     self.done = number
                     self.folder.status(**status)
@@ -323,11 +328,10 @@ class Run:
         """Load the newest good checkpoint; returns the number of steps done (0: from the beginning)."""
         with warnings_to(self._keep_early):
             saved = self.folder.checkpoints.load()
+            self.folder.cut(saved.facts["lengths"] if saved else dict.fromkeys(self.folder.lengths(), 0))
         if saved is None:
-            self.folder.cut(dict.fromkeys(self.folder.lengths(), 0))
             self.folder.describe(self.experiment)
         else:
-            self.folder.cut(saved.facts["lengths"])
             e = self.experiment
             self.state = to_device(saved.tree["state"], e.device)
             self.federation.client_states = {int(k): to_device(v, e.device) for k, v in saved.tree["clients"].items()}
@@ -364,19 +368,23 @@ class Run:
     def _finish(self) -> dict[str, Any]:
         """The model first, then the tables: whatever happens later, the result of the training is safe."""
         path, e = self.folder.path, self.experiment
-        (path / "model").mkdir(exist_ok=True)
-        model = {key: value.detach().cpu().contiguous() for key, value in self.state.model.items()}
-        write_atomically(path / "model" / "final.safetensors", save(model))
-        card = {"schema": 1, "arch": vars(e.arch), "classes": list(e.dataset.classes[: e.tasks[-1].num_seen])}
-        look = {"mean": e.dataset.transform.mean, "std": e.dataset.transform.std}
-        write_json(path / "model" / "model.json", card | look)
+        self._save_model()
         results = results_of(e, vars(self.facts), self.ledger)
-        write_tables(path / "csv", results, path / "metrics.jsonl")
+        write_tables(self.folder.directory("csv"), results, path / "metrics.jsonl")
         write_json(path / "timing.json", self.timer.report())
         write_json(path / "results.json", results)
         self.folder.status(**self._status("done", self.done))
         self._tell("done", results=results)
         return results
+
+    def _save_model(self) -> None:
+        """The final model, before anything is evaluated or exported that might fail."""
+        e, folder = self.experiment, self.folder.directory("model")
+        model = {key: value.detach().cpu().contiguous() for key, value in self.state.model.items()}
+        write_atomically(folder / "final.safetensors", save(model))
+        card = {"schema": 1, "arch": vars(e.arch), "classes": list(e.dataset.classes[: e.tasks[-1].num_seen])}
+        look = {"mean": e.dataset.transform.mean, "std": e.dataset.transform.std}
+        write_json(folder / "model.json", card | look)
 
     def _save_gallery(self) -> None:
         """A few surrogates per class beside their nearest real images, of all tasks so far."""
