@@ -49,7 +49,11 @@ def fingerprint(folder: Path) -> dict[str, str]:
     Left out: what tells that story (events, timing, status) and how the run was started.
     """
     told = {"events.jsonl", "timing.json", "status.json", "command.txt", "env.json", "report.html"}
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.parent.name != "checkpoints"]
+    files = [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.parent.name not in ("checkpoints", "plots")
+    ]
     found = {str(path.relative_to(folder)): _sha(path.read_bytes()) for path in files if path.name not in told}
     last = json.loads(max(folder.glob("checkpoints/step-*.json")).read_bytes())
     facts = {key: last["facts"][key] for key in ("facts", "ledger")}

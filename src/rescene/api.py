@@ -39,22 +39,26 @@ class Result:
         return [[math.nan if v is None else float(v) for v in row] for row in self.values["accuracy_matrix"]]
 
 
-def run(recipe: str | Path, *, out: str | Path | None = None, **overrides: Any) -> Result:
+def run(recipe: str | Path, *, out: str | Path | None = None, elsewhere: bool = False, **overrides: Any) -> Result:
     """Run (or continue) a recipe: ``rescene.run("demo", out="runs/mine", **{"data.path": "images/", "seed": 1})``.
 
-    A folder that holds an unfinished run of the same recipe is continued; a finished one is returned as it is.
+    A folder that holds an unfinished run of the same recipe is continued; a finished one is returned as it is. With
+    ``elsewhere`` it may go on with other code or on another machine than it began with; its results then say so.
     """
-    return execute(resolve(recipe, overrides), Path(out) if out else None)
+    return execute(resolve(recipe, overrides), Path(out) if out else None, elsewhere=elsewhere)
 
 
 def execute(
-    resolved: Resolved, out: Path | None = None, progress: Callable[[dict[str, Any]], None] = lambda event: None
+    resolved: Resolved,
+    out: Path | None = None,
+    progress: Callable[[dict[str, Any]], None] = lambda event: None,
+    elsewhere: bool = False,
 ) -> Result:
     use_all_cores()
     folder = RunFolder(out or default_folder(resolved))
     folder.check(resolved)
     if not folder.finished:
-        run_engine(resolved, folder, progress)
+        run_engine(resolved, folder, progress, elsewhere=elsewhere)
     return load(folder.path)
 
 

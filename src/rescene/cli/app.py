@@ -12,7 +12,7 @@ import typer
 
 from rescene.cli.data_verbs import data_app
 from rescene.cli.deploying import deploy_app
-from rescene.cli.frame import AsJson, Jobs, Out, Overrides, Plugin, Quiet, interruptible, load_plugins, verb
+from rescene.cli.frame import AsJson, Elsewhere, Jobs, Out, Overrides, Plugin, Quiet, interruptible, load_plugins, verb
 from rescene.cli.papers import paper_app
 from rescene.cli.presenting import plot, table
 from rescene.errors import ConfigError, did_you_mean
@@ -60,6 +60,7 @@ def run(
     overrides: Overrides = None,
     out: Out = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="show what would run, and run nothing")] = False,
+    elsewhere: Elsewhere = False,
     quiet: Quiet = False,
     as_json: AsJson = False,
     plugin: Plugin = None,
@@ -73,7 +74,7 @@ def run(
     if dry_run:
         plan_run(resolved, out, as_json)
         return
-    interruptible(lambda: run_one(resolved, out, quiet, as_json), "the same command")
+    interruptible(lambda: run_one(resolved, out, quiet, as_json, elsewhere), "the same command")
 
 
 @app.command()
@@ -218,6 +219,7 @@ def new_method(
 @verb
 def resume(
     folder: Annotated[Path, typer.Argument(help="run folder to continue")],
+    elsewhere: Elsewhere = False,
     quiet: Quiet = False,
     as_json: AsJson = False,
     plugin: Plugin = None,
@@ -232,7 +234,7 @@ def resume(
         raise ConfigError(
             "E108", "not a run folder", where=str(folder), why="it has no config.yaml", fix="rescene runs"
         )
-    interruptible(lambda: run_one(resolve(config), folder, quiet, as_json), f"rescene resume {folder}")
+    interruptible(lambda: run_one(resolve(config), folder, quiet, as_json, elsewhere), f"rescene resume {folder}")
 
 
 @app.command("list")

@@ -21,6 +21,9 @@ Plugin = Annotated[
     list[Path] | None, typer.Option("--plugin", help="Python file that registers a method; may be repeated")
 ]
 Jobs = Annotated[int, typer.Option("--jobs", min=1, help="cells at a time, side by side on one GPU")]
+Elsewhere = Annotated[
+    bool, typer.Option("--elsewhere", help="go on although code or machine have changed; the results then say so")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output")]
 
 

@@ -18,12 +18,12 @@ from rescene.report import write_report
 DEMO_METHODS = ("fedavg", "rescene")
 
 
-def run_one(resolved: Resolved, out: Path | None, quiet: bool, as_json: bool) -> None:
+def run_one(resolved: Resolved, out: Path | None, quiet: bool, as_json: bool, elsewhere: bool = False) -> None:
     """One run; the report lies in its folder."""
     folder = out or default_folder(resolved)
     page = folder / "report.html"
     with watch(quiet or as_json) as show, live_page(show, [folder], page) as progress:
-        result = execute(resolved, folder, progress)
+        result = execute(resolved, folder, progress, elsewhere)
     write_report([folder], page)
     if as_json:
         print(json.dumps({"folder": str(result.folder), **result.values}))

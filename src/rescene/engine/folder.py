@@ -37,6 +37,7 @@ from rescene.errors import ResceneWarning, RunError
 
 APPENDED = ("metrics.jsonl", "events.jsonl")
 NOT_COMPARED = {"device"}  # may change between the parts of a run without changing the experiment
+MADE_ON = ("code", "torch", "threads", "cpu_capability", "device")  # with all of these equal, so are the bits
 
 
 class RunFolder:
@@ -109,6 +110,13 @@ class RunFolder:
             raise could_not_save(path, error) from error
         return path
 
+    def environment(self) -> dict[str, Any]:
+        """Where the run began; empty if that cannot be read."""
+        try:
+            return dict(json.loads((self.path / "env.json").read_bytes()))
+        except (OSError, ValueError, TypeError):
+            return {}
+
     def append(self, name: str, row: dict[str, Any]) -> None:
         try:
             reach("appending", self.path / name)
@@ -157,20 +165,23 @@ def _is_growth(key: str, before: Any, after: Any) -> bool:
     return key == "sites.tasks" and None not in (before, after) and grows(before, after)
 
 
+def made_on(device: torch.device) -> dict[str, Any]:
+    """What the bits of a run depend on besides the recipe."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})"
+    capability = torch.backends.cpu.get_cpu_capability()
+    values = (_code(), torch.__version__, torch.get_num_threads(), capability, name)
+    return dict(zip(MADE_ON, values, strict=True))
+
+
 def environment(experiment: Experiment) -> dict[str, Any]:
     """What a number depends on besides the recipe."""
-    device = experiment.device
     return {
         "schema": 1,
         "rescene": rescene.__version__,
         "commit": _commit(),
-        "code": _code(),
         "python": platform.python_version(),
-        "torch": torch.__version__,
         "platform": platform.platform(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})",
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
+        **made_on(experiment.device),
         "data": experiment.dataset.name,
         "data_notes": list(experiment.dataset.notes),
         "data_fingerprint": experiment.dataset.fingerprint() if experiment.has_images else "images are at the sites",
