@@ -3,7 +3,7 @@ PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(
 BIN := .venv/bin
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: demo test check lint types bench mutations clean
+.PHONY: demo test check lint types bench mutations trust clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -35,6 +35,9 @@ bench: .venv/installed  ## ratios measured in one run on this machine, written t
 
 mutations: .venv/installed-dev  ## seeded bugs, each of which a test must catch
 	$(BIN)/python tests/mutations.py
+
+trust: .venv/installed-dev  ## what is promised about crashes and disks, checked: one table; `make trust FULL=--full` for a night
+	$(ONE_THREAD) $(BIN)/python benchmarks/trust.py $(FULL)
 
 clean:
 	rm -rf .venv build dist runs
