@@ -35,7 +35,7 @@ def images(path: Path) -> Path:
 
 def overrides(data: Path, method: str) -> dict[str, Any]:
     """Two tasks of two rounds: begin, rounds and end of each are eight steps."""
-    own = {"method.storage": 24} if method == "refed" else {}
+    own = {"method.storage": 24} if method == "refed" else {"method.budget": 3}
     return {"data.path": str(data), "method": method, "model.width": 4, "train.batch_size": 16, **own}
 
 
