@@ -69,7 +69,8 @@ def rounds_lost(folder: Path) -> int:
     """Finished rounds that will be run again: in metrics.jsonl, but after what the newest checkpoint knows."""
     metrics, manifests = folder / "metrics.jsonl", sorted(folder.glob("checkpoints/step-*.json"))
     known = json.loads(manifests[-1].read_bytes())["facts"]["lengths"]["metrics.jsonl"] if manifests else 0
-    return metrics.read_bytes()[known:].count(b'"kind": "round"') if metrics.exists() else 0
+    *whole, _half = metrics.read_bytes()[known:].split(b"\n") if metrics.exists() else [b""]
+    return sum(b'"kind": "round"' in line for line in whole)
 
 
 def start(work: Callable[[], None], log: Path) -> int:

@@ -244,6 +244,8 @@ class Run:
             "sites": self.federation.traffic_by_site(),
             "notes": _notes(self.state, uploads),
         }
+        with self.timer.phase("checkpoint"):
+            self.writer.wait()  # a round counts as finished once the one before is safe, so at most one is ever run again
         self.folder.append("metrics.jsonl", _plain(row))
         self.timer.memory_mb.append(memory_mb(e.device))
         self._tell("round", **row)

@@ -50,8 +50,8 @@ def setting(run: Run, runs: Sequence[Run]) -> Pairs:
 def _elsewhere(runs: Sequence[Run]) -> str | None:
     """Runs whose bits cannot be repeated, because they went on with other code or on another machine."""
     parts = [part for run in runs for part in run.results.get("elsewhere") or () if isinstance(part, dict)]
-    names = sorted({str(key) for part in parts for key in part.get("changed") or ()})
-    return f"with another {', '.join(names)}: not bit for bit" if parts else None
+    names = sorted({str(key).replace("_", " ") for part in parts for key in part.get("changed") or ()})
+    return f"{', '.join(names)} changed" if parts else None
 
 
 def task_rows(run: Run) -> list[list[str]]:
