@@ -96,9 +96,10 @@ def end(process: int) -> int:
 
 def killed_after(process: int, seconds: float) -> bool:
     """kill -9 after this time; False if it had ended before."""
-    time.sleep(seconds)
-    done, status = os.waitpid(process, os.WNOHANG)
-    if done:
-        return False
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if os.waitpid(process, os.WNOHANG)[0]:
+            return False
+        time.sleep(0.001)
     os.kill(process, signal.SIGKILL)
     return end(process) == -signal.SIGKILL

@@ -70,8 +70,11 @@ class Crashes:
         """Killed at random moments, also while coming back, until it gets to the end; then the next one."""
         while self.found.kills < kills:
             folder = self._new_folder()
+            begin = time.monotonic()
             while self.found.kills < kills and world.killed_after(self._start(folder), chance.random() * self.seconds):
                 self._killed(folder)
+                begin = time.monotonic()
+            self.seconds = min(self.seconds, time.monotonic() - begin + 0.2)  # moments after the end are none
             self._compare(folder, f"random kill {self.found.kills}")
 
     def _new_folder(self) -> Path:
