@@ -3,7 +3,7 @@ PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(
 BIN := .venv/bin
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: demo test check lint types docs dist bench mutations clean
+.PHONY: demo test check lint types docs dist bench mutations trust audit clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -49,6 +49,13 @@ bench: .venv/installed  ## ratios measured in one run on this machine, written t
 
 mutations: .venv/installed-dev  ## seeded bugs, each of which a test must catch
 	$(BIN)/python tests/mutations.py
+
+trust: .venv/installed-dev  ## what is promised about crashes and disks, checked: one table; `make trust FULL=--full` for a night
+	$(ONE_THREAD) $(BIN)/python benchmarks/trust.py $(FULL)
+
+audit: .venv/installed-dev  ## known vulnerabilities of what requirements.lock names; needs a network
+	$(BIN)/pip install --quiet --disable-pip-version-check pip-audit
+	@$(BIN)/pip-audit --strict --disable-pip --require-hashes -r requirements.lock || { echo "FAILED: the lines above name a vulnerability, or say that it could not be looked up (offline nothing is audited)"; exit 1; }
 
 clean:
 	rm -rf .venv build dist runs docs/_build docs/generated

@@ -51,14 +51,20 @@ class Result:
 
 
 def run(
-    recipe: str | Path, *, out: str | Path | None = None, log: str | Sequence[str | Tracker] = (), **overrides: Any
+    recipe: str | Path,
+    *,
+    out: str | Path | None = None,
+    log: str | Sequence[str | Tracker] = (),
+    elsewhere: bool = False,
+    **overrides: Any,
 ) -> Result:
     """Run (or continue) a recipe: ``rescene.run("demo", out="runs/mine", **{"data.path": "images/", "seed": 1})``.
 
-    A folder that holds an unfinished run of the same recipe is continued; a finished one is returned as it is.
+    A folder that holds an unfinished run of the same recipe is continued; a finished one is returned as it is. With
+    ``elsewhere`` it may go on with other code or on another machine than it began with; its results then say so.
     ``log``: trackers by name or as objects (see ``rescene.trackers``).
     """
-    return execute(resolve(recipe, overrides), Path(out) if out else None, log=log)
+    return execute(resolve(recipe, overrides), Path(out) if out else None, log=log, elsewhere=elsewhere)
 
 
 def execute(
@@ -66,6 +72,7 @@ def execute(
     out: Path | None = None,
     progress: Callable[[dict[str, Any]], None] = lambda event: None,
     log: str | Sequence[str | Tracker] = (),
+    elsewhere: bool = False,
 ) -> Result:
     use_all_cores()
     trackers = open_trackers(log)
@@ -73,7 +80,7 @@ def execute(
     folder.check(resolved)
     if not folder.finished:
         with tracked(progress, trackers, folder.path, resolved.flat()) as tell:
-            run_engine(resolved, folder, tell)
+            run_engine(resolved, folder, tell, elsewhere=elsewhere)
     return load(folder.path)
 
 

@@ -1,5 +1,6 @@
 """With Flower: the apps through a grid without sockets, and a real federation of two nodes and two rounds."""
 
+import base64
 import os
 import stat
 import subprocess
@@ -127,6 +128,19 @@ def test_a_process_is_ended_with_its_children(tmp_path):
     assert found in ("", "Z")
 
 
+def secrets_in(folders, federation):
+    """Files, other than the secrets themselves and the link's database, in which a key, the executor's secret or a token stands."""
+    keys, secret = list(federation.path.rglob("*.key")), federation.server / "executor.secret"
+    lines = [line for key in keys for line in key.read_bytes().splitlines() if not line.startswith(b"-----")]
+    value = secret.read_bytes()
+    words = [*lines, value, value.hex().encode(), base64.b64encode(value), b"PRIVATE KEY", b"--token"]
+    assert len(lines) > len(keys) >= 4 and stat.S_IMODE(secret.stat().st_mode) == 0o600
+    files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+    own = {*keys, secret}
+    open_files = [path for path in files if path not in own and not path.name.startswith("state.db")]
+    return [str(path) for path in open_files if any(word in path.read_bytes() for word in words)]
+
+
 def test_two_nodes_and_two_rounds_over_tls_with_node_keys(tmp_path):
     resolved = resolve(
         "smoke", ["federation.num_clients=2", "tasks.limit=1", "federation.engine=one-by-one", "device=cpu"]
@@ -149,6 +163,8 @@ def test_two_nodes_and_two_rounds_over_tls_with_node_keys(tmp_path):
     assert (
         (tmp_path / "across" / "command.txt").read_text().startswith("rescene deploy run ")
     )  # and no token of Flower's
+    assert os.path.exists(federation.server / "logs" / "link.log")
+    assert secrets_in([federation.path, tmp_path / "across"], federation) == []
     assert RunFolder(tmp_path / "across").finished and os.listdir(federation.site("north") / "state")
     with pytest.raises(ConfigError, match="E128"):
         run_deployed(federation, resolved, tmp_path / "again")

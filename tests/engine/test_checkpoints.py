@@ -98,6 +98,49 @@ def test_if_all_are_damaged_there_is_none(tmp_path):
         assert Checkpoints(tmp_path).load() is None
 
 
+def test_a_manifest_whose_text_changed_is_damaged_even_if_it_means_the_same(tmp_path):
+    saved(tmp_path)
+    newest = tmp_path / "step-000003.json"
+    newest.write_bytes(newest.read_bytes() + b" ")
+    with pytest.warns(ResceneWarning, match="checksum"):
+        assert Checkpoints(tmp_path).load().step == 2
+
+
+def test_a_chunk_damaged_on_disk_is_written_again(tmp_path):
+    """It may belong to every checkpoint; a run that begins again would else refer to it for ever."""
+    saved(tmp_path)
+    for path in tmp_path.glob("chunk-*"):
+        path.write_bytes(path.read_bytes()[:-1])
+    with pytest.warns(ResceneWarning, match="W401"):
+        assert Checkpoints(tmp_path).load() is None
+    saved(tmp_path)
+    assert Checkpoints(tmp_path).load().step == 3
+
+
+def test_after_beginning_again_new_checkpoints_are_kept_and_the_damaged_ones_go(tmp_path):
+    saved(tmp_path, rounds=9)
+    for path in tmp_path.glob("step-*"):
+        path.write_bytes(b"")
+    saved(tmp_path, rounds=1)
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-000001.json"]
+    assert Checkpoints(tmp_path).load().step == 1
+
+
+def test_what_a_killed_write_left_behind_is_removed(tmp_path):
+    (tmp_path / ".chunk-0.safetensors.tmp").write_bytes(b"half")
+    saved(tmp_path)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_format_from_the_future_is_refused_and_left_alone(tmp_path, monkeypatch):
+    with monkeypatch.context() as future:
+        future.setattr("rescene.engine.checkpoint.CHECKPOINT", 2)
+        saved(tmp_path)
+    with pytest.raises(RunError, match="E414") as caught:
+        Checkpoints(tmp_path).load()
+    assert caught.value.fix and len(list(tmp_path.glob("step-*"))) == 2
+
+
 @pytest.mark.parametrize("call", ["write", "fsync", "replace"])
 def test_a_full_disk_keeps_the_old_file_and_says_so(tmp_path, monkeypatch, call):
     path = tmp_path / "results.json"

@@ -16,6 +16,7 @@ from rescene.cli.deploying import deploy_app
 from rescene.cli.examples import add_examples
 from rescene.cli.frame import (
     AsJson,
+    Elsewhere,
     Jobs,
     Log,
     Out,
@@ -96,6 +97,7 @@ def run(
     out: Out = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="show what would run, and run nothing")] = False,
     log: Log = "",
+    elsewhere: Elsewhere = False,
     quiet: Quiet = False,
     as_json: AsJson = False,
     plugin: Plugin = None,
@@ -109,7 +111,7 @@ def run(
     if dry_run:
         plan_run(resolved, out, as_json)
         return
-    interruptible(lambda: run_one(resolved, out, quiet, as_json, log=log), "the same command")
+    interruptible(lambda: run_one(resolved, out, quiet, as_json, log=log, elsewhere=elsewhere), "the same command")
 
 
 @app.command()
@@ -283,6 +285,7 @@ def new_method(
 def resume(
     folder: Annotated[Path, typer.Argument(help="run folder to continue")],
     log: Log = "",
+    elsewhere: Elsewhere = False,
     quiet: Quiet = False,
     as_json: AsJson = False,
     plugin: Plugin = None,
@@ -297,7 +300,10 @@ def resume(
         raise ConfigError(
             "E108", "not a run folder", where=str(folder), why="it has no config.yaml", fix="rescene runs"
         )
-    interruptible(lambda: run_one(resolve(config), folder, quiet, as_json, log=log), f"rescene resume {folder}")
+    interruptible(
+        lambda: run_one(resolve(config), folder, quiet, as_json, log=log, elsewhere=elsewhere),
+        f"rescene resume {folder}",
+    )
 
 
 @app.command()

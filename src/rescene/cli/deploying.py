@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from rescene.cli.deploy_check import check
-from rescene.cli.frame import AsJson, Overrides, interruptible, verb
+from rescene.cli.frame import AsJson, Elsewhere, Overrides, interruptible, verb
 from rescene.errors import ConfigError
 
 deploy_app = typer.Typer(
@@ -82,6 +82,7 @@ def run(
         Path | None, typer.Option("--out", help="run folder (default: <federation>/server/runs/...)")
     ] = None,
     deadline: Deadline = 3600.0,
+    elsewhere: Elsewhere = False,
     serve: Serve = False,
     port: Port = 8765,
 ) -> None:
@@ -105,7 +106,7 @@ def run(
     def work() -> None:
         page = (lambda: operator_page(federation, lambda: place, port)) if serve else nullcontext
         with page():
-            results = run_across(federation, resolved, place, patience)
+            results = run_across(federation, resolved, place, patience, elsewhere=elsewhere)
         watch_sites(federation, place)
         _finish(results, place)
         if serve and sys.stdout.isatty():

@@ -32,6 +32,9 @@ Plugin = Annotated[
 ]
 Jobs = Annotated[int, typer.Option("--jobs", min=1, help="cells at a time, side by side on one GPU")]
 Log = Annotated[str, typer.Option("--log", help="also to tensorboard, wandb (offline), mlflow, trackio; with commas")]
+Elsewhere = Annotated[
+    bool, typer.Option("--elsewhere", help="go on although code or machine have changed; the results then say so")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output")]
 
 

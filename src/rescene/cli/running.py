@@ -21,12 +21,20 @@ DEMO = {"fedavg": ("demo", "fedavg"), "rescene": ("demo", "rescene")}  # folder:
 PRIVATE_DEMO = {name: (name, "rescene") for name in ("demo", "private", "private-dp")}
 
 
-def run_one(resolved: Resolved, out: Path | None, quiet: bool, as_json: bool, told: bool = True, log: str = "") -> None:
+def run_one(
+    resolved: Resolved,
+    out: Path | None,
+    quiet: bool,
+    as_json: bool,
+    told: bool = True,
+    log: str = "",
+    elsewhere: bool = False,
+) -> None:
     """One run; the report lies in its folder. ``told``: whether the result is printed."""
     folder = out or default_folder(resolved)
     page = folder / "report.html"
     with watch(quiet or as_json or not told) as show, live_page(show, [folder], page) as progress:
-        result = execute(resolved, folder, progress, log)
+        result = execute(resolved, folder, progress, log, elsewhere)
     write_report([folder], page)
     write_card(folder)
     if as_json:

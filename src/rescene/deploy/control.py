@@ -131,6 +131,7 @@ def run(
     patience: Patience = Patience(),
     tell: Callable[[str], None] = print,
     look_s: float = LOOK_S,
+    elsewhere: bool = False,
 ) -> dict[str, Any]:
     """Submit, watch, and submit again what failed: the run goes on from its checkpoint. Returns its results.
 
@@ -157,6 +158,7 @@ def run(
     config = {"recipe": str(recipe), "out": str(out), "gather-s": patience.gather_s}
     config |= {"deadline-s": patience.deadline_s, "poll-s": patience.poll_s}
     config |= {"plan": str(federation.plan)} if plan else {}
+    config |= {"elsewhere": True} if elsewhere else {}
     text = " ".join(f"{key}={json.dumps(value)}" for key, value in config.items())
     for number in range(1, SUBMISSIONS + 1):
         answer = flwr(federation, "run", str(federation.app), LINK, "--format", "json", "--run-config", text)

@@ -51,7 +51,8 @@ def main(grid: Grid, context: Context) -> None:
     # the run folder keeps the command, and Flower's own holds a token
     sys.argv = ["rescene", "deploy", "run", str(recipe.parents[2]), str(recipe)]
     plan = Path(str(config["plan"])) if config.get("plan") else None
-    run_across(resolve(recipe), RunFolder(Path(str(config["out"]))), post, patience, plan=plan)
+    folder, elsewhere = RunFolder(Path(str(config["out"]))), bool(config.get("elsewhere"))
+    run_across(resolve(recipe), folder, post, patience, plan=plan, elsewhere=elsewhere)
 
 
 class FlowerPost:

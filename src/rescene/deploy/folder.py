@@ -51,6 +51,7 @@ gather-s = 600.0
 deadline-s = 3600.0
 poll-s = 1.0
 plan = ""
+elsewhere = false
 """,
     "rescene_app/__init__.py": "",
     "rescene_app/server.py": "from rescene.deploy import flower\n\napp = flower.server\n",

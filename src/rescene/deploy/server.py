@@ -25,6 +25,7 @@ def run_across(
     progress: Progress = lambda event: None,
     run: type[Run] = Run,
     plan: Path | None = None,
+    elsewhere: bool = False,
 ) -> dict[str, Any]:
     """Run, or continue, the experiment of this folder across the sites behind ``post``.
 
@@ -38,7 +39,7 @@ def run_across(
         text = json.dumps(recipe.model_dump(mode="json"))
         return GridFederation(*args, post=post, run=name, recipe=text, patience=patience, **options)
 
-    going = run(resolved, folder, progress, federate)
+    going = run(resolved, folder, progress, federate, elsewhere)
     federation = going.federation
     assert isinstance(federation, GridFederation)
     federation.fingerprint = OWN if recipe.sites else going.experiment.dataset.fingerprint()

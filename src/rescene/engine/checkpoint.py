@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load
 from torch import Tensor
 
+from rescene.engine.crashpoints import reach
 from rescene.errors import ResceneWarning, RunError
 from rescene.record import Chunk, Tree, pack, tensors, unpack
 from rescene.versions import CHECKPOINT, refuse_newer
@@ -37,13 +38,18 @@ def write_atomically(path: Path, *parts: bytes | memoryview, sync: Sync = "folde
     """All ``parts`` under ``path``, or the old content: temporary file, fsync, rename, fsync of the folder."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
+        reach("opening", path)
         with open(temporary, "wb") as file:
             for part in parts:
+                reach("writing", path)
                 file.write(part)
             file.flush()
+            reach("written", path)
             if sync != "none":
                 os.fsync(file.fileno())
+        reach("synced", path)
         os.replace(temporary, path)
+        reach("renamed", path)
         if sync == "folder":
             folder = os.open(path.parent, os.O_RDONLY)
             try:
@@ -108,15 +114,19 @@ class Checkpoints:
 
     def save(self, step: int, tree: Tree, facts: dict[str, Any]) -> None:
         """Write a checkpoint, then remove what neither it nor its predecessor needs."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        skeleton, chunks = pack(tree)
-        held: dict[tuple[int, ...], tuple[str, list[Tensor]]] = {}
-        digests = [self._store(chunk, held) for chunk in chunks]
-        body = {"schema": CHECKPOINT, "step": step, "facts": facts, "skeleton": skeleton, "chunks": digests}
-        body["sha256"] = _digest_of(body)
-        write_atomically(self.folder / f"step-{step:06d}.json", json.dumps(body).encode())
-        self._written = held
-        self._prune()
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            skeleton, chunks = pack(tree)
+            held: dict[tuple[int, ...], tuple[str, list[Tensor]]] = {}
+            digests = [self._store(chunk, held) for chunk in chunks]
+            body = {"schema": CHECKPOINT, "step": step, "facts": facts, "skeleton": skeleton, "chunks": digests}
+            body["sha256"] = _digest_of(body)
+            newest = self.folder / f"step-{step:06d}.json"
+            write_atomically(newest, json.dumps(body).encode())
+            self._written = held
+            self._prune(newest)
+        except OSError as error:
+            raise could_not_save(self.folder, error) from error
 
     def load(self) -> Saved | None:
         """The newest checkpoint that is whole; older ones stand in for damaged ones, with a warning. None if none is."""
@@ -145,16 +155,18 @@ class Checkpoints:
                 sha256.update(part)
             digest = sha256.hexdigest()
             path = self._chunk_path(digest)
-            if not path.exists():
+            if not (path.exists() and _sha256(path) == digest):  # one that was damaged on disk must not live on
                 write_atomically(path, *parts, sync="file")  # the manifest syncs the folder, before anything is removed
         held[key] = (digest, values)
         return digest
 
     def _read(self, path: Path) -> Saved:
-        body = json.loads(path.read_bytes())
-        refuse_newer(body.get("schema"), CHECKPOINT, path)
-        if body.pop("sha256") != _digest_of(body):
+        text = path.read_bytes()
+        body = json.loads(text)
+        whole = json.dumps(body).encode() == text  # a changed bit may mean the same, as in 1e5 and 1E5
+        if not whole or not isinstance(body, dict) or body.pop("sha256") != _digest_of(body):
             raise ValueError("its checksum does not match")
+        refuse_newer(body["schema"], CHECKPOINT, path)
         chunks = []
         for digest in body["chunks"]:
             data = self._chunk_path(digest).read_bytes()
@@ -169,17 +181,27 @@ class Checkpoints:
     def _chunk_path(self, digest: str) -> Path:
         return self.folder / f"chunk-{digest[:32]}.safetensors"
 
-    def _prune(self) -> None:
-        kept, old = self._manifests()[:KEEP], self._manifests()[KEEP:]
+    def _prune(self, newest: Path) -> None:
+        """Keep this one and its predecessor. Later ones were damaged, else the run would have gone on from them."""
+        manifests = self._manifests()
+        kept = [path for path in manifests if path <= newest][:KEEP]
         needed = set()
         for path in kept:
-            with contextlib.suppress(OSError, ValueError, KeyError):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 needed |= {self._chunk_path(digest).name for digest in json.loads(path.read_bytes())["chunks"]}
-        for path in old:
+        reach("pruning", newest)
+        for path in set(manifests) - set(kept):
             path.unlink(missing_ok=True)
-        for path in self.folder.glob("chunk-*.safetensors"):
+            reach("removed", path)
+        for path in [*self.folder.glob("chunk-*.safetensors"), *self.folder.glob(".*.tmp")]:  # of a killed write
             if path.name not in needed:
                 path.unlink(missing_ok=True)
+                reach("removed", path)
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _digest_of(body: dict[str, Any]) -> str:

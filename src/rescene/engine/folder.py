@@ -17,6 +17,7 @@ import platform
 import shlex
 import subprocess
 import sys
+import warnings
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -30,12 +31,15 @@ from rescene.config import Resolved
 from rescene.config.compose import difference, flatten
 from rescene.config.plan import grows
 from rescene.engine.checkpoint import Checkpoints, could_not_save, write_atomically, write_json
+from rescene.engine.crashpoints import reach
 from rescene.engine.experiment import Experiment
 from rescene.engine.migrate import migrate
-from rescene.errors import RunError
+from rescene.errors import ResceneWarning, RunError
 from rescene.versions import FOLDER
 
+APPENDED = ("metrics.jsonl", "events.jsonl")
 NOT_COMPARED = {"device"}  # may change between the parts of a run without changing the experiment
+MADE_ON = ("code", "torch", "threads", "cpu_capability", "device")  # with all of these equal, so are the bits
 
 
 class RunFolder:
@@ -56,7 +60,8 @@ class RunFolder:
         """
         config = self.path / "config.yaml"
         if config.is_file():
-            migrate(self.path)
+            if (self.path / "origin.json").is_file():  # else killed between the two; it is written again
+                migrate(self.path)
             before = flatten(yaml.safe_load(config.read_text(encoding="utf-8")))
             rows = difference(before, resolved.flat())
             changed = [row for row in rows if row[0] not in NOT_COMPARED and not _is_growth(*row)]
@@ -69,27 +74,25 @@ class RunFolder:
                     why=told,
                     fix="use another --out, or remove the folder",
                 )
-        elif self.path.is_dir() and any(self.path.iterdir()):
+        elif self.path.is_dir() and any(path.name != ".config.yaml.tmp" for path in self.path.iterdir()):
             raise RunError(
                 "E406", "the folder is not empty and not a run", where=str(self.path), fix="use another --out"
             )
 
     def create(self, resolved: Resolved) -> None:
         """Make the folder unless it exists; called only once the data is loaded and the recipe is known to make sense."""
-        config = self.path / "config.yaml"
-        text = yaml.safe_dump(resolved.recipe.model_dump(mode="json"), sort_keys=False)
-        if config.is_file():
-            if resolved.recipe.sites is not None:
-                write_atomically(config, text.encode())  # its plan may have grown
-            return
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RunError("E407", f"cannot make the run folder: {error.strerror}", where=str(self.path)) from None
-        origin = {"schema": FOLDER, "recipe": resolved.name, "origins": resolved.origins}
-        write_json(self.path / "origin.json", origin)
-        write_atomically(self.path / "command.txt", f"{_command()}\n".encode())
-        write_atomically(config, text.encode())
+        config, origin, command = (self.path / name for name in ("config.yaml", "origin.json", "command.txt"))
+        if not config.is_file() or resolved.recipe.sites is not None:  # a plan may have grown
+            text = yaml.safe_dump(resolved.recipe.model_dump(mode="json"), sort_keys=False)
+            write_atomically(config, text.encode())  # first of all: a folder with anything else in it is not a run
+        if not origin.is_file():
+            write_json(origin, {"schema": FOLDER, "recipe": resolved.name, "origins": resolved.origins})
+        if not command.is_file():
+            write_atomically(command, f"{_command()}\n".encode())
 
     def describe(self, experiment: Experiment) -> None:
         """Who holds what, and on what machine."""
@@ -102,24 +105,59 @@ class RunFolder:
         write_atomically(self.path / "partition.safetensors", save(index))
         write_json(self.path / "env.json", environment(experiment))
 
+    def directory(self, name: str) -> Path:
+        """A folder inside this one, made if need be."""
+        path = self.path / name
+        try:
+            path.mkdir(exist_ok=True)
+        except OSError as error:
+            raise could_not_save(path, error) from error
+        return path
+
+    def environment(self) -> dict[str, Any]:
+        """Where the run began; empty if that cannot be read."""
+        try:
+            return dict(json.loads((self.path / "env.json").read_bytes()))
+        except (OSError, ValueError, TypeError):
+            return {}
+
     def append(self, name: str, row: dict[str, Any]) -> None:
         try:
+            reach("appending", self.path / name)
             with open(self.path / name, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
+            reach("appended", self.path / name)
         except OSError as error:
             raise could_not_save(self.path / name, error) from error
 
     def lengths(self) -> dict[str, int]:
         """Sizes of the appending files, part of every checkpoint."""
-        names = ("metrics.jsonl", "events.jsonl")
-        return {name: (self.path / name).stat().st_size if (self.path / name).exists() else 0 for name in names}
+        return {name: (self.path / name).stat().st_size if (self.path / name).exists() else 0 for name in APPENDED}
+
+    def sync(self) -> None:
+        """Bring the appending files to the disk: a checkpoint that knows their lengths must not outlive them."""
+        for path in (self.path / name for name in APPENDED):
+            try:
+                if path.exists():
+                    with open(path, "rb") as file:
+                        os.fsync(file.fileno())
+            except OSError as error:
+                raise could_not_save(path, error) from error
 
     def cut(self, lengths: dict[str, int]) -> None:
         """Drop lines written after the checkpoint: their rounds will be run again."""
         for name, length in lengths.items():
             path = self.path / name
-            if path.exists() and path.stat().st_size > length:
-                os.truncate(path, length)
+            size = path.stat().st_size if path.exists() else 0
+            try:
+                if size > length:
+                    os.truncate(path, length)
+            except OSError as error:
+                raise could_not_save(path, error) from error
+            if size < length:
+                lost = f"{name} is shorter than it was: {length - size} bytes about finished rounds are lost"
+                warnings.warn(ResceneWarning("W402", lost), stacklevel=2)
+            reach("cut", path)
 
     def status(self, **fields: Any) -> None:
         now = datetime.now(UTC).isoformat(timespec="seconds")
@@ -131,20 +169,23 @@ def _is_growth(key: str, before: Any, after: Any) -> bool:
     return key == "sites.tasks" and None not in (before, after) and grows(before, after)
 
 
+def made_on(device: torch.device) -> dict[str, Any]:
+    """What the bits of a run depend on besides the recipe."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})"
+    capability = torch.backends.cpu.get_cpu_capability()
+    values = (_code(), torch.__version__, torch.get_num_threads(), capability, name)
+    return dict(zip(MADE_ON, values, strict=True))
+
+
 def environment(experiment: Experiment) -> dict[str, Any]:
     """What a number depends on besides the recipe."""
-    device = experiment.device
     return {
         "schema": 1,
         "rescene": rescene.__version__,
         "commit": _commit(),
-        "code": _code(),
         "python": platform.python_version(),
-        "torch": torch.__version__,
         "platform": platform.platform(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})",
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
+        **made_on(experiment.device),
         "data": experiment.dataset.name,
         "data_notes": list(experiment.dataset.notes),
         "data_fingerprint": experiment.dataset.fingerprint() if experiment.has_images else "images are at the sites",

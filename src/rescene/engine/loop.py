@@ -18,10 +18,11 @@ from safetensors.torch import save
 from rescene.config import Resolved
 from rescene.data import Task
 from rescene.engine.checkpoint import write_atomically, write_json
+from rescene.engine.crashpoints import reach
 from rescene.engine.evaluate import Evaluation, evaluate
 from rescene.engine.experiment import Experiment, prepare
 from rescene.engine.federation import InProcess
-from rescene.engine.folder import RunFolder
+from rescene.engine.folder import RunFolder, made_on
 from rescene.engine.ledger import FlopMeter, Ledger
 from rescene.engine.results import results_of, write_tables
 from rescene.engine.sites import Sites
@@ -53,6 +54,7 @@ class Facts:
     test_sizes: list[int] = field(default_factory=list)
     leakage: list[dict[str, Any]] = field(default_factory=list)
     theory: list[dict[str, Any]] = field(default_factory=list)
+    elsewhere: list[dict[str, Any]] = field(default_factory=list)  # where the run went on with other code or machine
     num_client_failures: int = 0
     num_fallbacks: int = 0
     num_withheld: int = 0
@@ -74,8 +76,12 @@ def run(
     folder: RunFolder,
     progress: Progress = lambda event: None,
     federate: Callable[..., InProcess] = InProcess,
+    elsewhere: bool = False,
 ) -> dict[str, Any]:
-    """Run, or continue, the experiment of this folder; returns what results.json holds. ``federate`` reaches the sites."""
+    """Run, or continue, the experiment of this folder; returns what results.json holds. ``federate`` reaches the sites.
+
+    ``elsewhere`` lets a run go on with other code or on another machine than it began with; its results then say so.
+    """
     if resolved.recipe.sites is not None and federate is InProcess:
         raise ConfigError(
             "E190",
@@ -83,7 +89,7 @@ def run(
             fix="rescene deploy run FEDERATION RECIPE",
         )
     folder.check(resolved)
-    return Run(resolved, folder, progress, federate).complete()
+    return Run(resolved, folder, progress, federate, elsewhere).complete()
 
 
 class Run:
@@ -95,7 +101,9 @@ class Run:
         folder: RunFolder,
         progress: Progress,
         federate: Callable[..., InProcess] = InProcess,
+        elsewhere: bool = False,
     ) -> None:
+        self.elsewhere = elsewhere  # may go on here although it began with other code or on another machine
         self.folder, self.progress, self.timer, self.resolved = folder, progress, Timer(), resolved
         self.closed: Callable[[Task], bool] = lambda task: False  # whether somebody wants this task to end
         self.facts, self.place = Facts(), (0, -1)
@@ -106,6 +114,7 @@ class Run:
         e = self.experiment
         self.writer, self.done = Writer(e.device), 0  # steps whose checkpoint is on disk
         self.steps = schedule(e)
+        self.made_on = made_on(e.device)
         self.leakage = LeakageWatch(e.dataset)
         self.theory = TheoryWatch(e)
         self.ledger = Ledger(FlopMeter(e.arch))
@@ -147,6 +156,7 @@ class Run:
                 while number < len(self.steps):
                     self._perform(self._next(number))
                     number += 1
+                    reach("step done")
                     self._commit(number)
                 with self.timer.phase("checkpoint"):
                     self.writer.wait()
@@ -194,6 +204,8 @@ class Run:
                 self.note("info", "I340", f"task {task.index} was closed after {plan.tasks[task.index].rounds} rounds")
             with self.timer.phase("server"):
                 self.state = method.end_task(self.state, task, self.federation, rng.at("end"))
+            if task is self.experiment.tasks[-1]:
+                self._save_model()
             with self.timer.phase("theory"):
                 self.facts.theory += self.theory.task(task, before, self.state)
             self._after_task(task)
@@ -233,6 +245,8 @@ class Run:
             "sites": self.federation.traffic_by_site(),
             "notes": _notes(self.state, uploads),
         }
+        with self.timer.phase("checkpoint"):
+            self.writer.wait()  # a round counts as finished once the one before is safe, so at most one is ever run again
         self.folder.append("metrics.jsonl", _plain(row))
         self.timer.memory_mb.append(memory_mb(e.device))
         self._tell("round", **row)
@@ -306,11 +320,13 @@ class Run:
                 "ledger": self.ledger.facts(),
                 "lengths": self.folder.lengths(),
                 "timing": self.timer.report(),
+                "made_on": self.made_on,
             }
             status = self._status("running", number)
 
             def write() -> None:
                 with self.timer.beside("checkpoint"):
+                    self.folder.sync()
                     self.folder.checkpoints.save(number, tree, facts)
                     self.done = number
                     self.folder.status(**status)
@@ -327,12 +343,14 @@ class Run:
         """Load the newest good checkpoint; returns the number of steps done (0: from the beginning)."""
         with warnings_to(self._keep_early):
             saved = self.folder.checkpoints.load()
+            self.folder.cut(saved.facts["lengths"] if saved else dict.fromkeys(self.folder.lengths(), 0))
         if saved is None:
-            self.folder.cut(dict.fromkeys(self.folder.lengths(), 0))
             self.folder.describe(self.experiment)
         else:
-            self.folder.cut(saved.facts["lengths"])
-            e = self.experiment
+            e, there = self.experiment, saved.facts.get("made_on") or self.folder.environment()
+            changed = {key: [there.get(key), now] for key, now in self.made_on.items() if there.get(key) != now}
+            if changed and not self.elsewhere:
+                raise self._refused(changed)
             self.state = to_device(saved.tree["state"], e.device)
             self.federation.client_states = {int(k): to_device(v, e.device) for k, v in saved.tree["clients"].items()}
             self.facts = Facts(**_unplain(saved.facts["facts"]))
@@ -344,9 +362,25 @@ class Run:
             self.theory.restore(saved.tree.get("theory", {}))
             self.place = (step.task.index, -1 if step.round is None else step.round)
             self.early.append({"level": "info", "code": "I401", "message": f"resumed after step {saved.step}"})
+            if changed:
+                self.facts.elsewhere.append({"step": saved.step, "changed": changed})
+                told = f"went on elsewhere after step {saved.step}, not bit for bit: {'; '.join(_changes(changed))}"
+                self.early.append({"level": "warning", "code": "W403", "message": told})
         for event in self.early:
             self.note(**event)
         return saved.step if saved else 0
+
+    def _refused(self, changed: dict[str, list[Any]]) -> RunError:
+        """In the events too: of a run across sites the operator sees those."""
+        error = RunError(
+            "E416",
+            "this run began with other code or on another machine, so it would not end with the same bits",
+            where=str(self.folder.path),
+            why="\n".join(_changes(changed)),
+            fix="go on where it began, or add --elsewhere (rescene resume, run and deploy run have it): the results then say so",
+        )
+        self.note("error", error.code, f"{error.what}: {'; '.join(_changes(changed))}. {error.fix}")
+        return error
 
     def _fit_plan(self, done: int) -> None:
         """The plan may have grown since the checkpoint: its matrix gets wider, and what is done must still be in it."""
@@ -368,25 +402,41 @@ class Run:
     def _finish(self) -> dict[str, Any]:
         """The model first, then the tables: whatever happens later, the result of the training is safe."""
         path, e = self.folder.path, self.experiment
-        (path / "model").mkdir(exist_ok=True)
-        model = {key: value.detach().cpu().contiguous() for key, value in self.state.model.items()}
-        write_atomically(path / "model" / "final.safetensors", save(model))
-        card = {"schema": MODEL, "arch": vars(e.arch), "classes": list(e.dataset.classes[: e.tasks[-1].num_seen])}
-        look = {"mean": e.dataset.transform.mean, "std": e.dataset.transform.std}
-        write_json(path / "model" / "model.json", card | look)
+        self._save_model()
         results = results_of(e, vars(self.facts), self.ledger)
-        write_tables(path / "csv", results, path / "metrics.jsonl")
+        write_tables(self.folder.directory("csv"), results, path / "metrics.jsonl")
         write_json(path / "timing.json", self.timer.report())
         write_json(path / "results.json", results)
         self.folder.status(**self._status("done", self.done))
         self._tell("done", results=results)
         return results
 
+    def _save_model(self) -> None:
+        """The final model, before anything is evaluated or exported that might fail."""
+        e, folder = self.experiment, self.folder.directory("model")
+        model = {key: value.detach().cpu().contiguous() for key, value in self.state.model.items()}
+        write_atomically(folder / "final.safetensors", save(model))
+        card = {"schema": MODEL, "arch": vars(e.arch), "classes": list(e.dataset.classes[: e.tasks[-1].num_seen])}
+        look = {"mean": e.dataset.transform.mean, "std": e.dataset.transform.std}
+        write_json(folder / "model.json", card | look)
+
     def _save_gallery(self) -> None:
         """A few surrogates per class beside their nearest real images, of all tasks so far."""
         pictures, rows = self.leakage.gallery()
         write_atomically(self.folder.path / "surrogates.safetensors", save(pictures))
         write_json(self.folder.path / "surrogates.json", {"schema": 1, "pairs": rows})
+
+
+def _changes(changed: dict[str, list[Any]]) -> list[str]:
+    """
+    >>> _changes({"threads": [4, 2], "code": ["0123456789abcdef" * 4, None]})
+    ['threads: 4 -> 2', 'code: 0123456789ab -> unknown']
+    """
+
+    def short(value: Any) -> str:
+        return "unknown" if value is None else value[:12] if len(str(value)) == 64 else str(value)
+
+    return [f"{key}: {short(before)} -> {short(now)}" for key, (before, now) in changed.items()]
 
 
 def _overall(found: Evaluation, scenario: str) -> float:

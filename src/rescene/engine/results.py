@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from rescene import functional as fn
+from rescene.engine.checkpoint import write_atomically
 from rescene.engine.experiment import Experiment
 from rescene.engine.ledger import Ledger
 from rescene.engine.nominal import nominal_cost
 from rescene.engine.theory import theory_record, theory_tables
+from rescene.errors import ResceneWarning
 from rescene.methods import Method
 from rescene.privacy.accounting import NEIGHBOURS
 from rescene.versions import RESULTS
@@ -70,6 +74,7 @@ def results_of(experiment: Experiment, facts: dict[str, Any], ledger: Ledger) ->
                 "classes_suppressed": facts["num_suppressed"],
             },
             **_at_sites(experiment, facts["recall"]),
+            **({"elsewhere": facts["elsewhere"]} if facts["elsewhere"] else {}),
             "seed": experiment.recipe.seed,
             "config": experiment.recipe.model_dump(mode="json", exclude={"device"}),
         }
@@ -79,7 +84,6 @@ def results_of(experiment: Experiment, facts: dict[str, Any], ledger: Ledger) ->
 
 def write_tables(folder: Path, results: dict[str, Any], metrics: Path) -> None:
     """The same numbers as CSV: accuracy matrix, rounds, cost, confusion, theory."""
-    folder.mkdir(exist_ok=True)
     tasks = [f"task_{j}" for j in range(len(results["tasks"]))]
     _write_csv(
         folder / "accuracy_matrix.csv",
@@ -93,7 +97,7 @@ def write_tables(folder: Path, results: dict[str, Any], metrics: Path) -> None:
         ["true_class", *names],
         ([name, *row] for name, row in zip(names, results["confusion"], strict=True)),
     )
-    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    lines = _lines(metrics)
     keys = ("task", "round", "accuracy", "uplink_bytes", "downlink_bytes")
     rounds = [row for row in lines if row["kind"] == "round"]
     _write_csv(folder / "rounds.csv", list(keys), ([row[key] for key in keys] for row in rounds))
@@ -111,6 +115,19 @@ def write_tables(folder: Path, results: dict[str, Any], metrics: Path) -> None:
     )
     for name, (header, rows) in theory_tables(results["theory"]).items():
         _write_csv(folder / f"{name}.csv", header, rows)
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """What the run wrote down. A line the disk has damaged is told and left out: it must not stand between a run and its end."""
+    found = []
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        try:
+            row = json.loads(line)
+            row["kind"]
+            found.append(row)
+        except (ValueError, KeyError, TypeError) as error:
+            warnings.warn(ResceneWarning("W402", f"{path.name}, line {number} is damaged: {error}"), stacklevel=3)
+    return found
 
 
 def _held(experiment: Experiment, task: int) -> dict[str, Any]:
@@ -209,7 +226,8 @@ def _rounded(value: Any) -> Any:
 
 
 def _write_csv(path: Path, header: list[str], rows: Iterable[list[Any]]) -> None:
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(header)
-        writer.writerows(["" if cell is None else cell for cell in row] for row in rows)
+    file = io.StringIO(newline="")
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(header)
+    writer.writerows(["" if cell is None else cell for cell in row] for row in rows)
+    write_atomically(path, file.getvalue().encode())

@@ -41,9 +41,17 @@ def setting(run: Run, runs: Sequence[Run]) -> Pairs:
         ("Model", _first(flat, "model.name", "model", "model.arch", "model.kind")),
         ("Seeds", ", ".join(map(str, seeds)) or None),
         ("Device", run.env.get("device") or run.config.get("device")),
+        ("Went on elsewhere", _elsewhere(runs)),
         ("Time per run", seconds_text(seconds.mean) if seconds else None),
     ]
     return [(name, _short(value)) for name, value in facts if value not in (None, "", 0)]
+
+
+def _elsewhere(runs: Sequence[Run]) -> str | None:
+    """Runs whose bits cannot be repeated, because they went on with other code or on another machine."""
+    parts = [part for run in runs for part in run.results.get("elsewhere") or () if isinstance(part, dict)]
+    names = sorted({str(key).replace("_", " ") for part in parts for key in part.get("changed") or ()})
+    return f"{', '.join(names)} changed" if parts else None
 
 
 def task_rows(run: Run) -> list[list[str]]:

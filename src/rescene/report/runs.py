@@ -175,9 +175,10 @@ def load_run(folder: Path) -> Run:
 
 
 def _state(status: Row, results: Row) -> str:
-    """A run that says it is going while its process is gone was interrupted."""
+    """A run that says it is going while its process is gone was interrupted, unless its results are there."""
     told = str(status.get("state") or ("done" if results else "unknown"))
-    return "interrupted" if told == "running" and "pid" in status and not alive(status["pid"]) else told
+    gone = told == "running" and "pid" in status and not alive(status["pid"])
+    return ("done" if results else "interrupted") if gone else told
 
 
 def _not_a_run(folder: Path) -> DataError:

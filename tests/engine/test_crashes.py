@@ -1,0 +1,87 @@
+"""kill -9 where a run writes; the short form of benchmarks/trust_crash.py, which visits every place."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+
+import pytest
+import trust_crash
+from safetensors.torch import load_file
+
+import rescene
+from rescene.engine import crashpoints
+from rescene.engine.loop import Run
+from rescene.report.runs import load_run
+
+PLACES = [
+    "config.yaml written", "origin.json opening", "env.json synced", "metrics.jsonl appended", "chunk writing", "step synced",
+    "step removed", "chunk removed", "status.json renamed", "model.json opening", "rounds.csv written", "results.json renamed",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def crashes(tmp_path_factory):
+    return {name: trust_crash.Crashes(name, tmp_path_factory.mktemp("crash") / name) for name in ("rescene", "refed")}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("method", ["rescene", "refed"])
+def test_killed_at_a_named_place_the_end_is_the_same(crashes, method, place):
+    found = crashes[method].found = trust_crash.Found()
+    crashes[method].at(place, (crashes[method].places[place] + 1) // 2)
+    assert found.held, found.differ
+
+
+def test_killed_at_random_moments_also_while_coming_back(crashes):
+    found = crashes["rescene"].found = trust_crash.Found()
+    crashes["rescene"].at_random(random.Random(1), 4)
+    assert found.kills == 4 and found.held, found.differ
+
+
+def test_every_file_of_the_run_folder_is_written_at_a_named_place(crashes):
+    """A file written past the hooks would be one whose crash nobody tries."""
+    folder, places = crashes["rescene"].root / "whole", crashes["rescene"].places
+    for path in folder.rglob("*"):
+        if path.is_file():
+            name = path.name.split("-")[0]
+            assert f"{name} renamed" in places or f"{name} appended" in places, path
+
+
+def test_the_place_can_be_named_from_outside(tmp_path):
+    command = [sys.executable, "-m", "rescene", "run", "smoke", "--out", str(tmp_path / "r"), "-q"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "RESCENE_CRASH_AT": "step renamed#2"}
+    assert subprocess.run(command, env=environment).returncode == -signal.SIGKILL
+    assert sorted(path.name for path in (tmp_path / "r/checkpoints").glob("step-*")) == [
+        "step-000001.json",
+        "step-000002.json",
+    ]
+
+
+def test_nothing_happens_without_a_watcher():
+    assert crashpoints.watcher is None
+    crashpoints.reach("anywhere")
+
+
+def test_killed_after_its_results_a_run_is_done(crashes):
+    folder = crashes["rescene"].root / "done"
+    assert trust_crash.world.end(crashes["rescene"]._start(folder, kill_at="results.json renamed")) == -signal.SIGKILL
+    assert json.loads((folder / "status.json").read_text())["state"] == "running" and load_run(folder).state == "done"
+
+
+def test_the_final_model_is_safe_before_it_is_evaluated(tmp_path, monkeypatch):
+    evaluate = Run._evaluate
+
+    def fail(self, task):
+        if self.place == (1, -1):
+            raise MemoryError("evaluation")
+        return evaluate(self, task)
+
+    whole = rescene.run("smoke", out=tmp_path / "whole")
+    monkeypatch.setattr(Run, "_evaluate", fail)
+    with pytest.raises(MemoryError):
+        rescene.run("smoke", out=tmp_path / "r")
+    a, b = (load_file(path / "model" / "final.safetensors") for path in (tmp_path / "r", whole.folder))
+    assert a.keys() == b.keys() and all(a[key].equal(b[key]) for key in a)
