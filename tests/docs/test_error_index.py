@@ -12,14 +12,17 @@ SHARED = {
     "E152": "a document without a place for a table",
     "E171": "a noise multiplier that is not possible",
     "E174": "a package of the extra `privacy` that is not installed",
+    "E201": "a path with nothing there",
+    "E203": "images that cannot be read",
     "E321": "a site that failed",
+    "E408": "a folder without a finished run",
     "E413": "a site that declines for privacy",
 }
 FAMILY = {"E1": "ConfigError", "E2": "DataError", "E3": "RunError", "E4": "RunError", "W": "ResceneWarning"}
 OTHER_STATUS = {
     "E207",
     "E208",
-    "E183",
+    "E199",
 }  # settings about data end with the recipe's status; an audit's lack of images with theirs
 
 

@@ -365,7 +365,7 @@ class Run:
             if changed:
                 self.facts.elsewhere.append({"step": saved.step, "changed": changed})
                 told = f"went on elsewhere after step {saved.step}, not bit for bit: {'; '.join(_changes(changed))}"
-                self.early.append({"level": "warning", "code": "W403", "message": told})
+                self._keep_early("warning", "W403", told)
         for event in self.early:
             self.note(**event)
         return saved.step if saved else 0
