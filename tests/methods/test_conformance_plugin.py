@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
+EXAMPLES = [Path(__file__).parents[2] / "examples" / name for name in ("anchored.py", "herded_memory.py")]
 CARELESS = """
 from typing import ClassVar
 import torch

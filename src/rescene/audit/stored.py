@@ -24,7 +24,8 @@ def stored_uploads(folder: Path, experiment: Experiment) -> dict[str, Any] | Non
     """
     if not (folder / "surrogates.safetensors").is_file():
         return None
-    rows = json.loads((folder / "surrogates.json").read_text(encoding="utf-8"))
+    told = json.loads((folder / "surrogates.json").read_text(encoding="utf-8"))
+    rows = told["pairs"] if isinstance(told, dict) else told  # a plain list in older folders
     pictures = load_file(folder / "surrogates.safetensors")["surrogates"]
     data = experiment.dataset
     labels = torch.tensor([data.classes.index(row["class"]) for row in rows])
