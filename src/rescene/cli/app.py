@@ -33,6 +33,10 @@ from rescene.cli.presenting import plot, table
 from rescene.cli.using import export, predict
 from rescene.errors import ConfigError, did_you_mean
 
+ServerGflops = Annotated[
+    float | None, typer.Option("--server-gflops", help="the server's speed, GFLOP/s (default: this device's)")
+]
+
 app = typer.Typer(
     epilog="Overrides are dotted keys: rescene run demo data.path=./images federation.beta=0.1. --debug shows tracebacks, "
     "NO_COLOR=1 stops colours. Exit codes: 0 done, 2 recipe or usage, 3 data, 4 run failed, 5 check failed, 130 interrupted.",
@@ -162,9 +166,7 @@ def cost(
     client_gflops: Annotated[
         float | None, typer.Option("--client-gflops", help="a site's speed, GFLOP/s (default: this device's)")
     ] = None,
-    server_gflops: Annotated[
-        float | None, typer.Option("--server-gflops", help="the server's speed, GFLOP/s (default: this device's)")
-    ] = None,
+    server_gflops: ServerGflops = None,
     as_json: AsJson = False,
     plugin: Plugin = None,
 ) -> None:
@@ -186,9 +188,7 @@ def scale(
         str | None, typer.Option("--per-round", help="sites in a round: 20 or 10% (default: the recipe's, and 10%)")
     ] = None,
     server_mbps: Annotated[float, typer.Option("--server-mbps", help="the server's line, Mbit/s")] = 1000.0,
-    server_gflops: Annotated[
-        float | None, typer.Option("--server-gflops", help="the server's speed, GFLOP/s (default: this device's)")
-    ] = None,
+    server_gflops: ServerGflops = None,
     server_gb: Annotated[float, typer.Option("--server-gb", help="the server's memory, GB")] = 64.0,
     as_json: AsJson = False,
 ) -> None:

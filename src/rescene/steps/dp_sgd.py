@@ -15,13 +15,12 @@ from __future__ import annotations
 import warnings
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rescene.data import Shard
 from rescene.errors import ConfigError
 from rescene.privacy.mechanism import Site, digest, refuse_batch_statistics
-from rescene.steps.sgd import Batch, Loss, Training
+from rescene.steps.sgd import Batch, Loss, Training, cross_entropy_from
 
 HELD = 2**26  # numbers at most in the gradients of single records that are held at once
 
@@ -42,13 +41,10 @@ def fit_privately(
     site: Site = shard.site
     refuse_batch_statistics(net.train())
 
-    def from_first_class(net: nn.Module, batch: Batch) -> Tensor:
-        return F.cross_entropy(net(batch.x)[:, first_class:], batch.y - first_class)
-
     looked: list[Tensor] = []
 
     def draw() -> dict[str, Tensor]:
-        looked.append(_descend(net, shard, settings, generator, loss or from_first_class))
+        looked.append(_descend(net, shard, settings, generator, loss or cross_entropy_from(first_class)))
         return {**net.state_dict(), "num_sampled": looked[0]}
 
     found = site.answer(digest(net.state_dict().items(), site.mechanism, settings), draw)

@@ -76,6 +76,15 @@ def cross_entropy(net: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(net(batch.x), batch.y)
 
 
+def cross_entropy_from(first_class: int) -> Loss:
+    """CE over the outputs from this class on."""
+
+    def loss(net: nn.Module, batch: Batch) -> Tensor:
+        return F.cross_entropy(net(batch.x)[:, first_class:], batch.y - first_class)
+
+    return loss
+
+
 def fit(
     net: nn.Module, plan: Plan, fetch: Fetch, loss: Loss, settings: Training, *, epochs: int, cosine: bool = False
 ) -> float:
@@ -170,10 +179,7 @@ def fit_shard(
             shard.transform.augment(x, generator) if settings.augment else x, shard.images.labels[index], index
         )
 
-    def from_first_class(net: nn.Module, batch: Batch) -> Tensor:
-        return F.cross_entropy(net(batch.x)[:, first_class:], batch.y - first_class)
-
-    return fit(net, plan, fetch, loss or from_first_class, settings, epochs=settings.local_epochs)
+    return fit(net, plan, fetch, loss or cross_entropy_from(first_class), settings, epochs=settings.local_epochs)
 
 
 def is_recorded(images: Tensor, labels: Tensor) -> bool:
