@@ -59,6 +59,15 @@ def test_seed_and_device_do_not_make_another_recipe(tmp_path: Path) -> None:
     assert len(group_runs([make(tmp_path, "rescene", 0), make(tmp_path, "rescene", 1, config=moved)])) == 1
 
 
+def test_a_key_that_older_runs_do_not_know_makes_no_other_recipe(tmp_path: Path) -> None:
+    younger = config("rescene", 1)
+    younger["federation"]["patience"] = 3
+    runs = [make(tmp_path, "rescene", 0), make(tmp_path, "rescene", 1, config=younger)]
+    assert [group.label for group in group_runs(runs)] == ["ReSCENE"]
+    impatient = {**younger, "federation": {**younger["federation"], "patience": 0}}
+    assert len(group_runs([*runs[1:], make(tmp_path, "rescene", 2, config=impatient)])) == 2
+
+
 def test_rows_are_ordered_best_first_and_unfinished_last(tmp_path: Path) -> None:
     runs = [load_run(write_running(tmp_path / "going")), make(tmp_path, "fedavg", 0), make(tmp_path, "refed", 0)]
     rows = comparison_rows(runs)

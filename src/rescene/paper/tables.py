@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -194,7 +195,7 @@ def results_grid(store: Store, root: str = "results") -> Grid:
             data, beta, method, setting = _head(line)
             paper = f"{line.paper['aa'].mean:.2f} / {line.paper['aia'].mean:.2f}" if "aa" in line.paper else "–"
             paper += " at E_srv=100" if line.other_epochs and "aa" in line.paper else ""
-            places = ", ".join(sorted({_below(run.folder, root) for run in line.runs}))
+            places = _together(sorted({_below(run.folder, root) for run in line.runs}))
             figures = [_ours(line.ours.get(m), best=False) for m in ("aa", "aia")]
             copies = _tail(paper_recipe(name), line)[1]
             rows.append((data, beta, method, setting, str(len(line.runs)), *figures, paper, copies, places))
@@ -206,3 +207,15 @@ def _below(folder: Any, root: str) -> str:
     """The folder from ``results`` on: the same text on every machine."""
     parts = folder.parts
     return "/".join(parts[parts.index(root) :] if root in parts else parts[-2:])
+
+
+def _together(places: list[str]) -> str:
+    """Folders that differ at their end only, as one text.
+
+    >>> _together(["results/a-s0", "results/a-s1"]), _together(["results/a-s0"]), _together(["a/x", "b/x"])
+    ('results/a-s{0,1}', 'results/a-s0', 'a/x, b/x')
+    """
+    shared = os.path.commonprefix(places)
+    if len(places) < 2 or "/" not in shared:
+        return ", ".join(places)
+    return f"{shared}{{{','.join(place.removeprefix(shared) for place in places)}}}"

@@ -109,24 +109,41 @@ def same(value: Any) -> str:
     return json.dumps(value, sort_keys=True, default=str)
 
 
+def setting_apart(flats: Sequence[Row]) -> list[str]:
+    """Keys that have two values. A key that a run does not know says nothing: it is younger than the run.
+
+    >>> setting_apart([{"beta": 0.1}, {"beta": 0.5, "exclude": []}])
+    ['beta']
+    >>> setting_apart([{"privacy": None}, {"privacy.sigma": 1.0}])
+    ['privacy.sigma']
+    """
+    keys = dict.fromkeys(key for flat in flats for key in flat)
+    return [key for key in keys if len({same(flat.get(key)) for flat in flats if _knows(flat, key)}) > 1]
+
+
+def _knows(flat: Row, key: str) -> bool:
+    """Whether the key is there, or a section around it is there and empty."""
+    parts = key.split(".")
+    return any(".".join(parts[:n]) in flat for n in range(1, len(parts) + 1))
+
+
 def group_runs(runs: Sequence[Run]) -> list[Group]:
     """Group runs by method and recipe; best AA first, unfinished last."""
-    cells: dict[tuple[str, str], list[Run]] = {}
-    for run in runs:
-        cells.setdefault((run.method, same(flatten(run.config))), []).append(run)
     groups: list[Group] = []
-    for method in dict.fromkeys(method for method, _ in cells):
-        groups += _variants(method, [members for (name, _), members in cells.items() if name == method])
+    for method in dict.fromkeys(run.method for run in runs):
+        groups += _variants(method, [run for run in runs if run.method == method])
     return sorted(_with_unique_slugs(groups), key=_rank)
 
 
-def _variants(method: str, cells: list[list[Run]]) -> list[Group]:
+def _variants(method: str, runs: Sequence[Run]) -> list[Group]:
     """The groups of one method; with several recipes each label names what sets it apart."""
-    configs = [flatten(members[0].config) for members in cells]
-    keys = list(dict.fromkeys(key for config in configs for key in config))
-    apart = [key for key in keys if len({same(config.get(key)) for config in configs}) > 1]
+    flats = [flatten(run.config) for run in runs]
+    apart = setting_apart(flats)
+    cells: dict[str, tuple[Row, list[Run]]] = {}
+    for run, flat in zip(runs, flats, strict=True):
+        cells.setdefault(same([flat.get(key) for key in apart]), (flat, []))[1].append(run)
     groups = []
-    for i, (config, members) in enumerate(zip(configs, cells, strict=True)):
+    for i, (config, members) in enumerate(cells.values()):
         traits = [f"{key.split('.')[-1]}={plain(config[key], 24)}" for key in apart if key in config]
         name = " ".join([look_of(method).label, *traits[:3], *(["…"] if len(traits) > 3 else [])])
         kept, repeats = _one_per_seed(members)
@@ -216,5 +233,4 @@ def differing_settings(groups: Sequence[Group]) -> list[str]:
             for key in [key for key in flat if key.startswith("privacy.") and key != "privacy.delta"]:
                 del flat[key]
         flat["privacy.epsilon"] = epsilon
-    keys = dict.fromkeys(key for flat in flats for key in flat if key not in _CHOICES)
-    return [key for key in keys if len({same(flat[key]) for flat in flats if key in flat}) > 1]
+    return [key for key in setting_apart(flats) if key not in _CHOICES]
