@@ -45,3 +45,10 @@ def test_several_jobs_on_a_cpu_are_refused(tmp_path):
     answer = CliRunner().invoke(app, ["sweep", "smoke", "device=cpu", "--jobs", "2", "--out", str(tmp_path)])
     assert answer.exit_code == 2
     assert "needs a GPU" in answer.output
+
+
+def test_a_plain_step_lies_near_the_step_in_float64(monkeypatch):
+    monkeypatch.setitem(bench.SIZES, "cuda", TINY)
+    recorded, plain, exact = bench.ways(torch.device("cpu"), num_steps=1)
+    assert torch.equal(recorded, plain), "without a card there is one path"
+    assert 0 < bench.apart(plain, exact) < 1e-3
