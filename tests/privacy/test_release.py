@@ -227,6 +227,14 @@ def test_the_papers_experiment_without_noise_is_the_plain_clipped_descent(tiny_w
     assert float(spread) == pytest.approx(3**0.5 * 5 / 13, rel=0.1)
 
 
+def test_a_site_with_too_few_images_answers_the_papers_experiment_with_nothing(tiny_world):
+    shard, mechanism = tiny_world["shards"][1], Mechanism("paper-experiment", 1.0, 1.0, Composition(1, 1))
+    for index in (shard.index[:1], shard.index[:0]):
+        few = at_site(replace(shard, index=index), mechanism)
+        (made,) = condense(tiny_world["net"], [few], [Rng(0)], Condensation(ipc=3, num_steps=2, clip=1.0), 7)
+        assert len(made.labels) == 0 and made.images.shape == (0, 3, 16, 16)
+
+
 def test_batch_norm_in_train_mode_is_refused(tiny_world):
     net, shard = tiny_world["net"], tiny_world["shards"][0]
     refuse_batch_statistics(net.eval())
