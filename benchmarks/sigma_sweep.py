@@ -22,7 +22,8 @@ from typing import Any
 KEPT = ("results.json", "config.yaml", "env.json", "timing.json", "metrics.jsonl")
 NOISE, PAPER = "method.start=noise", "privacy.mechanism=paper-experiment"
 CELLS: dict[str, tuple[str, ...]] = {  # the costly ones first, so that no process is left with one at the end
-    "per-example-eps8": ("demo", NOISE, "privacy.mechanism=per-example", "privacy.epsilon=8", "privacy.typical_count=60"),
+    # three steps: each takes a backward pass per record
+    "per-example-eps8": ("demo", NOISE, "privacy.mechanism=per-example", "privacy.epsilon=8", "privacy.typical_count=60", "method.num_steps=3"),
     "fedcbdr": ("demo", "method=fedcbdr"),
     "private": ("private",),
     "private-group": ("private", "model.norm=group"),
