@@ -21,9 +21,10 @@ from typing import Any
 
 KEPT = ("results.json", "config.yaml", "env.json", "timing.json", "metrics.jsonl")
 NOISE, PAPER = "method.start=noise", "privacy.mechanism=paper-experiment"
+# few steps: each takes a backward pass per record
+PER_EXAMPLE = ("privacy.mechanism=per-example", "privacy.typical_count=60", "method.num_steps=3")
 CELLS: dict[str, tuple[str, ...]] = {  # the costly ones first, so that no process is left with one at the end
-    # three steps: each takes a backward pass per record
-    "per-example-eps8": ("demo", NOISE, "privacy.mechanism=per-example", "privacy.epsilon=8", "privacy.typical_count=60", "method.num_steps=3"),
+    "per-example-eps8": ("demo", NOISE, *PER_EXAMPLE, "privacy.epsilon=8"),
     "fedcbdr": ("demo", "method=fedcbdr"),
     "private": ("private",),
     "private-group": ("private", "model.norm=group"),
