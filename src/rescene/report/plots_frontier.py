@@ -63,7 +63,7 @@ def mode_of(run: Run) -> str:
         return ""
     if near_copies(run) is None:
         return NO_NOISE
-    norm = " (GroupNorm)" if table(run.config, "model").get("norm") == "group" else ""
+    norm = " (GN)" if table(run.config, "model").get("norm") == "group" else ""
     return _STARTS.get(str(start), "surrogates") + norm
 
 
@@ -191,7 +191,7 @@ def _labels(axes: Any, points: Sequence[Point], xs: Sequence[float], tags: Seque
         if not tag:
             continue
         at, width = (x - low) / (high - low), _LETTER * len(tag)
-        right = at + 0.04 + width < 1
+        right = at + 0.04 + width < 1 or at < 0.5
         left_end = at + 0.035 if right else at - 0.035 - width
         y = p.aa
         for first, last, taken in sorted(placed, key=lambda spot: -spot[2]):
