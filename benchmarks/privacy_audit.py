@@ -1,6 +1,6 @@
 """Is the audit itself to be trusted? Sound mechanisms must never be refuted, broken ones always; every result is a line of JSON.
 
-python benchmarks/privacy_audit.py OUT.jsonl [PART ...]      parts: release, per-example, controls, membership; resumable
+python benchmarks/privacy_audit.py OUT.jsonl [PART ...]      parts: release, per-example, private-dp, controls, membership; resumable
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ from rescene.engine.experiment import prepare
 SMALL = ["method.num_steps=3", "method.ipc=1", "method.start=noise"]
 EPSILONS = (0.5, 1.0, 2.0, 4.0, 8.0)
 SETTINGS = {
-    "real start": [],
-    "white noise start": ["method.start=noise"],
-    "recipe private": ["method.start=coloured", "method.num_steps=0", "method.min_images=10"],
-    "release, epsilon 8": ["method.start=noise", "privacy.mechanism=release", "privacy.epsilon=8"],
+    "real start": ["demo"],
+    "white noise start": ["demo", "method.start=noise"],
+    "recipe private": ["demo", "method.start=coloured", "method.num_steps=0", "method.min_images=10"],
+    "recipe private-dp": ["private-dp"],
+    "release, epsilon 8": ["demo", "method.start=noise", "privacy.mechanism=release", "privacy.epsilon=8"],
 }
 
 
 def sound(kind: str, seed: int, epsilon: float, num_canaries: int) -> dict[str, Any]:
     """One participation at this epsilon, exactly as promised: what the attacks show must stay below."""
-    settings = [*SMALL, f"privacy.mechanism={kind}", f"privacy.epsilon={epsilon}", "privacy.max_participations=1"]
-    recipe = resolve("demo", [*settings, f"seed={seed}"]).recipe
+    settings = [f"privacy.epsilon={epsilon}", "privacy.max_participations=1", f"seed={seed}"]
+    small = [*SMALL, f"privacy.mechanism={kind}"]
+    recipe = resolve(*(("private-dp", settings) if kind == "private-dp" else ("demo", small + settings))).recipe
     promise = recipe.promise(1)
     assert promise is not None
     stage, mechanism = stage_of(prepare(recipe)), promise.mechanism
@@ -50,14 +52,15 @@ def controls(seed: int) -> dict[str, Any]:
 
 
 def membership(name: str, seed: int) -> dict[str, Any]:
-    recipe = resolve("demo", [*SETTINGS[name], f"seed={seed}"]).recipe
+    base, *settings = SETTINGS[name]
+    recipe = resolve(base, [*settings, f"seed={seed}"]).recipe
     promise = recipe.promise(1)
     return membership_attack(stage_of(prepare(recipe)), as_promised(promise and promise.mechanism), 64, 64)
 
 
 def work() -> Iterator[tuple[dict[str, Any], Any]]:
     """What identifies a line, and how to get the rest of it."""
-    for kind, num_canaries in (("release", 400), ("per-example", 100)):
+    for kind, num_canaries in (("release", 400), ("per-example", 100), ("private-dp", 400)):
         for seed in range(20):
             epsilon = EPSILONS[seed % len(EPSILONS)]
             yield {"part": kind, "seed": seed}, lambda a=(kind, seed, epsilon, num_canaries): sound(*a)

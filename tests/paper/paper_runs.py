@@ -6,7 +6,7 @@ FEW = [[90.0, None], [40.0, 60.0]]
 
 
 def write_run(
-    root, cell, seed=0, aa=50.0, aia=60.0, matrix=FEW, *, overrides=(), cost=None, near_copies=None, config=None
+    root, cell, seed=0, aa=50.0, aia=60.0, matrix=FEW, *, overrides=(), cost=None, near_copies=None, config=None, rms=None
 ):
     """A folder with the results.json of this cell of the paper; its name says nothing."""
     folder = root / f"run-{len(list(root.glob('*')))}"
@@ -19,7 +19,7 @@ def write_run(
         "accuracy_matrix": matrix,
         "tasks": [{"index": t} for t in range(len(matrix))],
         "cost": cost or {"nominal": None, "measured": {}},
-        "leakage": None if near_copies is None else {"near_copies": near_copies},
+        "leakage": None if near_copies is None else {"near_copies": near_copies, "nearest_rms_median": rms},
         "config": config,
     }
     (folder / "results.json").write_text(json.dumps(results))

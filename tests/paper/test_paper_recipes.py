@@ -16,8 +16,7 @@ def test_every_table_has_a_recipe_and_every_cell_resolves():
     assert set(recipe_names(lite=False)) == set(table_names())
     for name in recipe_names():
         for cell in paper_recipe(name).cells:
-            waiting = name.startswith("privacy") and cell.method != "rescene"
-            assert bool(cell.unavailable) == waiting, cell.name
+            assert not cell.unavailable, cell.name
 
 
 def test_cells_of_a_recipe_are_different_experiments():
@@ -77,7 +76,7 @@ def test_safl_covers_three_betas_on_cifar10_and_main_has_its_control():
 def test_lite_forms_need_no_download_and_have_nothing_to_compare_with():
     for name in recipe_names():
         recipe = paper_recipe(name)
-        if recipe.lite and not name.startswith(("office31", "privacy")):
+        if recipe.lite and not name.startswith("office31"):
             assert {cell.data for cell in recipe.cells} == {"fashion-mini"}
             assert not any(cell.obstacle for cell in recipe.cells)
     assert "backbones-lite" in recipe_names() and all("ViT" not in c.name for c in paper_recipe("backbones-lite").cells)
@@ -89,8 +88,6 @@ def test_missing_data_is_an_obstacle_with_a_fix(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     obstacle = cell_of(paper_recipe("main"), "tinyimagenet/0.5/fedavg").obstacle
     assert "tinyimagenet" in obstacle.reason and "rescene data prepare tinyimagenet --from" in obstacle.fix
-    privacy = cell_of(paper_recipe("privacy"), "cifar10/0.5/fedavg/sigma=1").obstacle
-    assert privacy.reason.startswith("not available yet: the perturbation of App. F.2")
 
 
 def test_the_papers_privacy_runs_are_empirical_and_keep_its_values():
@@ -99,6 +96,9 @@ def test_the_papers_privacy_runs_are_empirical_and_keep_its_values():
     assert values["privacy.mechanism"] == "paper-experiment" and values["privacy.noise_multiplier"] == 5
     assert values["method.clip"] == 5 and values["method.start"] == "real" and values["model.norm"] == "batch"
     assert cell.recipe.promise(5).epsilon() is None
+    weights = cell_of(paper_recipe("privacy"), "cifar10/0.5/fedcbdr/sigma=3").resolve()
+    assert weights.flat()["model.norm"] == "group" and weights.recipe.promise(5).mechanism.clip == 5
+    assert not weights.recipe.promise(5).formal
 
 
 def test_choosing_cells():

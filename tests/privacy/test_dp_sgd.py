@@ -20,6 +20,7 @@ from rescene.steps.dp_sgd import clipped_sum, fit_privately, per_record, record_
 
 pytest.importorskip("opacus", reason="rescene[privacy]")
 PLAIN = Training(local_epochs=3, batch_size=1000, lr=0.1, augment=False)
+PLAIN_STEP = Training(local_epochs=1, batch_size=1000, lr=1.0, momentum=0, weight_decay=0, augment=False)
 DP = Mechanism("dp-sgd", 1.0, 1.0, Composition(3, 1), typical_count=8.0)
 ARCH = Arch("convnet", 16, "group", 4)
 
@@ -99,6 +100,42 @@ def test_without_noise_clip_and_sampling_it_is_sgd(shard):
     assert fit_privately(private, at_site(shard, mechanism, Silent()), PLAIN, generator())
     for a, b in zip(plain.parameters(), private.parameters(), strict=True):
         assert torch.allclose(a, b, atol=1e-5)
+
+
+def test_the_papers_experiment_is_sgd_with_clipped_records_and_noise_over_the_minibatch(shard):
+    """Minibatches of 5 of 16 images, the last of one left out as in SGD; then clipped, then with noise of sigma C / b."""
+    settings, free = replace_training(batch_size=5), replace(DP, kind="paper-experiment", clip=1e6)
+    plain, perturbed = fresh(), fresh()
+    fit_shard(plain, shard, settings, generator())
+    assert fit_privately(perturbed, at_site(shard, free, Silent()), settings, generator())
+    for a, b in zip(plain.parameters(), perturbed.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+
+    def moved(mechanism, noise):
+        net = fresh()
+        fit_privately(net, at_site(shard, mechanism, noise), PLAIN_STEP, generator())
+        pairs = zip(net.parameters(), fresh().parameters(), strict=True)
+        return torch.cat([(a - b).detach().flatten() for a, b in pairs])
+
+    tight = replace(free, clip=1e-3, sigma=3.0)
+    quiet, loud = moved(tight, Silent()), moved(tight, Noise())
+    assert 0 < float(quiet.norm()) <= 1e-3 * (1 + 1e-5)
+    assert float((loud - quiet).std()) == pytest.approx(3.0 * 1e-3 / 16, rel=0.1)
+
+
+def test_the_papers_experiment_hides_nothing_and_noises_fedcbdrs_features(shard):
+    mechanism = replace(DP, kind="paper-experiment", sigma=2.0, clip=5.0)
+    answer = method_class("fedavg")(train=PLAIN).client_round
+    assert answer({"model": fresh().state_dict()}, at_site(shard, mechanism), None, Rng(0))[0]["num_images"] == 16
+    empty = at_site(replace(shard, index=shard.index[:0]), mechanism)
+    assert answer({"model": fresh().state_dict()}, empty, None, Rng(0))[0] == {"num_images": 0}
+    method, payload = method_class("fedcbdr")(train=PLAIN), {"model": fresh().state_dict(), "rotation_seed": 0}
+    quiet = method.share_features(payload, at_site(shard, mechanism, Silent()), None, Rng(0))[0]["moments"]
+    loud = method.share_features(payload, at_site(shard, mechanism), None, Rng(0))[0]["moments"]
+    # 16 rows of N(0, 10^2) in d dimensions add 16 x 100 to each diagonal entry
+    assert float((loud - quiet).diagonal().mean()) == pytest.approx(1600, rel=0.3)
+    kept = method_class("refed")(train=PLAIN).set_aside({}, at_site(shard, mechanism), None, Rng(0))[1]
+    assert len(kept.labels) == 16, "what stays at home is chosen as ever"
 
 
 def test_the_noise_has_the_promised_size_and_a_site_without_images_answers_too(shard):

@@ -1,5 +1,7 @@
 """Sensitivity, noise and thresholds of the release, and the per-example sum: the bounds that the accountant relies on."""
 
+import itertools
+import sys
 from dataclasses import replace
 
 import pytest
@@ -7,6 +9,7 @@ import torch
 
 from rescene.errors import ConfigError
 from rescene.functional.release import class_sums, clip_rows, noised_means, release_bound
+from rescene.nets import Arch
 from rescene.privacy.accounting import Composition
 from rescene.privacy.mechanism import Mechanism, Site, refuse_batch_statistics
 from rescene.privacy.noise import Noise
@@ -81,6 +84,32 @@ def test_per_example_gradients_are_the_true_ones_clipped_one_by_one(tiny_world):
     assert torch.equal(clipped_gradient_sum(net, pixels, real[:0], clip, SETTINGS), torch.zeros_like(expected))
 
 
+def test_five_thousand_neighbours_never_move_a_per_example_sum_beyond_the_bound():
+    """63 worlds of a network, surrogates and 5 records, all of hostile sizes; the sums of all subsets of the records, and all 80
+    pairs of subsets of which one holds a record more."""
+    g, worst, pairs = torch.Generator().manual_seed(0), 0.0, 0
+    for world in range(63):
+        arch = Arch("convnet", 16, ("group", "batch")[world % 2], (2, 4)[world % 3 > 0])
+        net = arch.build(3, g).eval().requires_grad_(False)
+        for p in net.parameters():
+            p.mul_(10 ** (2 * torch.rand((), generator=g) - 1))
+        pixels = torch.randn(2, 3, 16, 16, generator=g) * 10 ** (4 * torch.rand((), generator=g) - 2)
+        real = torch.randn(5, 3, 16, 16, generator=g) * 10 ** (6 * torch.rand(5, 1, 1, 1, generator=g) - 2)
+        clip = float(10 ** (4 * torch.rand((), generator=g) - 2))
+        sums = {
+            chosen: clipped_gradient_sum(net, pixels, real[list(chosen)], clip, SETTINGS)
+            for size in range(6)
+            for chosen in itertools.combinations(range(5), size)
+        }
+        for chosen in sums:
+            for i in chosen:
+                less = sums[tuple(j for j in chosen if j != i)]
+                moved = float((sums[chosen] - less).norm()) / clip
+                pairs, worst = pairs + 1, max(worst, moved)
+                assert moved <= 1 + 1e-5, "float32 embeddings change in their last digit with the size of the batch"
+    assert pairs >= 5000 and worst > 0.999, "the bound is reached, so a smaller one would be wrong"
+
+
 def test_rows_within_the_bound_stay_as_they_are():
     rows = torch.tensor([[0.3, 0.4], [0.0, 0.0], [6.0, 8.0]], dtype=torch.float64)
     assert torch.equal(clip_rows(rows, 5.0), torch.tensor([[0.3, 0.4], [0.0, 0.0], [3.0, 4.0]], dtype=torch.float64))
@@ -101,13 +130,28 @@ def test_the_noise_has_the_promised_deviation(tiny_world):
     assert float(found[:, :-1].std()) == pytest.approx(expected, rel=0.05)
 
 
-def test_noise_is_fresh_unless_it_is_the_test_mode_and_has_the_right_law():
-    assert not torch.equal(Noise().normal(8), Noise().normal(8))
-    seeded = [Noise(Rng(1).generator()).normal(8) for _ in range(2)]
-    assert torch.equal(*seeded)
-    many = Noise().normal(40000)
-    assert abs(float(many.mean())) < 0.03 and float(many.std()) == pytest.approx(1.0, abs=0.03)
-    assert float(Noise().chosen(40000, 0.25).double().mean()) == pytest.approx(0.25, abs=0.015)
+@pytest.mark.parametrize("cipher", ["aes", "none", "seeded"])
+def test_noise_is_fresh_unless_it_is_the_test_mode_and_has_the_right_law(monkeypatch, cipher):
+    """Over three blocks: quantiles from the middle to the tails within six deviations of their own error, no block twice."""
+    if cipher == "none":
+        monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers", None)
+    else:
+        pytest.importorskip("cryptography")
+
+    def noise():
+        return Noise(Rng(1).generator() if cipher == "seeded" else None)
+
+    assert torch.equal(noise().normal(8), noise().normal(8)) == (cipher == "seeded")
+    assert noise().normal(0).shape == (0,) and noise().normal(2, 3).shape == (2, 3)
+    n = 3 * 2**15 + 7
+    many = noise().normal(n)
+    assert len(many.unique()) == n
+    for z in (-3.0, -1.0, 0.0, 0.5, 2.0):
+        p = float(torch.special.ndtr(torch.tensor(z)))
+        assert abs(float((many < z).double().mean()) - p) < 6 * (p * (1 - p) / n) ** 0.5
+    pairs = many[: n - 1] * many[1:]
+    assert abs(float(pairs.mean())) < 6 / n**0.5, "neighbours do not know of each other"
+    assert float(noise().chosen(40000, 0.25).double().mean()) == pytest.approx(0.25, abs=0.015)
 
 
 def test_torch_seeds_do_not_reach_the_noise():
@@ -181,6 +225,14 @@ def test_the_papers_experiment_without_noise_is_the_plain_clipped_descent(tiny_w
         noisy.labels == 0
     ].std()  # three steps of 5 * 1 / 13, plus what follows from it
     assert float(spread) == pytest.approx(3**0.5 * 5 / 13, rel=0.1)
+
+
+def test_a_site_with_too_few_images_answers_the_papers_experiment_with_nothing(tiny_world):
+    shard, mechanism = tiny_world["shards"][1], Mechanism("paper-experiment", 1.0, 1.0, Composition(1, 1))
+    for index in (shard.index[:1], shard.index[:0]):
+        few = at_site(replace(shard, index=index), mechanism)
+        (made,) = condense(tiny_world["net"], [few], [Rng(0)], Condensation(ipc=3, num_steps=2, clip=1.0), 7)
+        assert len(made.labels) == 0 and made.images.shape == (0, 3, 16, 16)
 
 
 def test_batch_norm_in_train_mode_is_refused(tiny_world):

@@ -43,6 +43,7 @@ def test_a_run_named_twice_counts_once(runs: Path) -> None:
 def test_plot_writes_beside_or_where_told(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert rescene("plot", runs, "--kind", "old-recent") == (0, "old-recent.png\nold-recent.csv\n")
+    assert rescene("plot", "cost", runs) == (0, "cost.png\ncost.csv\n"), "the kind as the first word"
     assert (tmp_path / "old-recent.png").is_file() and (tmp_path / "old-recent.csv").is_file()
 
 
@@ -58,6 +59,9 @@ def test_plot_writes_beside_or_where_told(runs: Path, tmp_path: Path, monkeypatc
         (("plot", "RUNS", "--kind", "cost", "--out", "file/c.png"), "cannot write"),
         (("table", "RUNS", "--by", "bta"), "did you mean beta"),
         (("plot", "RUNS", "--kind", "maps"), "unknown kind of figure"),
+        (("plot", "RUNS"), "no kind of figure was named"),
+        (("plot", "cost"), "no kind of figure was named"),
+        (("plot", "frontier", "RUNS"), "it needs finished runs in two modes of privacy"),
         (("plot", "RUNS", "--kind", "cost", "--out", "c.jpg"), "known endings are .png"),
     ],
 )

@@ -114,9 +114,10 @@ class Recipe(Section):
             raise ValueError(
                 f"privacy.mechanism: {method.title} cannot use {kind}: {reason}; it can use: {', '.join(method.mechanisms)}"
             )
-        if kind == "dp-sgd" and self.model.norm == "batch" and self.model.name != "vit-small":
+        of_weights = kind == "dp-sgd" or (kind == "paper-experiment" and "dp-sgd" in method.mechanisms)
+        if of_weights and self.model.norm == "batch" and self.model.name != "vit-small":
             raise ValueError(
-                "model.norm: under dp-sgd each image needs a gradient of its own, but BatchNorm mixes the images of a batch "
+                f"model.norm: under {kind} each image needs a gradient of its own, but BatchNorm mixes the images of a batch "
                 "and sends their statistics without noise; model.norm=group"
             )
         if kind == "dp-sgd" and self.method.get("budget_scope") == "global":
@@ -135,7 +136,7 @@ class Recipe(Section):
             )
         if kind == "per-example" and not self.method["num_steps"]:
             raise ValueError("method.num_steps: per-example needs at least one step")
-        if kind == "paper-experiment" and self.method["clip"] is None:
+        if kind == "paper-experiment" and self.method.get("clip", 5) is None:
             raise ValueError("method.clip: the paper's experiment clips each class's gradient; method.clip=5")
         return self
 

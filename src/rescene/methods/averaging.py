@@ -29,16 +29,18 @@ def trained(
 ) -> Payload:
     """Local training and what the site answers: its weights and how many images they come from; nothing without images.
 
-    Behind a mechanism it answers whether it has images or not, and its number of images and its loss stay at home.
+    Behind a mechanism its loss stays at home; behind one with a guarantee it answers whether it has images or not, and their
+    number stays at home too.
     """
+    hidden = shard.site is not None and shard.site.mechanism.formal
+    if len(shard) == 0 and not hidden:
+        return {"num_images": 0}
     if shard.site is not None:
         from rescene.steps.dp_sgd import fit_privately
 
         if not fit_privately(net, shard, settings, generator, loss, first_class=first_class):
             return {"num_images": 0, "notes": {"num_declined": 1}}
-        return {"model": weights_of(net), "num_images": 1}
-    if len(shard) == 0:
-        return {"num_images": 0}
+        return {"model": weights_of(net), "num_images": 1 if hidden else len(shard)}
     final = fit_shard(net, shard, settings, generator, loss, first_class=first_class)
     told = {"local_loss": final, **(notes or {})}
     return {"model": weights_of(net), "num_images": len(shard), "notes": told}

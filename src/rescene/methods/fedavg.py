@@ -23,7 +23,7 @@ class FedAvg(AveragingMethod):
     name: ClassVar[str] = "fedavg"
     title: ClassVar[str] = "FedAvg"
     paper: ClassVar[str] = "McMahan et al., AISTATS 2017"
-    mechanisms: ClassVar[tuple[str, ...]] = ("none", "dp-sgd")
+    mechanisms: ClassVar[tuple[str, ...]] = ("none", "dp-sgd", "paper-experiment")
 
     local_ce: Literal["all", "new"] = hyper(
         "all", "-", "[ours]", "cross-entropy over all seen classes, or this task's only"

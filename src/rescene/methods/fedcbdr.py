@@ -33,6 +33,7 @@ from rescene.functional.leverage import (
     random_orthogonal,
     row_leverage,
 )
+from rescene.functional.release import clip_rows
 from rescene.functional.temperature import grouped_cross_entropy, task_aware_logits
 from rescene.hyperparameters import hyper
 from rescene.methods.averaging import AveragingMethod, trained
@@ -63,7 +64,7 @@ class FedCBDR(AveragingMethod):
         "features (form=svd: all features, rotated), and with budget_scope=global each image's label, score and key"
     )
     remembers: ClassVar[str] = "real images of finished tasks: up to `budget` (150) of each class"
-    mechanisms: ClassVar[tuple[str, ...]] = ("none", "dp-sgd")
+    mechanisms: ClassVar[tuple[str, ...]] = ("none", "dp-sgd", "paper-experiment")
     reuses_records: ClassVar[bool] = True
 
     budget: int = hyper(150, "-", "App. A", "exemplars kept per class of a finished task, see budget_scope", ge=1)
@@ -129,9 +130,12 @@ class FedCBDR(AveragingMethod):
 
     def share_features(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
         """X_k Q stays on the desk; what is sent has P_k in front, or is a sum over images."""
-        if shard.site is not None:
+        site = shard.site
+        if site is not None and site.mechanism.formal:
             return {}, self._kept_blindly(_memory(client_state, shard), shard)
         x = embed(shard.net(payload["model"]), shard.pictures(shard.index)).double()
+        if site is not None:  # App. F.2: "we additionally protect the pseudo-feature representations"
+            x = clip_rows(x, site.mechanism.clip) + site.mechanism.deviation * site.noise.normal(*x.shape).to(x.device)
         rotated = x @ random_orthogonal(x.shape[1], seeded_generator(payload["rotation_seed"])).to(x.device)
         private_seed = rng.at("private").integer()
         memory = replace(_memory(client_state, shard), desk={"features": rotated, "private_seed": private_seed})

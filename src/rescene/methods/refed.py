@@ -54,7 +54,7 @@ class ReFed(AveragingMethod):
     paper: ClassVar[str] = "Li et al., CVPR 2024"
     leaves_site: ClassVar[str] = "model weights and the number of images trained on"
     remembers: ClassVar[str] = "real images of earlier tasks: as many as its storage leaves beside the current ones"
-    mechanisms: ClassVar[tuple[str, ...]] = ("none", "dp-sgd")
+    mechanisms: ClassVar[tuple[str, ...]] = ("none", "dp-sgd", "paper-experiment")
     reuses_records: ClassVar[bool] = True
 
     storage: int = hyper(1000, "M", "App. A", "images a client can hold, current and previous together", ge=0)
@@ -78,7 +78,7 @@ class ReFed(AveragingMethod):
     def refresh_cache(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
         """Make room for the images of the new task. Nothing is sent back."""
         memory = _memory(client_state, shard)
-        if shard.site is not None:
+        if _hidden(shard):
             return {}, self._thinned(memory, shard)
         room = max(0, self.storage - len(shard))
         if len(memory.labels) <= room:
@@ -151,10 +151,15 @@ class ReFed(AveragingMethod):
     def set_aside(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
         """What the next refresh chooses from: cache + D_t. Nothing is sent."""
         memory, index = _memory(client_state, shard), shard.index
-        if shard.site is not None:  # as likely to be here as those of earlier tasks
+        if _hidden(shard):  # as likely to be here as those of earlier tasks
             index = index[shard.site.noise.chosen(len(index), memory.chance).to(index.device)]
         pixels = torch.cat([memory.pixels, shard.images.pixels[index]])
         return {}, Memory(pixels, torch.cat([memory.labels, shard.images.labels[index]]), memory.chance)
+
+
+def _hidden(shard: Shard) -> bool:
+    """Whether nobody may learn which images are kept. The choice is local, so the paper's experiment leaves it as it is."""
+    return shard.site is not None and bool(shard.site.mechanism.formal)
 
 
 def _memory(client_state: Tree, shard: Shard) -> Memory:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import lru_cache
 from importlib.resources import files
 
 from rescene.paper.costs import nominal
-from rescene.paper.metrics import BYTES, COSTS, NOMINAL, over_seeds
+from rescene.paper.metrics import BYTES, COSTS, NOMINAL, over_seeds, relative
 from rescene.paper.numbers import Printed, printed
 from rescene.paper.recipes import FAST_LABEL, PaperCell, PaperRecipe, paper_recipe
 from rescene.paper.store import Store, Stored, identity
@@ -61,7 +61,7 @@ def compare(recipe: PaperRecipe, store: Store, only: Iterable[str] = (), costs: 
     lines = []
     own = {identity(cell.resolve().recipe) for cell in recipe.cells if not cell.unavailable}
     for cell in recipe.chosen(only):
-        numbers = {n.metric: n for n in printed(recipe.table) if n.cell == cell.name and not recipe.lite}
+        numbers = {} if recipe.lite else _with_kept(recipe, cell)
         if cell.unavailable:
             lines.append(Line(cell, "", (), recipe.seeds, {}, {}, numbers))
             continue
@@ -90,6 +90,17 @@ def _line(
         measured = {m: value for m, value in ours.items() if m in COSTS}
         ours |= {m: value for m, value in nominal(cell, recipe.seeds, other).items() if m in recipe.metrics}
     return Line(cell, variant, runs, recipe.seeds, ours, measured, paper)
+
+
+def _with_kept(recipe: PaperRecipe, cell: PaperCell) -> dict[str, Printed]:
+    """What the paper prints for a cell, and the share of AA that follows from it where the recipe asks for one."""
+    numbers = {n.metric: n for n in printed(recipe.table) if n.cell == cell.name}
+    other = recipe.reference(cell)
+    if other and "aa_kept" in recipe.metrics:
+        (base,) = (n for n in printed(recipe.table) if (n.cell, n.metric) == (other.name, "aa"))
+        kept = relative("aa_kept", numbers["aa"].mean, base.mean)
+        numbers["aa_kept"] = replace(numbers["aa"], metric="aa_kept", mean=round(kept or 0.0, 1), digits=1)
+    return numbers
 
 
 def _known(values: dict[str, Spread | None]) -> dict[str, Spread]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from rescene.paper.store import Stored
 from rescene.report.groups import Spread, spread
+from rescene.report.runs import number
 
 _LEDGER = {
     "client_pflop": ("client_flops", 1e15),
@@ -29,11 +30,13 @@ NOMINAL = tuple(metric for metric in COSTS if metric not in ("server_pflop", "se
 _RELATIVE = {  # to the reference cell
     "aa_change": "aa",
     "aia_change": "aia",
+    "aa_kept": "aa",
     "client_compute_ratio": "client_pflop",
     "server_compute_ratio": "server_pflop",
 }
 _LABELS = {
     "aa": "AA", "aia": "AIA", "aa_change": "AA change", "aia_change": "AIA change", "old": "old", "recent": "recent",
+    "aa_kept": "AA kept %", "nearest_rms": "RMS to real",
     "client_pflop": "client PFLOP", "state_mb": "state MB", "uplink_mb": "up MB", "downlink_mb": "down MB",
     "client_compute_ratio": "client ratio", "server_compute_ratio": "server ratio", "samples_ratio": "sample ratio",
     "task_client_pflop": "clients PFLOP", "task_server_pflop": "server PFLOP", "task_total_pflop": "total PFLOP",
@@ -59,6 +62,8 @@ def read(run: Stored, metric: str) -> float | None:
         return final[task] if task < len(final) else None
     if metric.startswith("task_") or metric.endswith("_share"):
         return _second_task(run).get(metric)
+    if metric == "nearest_rms":  # median distance of an upload to the nearest real image; none if no images are sent
+        return number((run.results.get("leakage") or {}).get("nearest_rms_median"))
     value = run.results.get(metric)
     return float(value) if isinstance(value, (int, float)) else None
 
@@ -68,10 +73,19 @@ def over_seeds(runs: Sequence[Stored], metric: str, reference: Sequence[Stored] 
     if metric not in _RELATIVE:
         return spread(read(run, metric) for run in runs)
     ours, other = (spread(read(run, _RELATIVE[metric]) for run in group) for group in (runs, reference))
-    if ours is None or other is None or (metric.endswith("_ratio") and not other.mean):
-        return None
-    value = ours.mean / other.mean if metric.endswith("_ratio") else ours.mean - other.mean
-    return Spread(value, None, ours.num)
+    value = relative(metric, ours.mean, other.mean) if ours and other else None
+    return None if value is None or ours is None else Spread(value, None, ours.num)
+
+
+def relative(metric: str, value: float, reference: float) -> float | None:
+    """A value against that of the reference: the ratio, the percentage kept, or the difference.
+
+    >>> relative("aa_kept", 55.0, 50.0), relative("aa_change", 55.0, 50.0), relative("aa_kept", 1.0, 0.0)
+    (110.0, 5.0, None)
+    """
+    if metric.endswith("_change"):
+        return value - reference
+    return (100 if metric.endswith("_kept") else 1) * value / reference if reference else None
 
 
 def _measured(run: Stored, key: str, unit: float) -> float | None:

@@ -1,17 +1,19 @@
 """Tables inside documents, kept up to date by a command: whatever stands between two marks is replaced.
 
-<!-- rescene paper: results --> ... <!-- end --> and the same with status or claims
+<!-- rescene paper: results --> ... <!-- end --> and the same with status, claims or privacy
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 from rescene.errors import ConfigError
 from rescene.paper.claims import OurBook, judge
+from rescene.paper.recipes import paper_recipe
 from rescene.paper.store import Store
-from rescene.paper.tables import results_grid, status_grid
+from rescene.paper.tables import results_grid, status_grid, table_grid
 from rescene.report.formats import Entry, Grid, render
 
 _BLOCK = re.compile(r"(<!-- rescene paper: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -34,7 +36,17 @@ def claims_grid(store: Store) -> Grid:
     return Grid("", ("claim", "in the paper", "ours", "figures measured", "verdict"), tuple(rows), notes)
 
 
-BLOCKS: dict[str, Callable[[Store], Grid]] = {"results": results_grid, "status": status_grid, "claims": claims_grid}
+def privacy_grid(store: Store) -> Grid:
+    """The paper's sigma sweep in its lite form, of which results are stored."""
+    return replace(table_grid(paper_recipe("privacy-lite"), store, commands=False), title="")
+
+
+BLOCKS: dict[str, Callable[[Store], Grid]] = {
+    "results": results_grid,
+    "status": status_grid,
+    "claims": claims_grid,
+    "privacy": privacy_grid,
+}
 
 
 def refreshed(text: str, store: Store) -> str:

@@ -48,7 +48,6 @@ class PaperCell:
     setting: str
     base: str
     overrides: tuple[str, ...]
-    needs: str = ""
 
     @property
     def name(self) -> str:
@@ -70,7 +69,7 @@ class PaperCell:
         try:
             self.resolve()
         except ResceneError as error:
-            return Obstacle(f"not available yet: {self.needs or error.what}", "a later version")
+            return Obstacle(f"not available yet: {error.what}", "a later version")
         return None
 
     @property
@@ -105,7 +104,8 @@ class PaperRecipe:
     @property
     def metrics(self) -> tuple[str, ...]:
         names = tuple(dict.fromkeys(number.metric for number in printed(self.table)))
-        return tuple(name for name in ("aa", "aia") if name in names) if self.lite else names
+        names = tuple(name for name in ("aa", "aia") if name in names) if self.lite else names
+        return (*names, *self.spec.get("also", ()))
 
     def reference(self, cell: PaperCell) -> PaperCell | None:
         """The cell that this one's ratios and changes are relative to."""
@@ -195,4 +195,4 @@ def _cell(spec: Mapping[str, Any], lite: bool, data: str, beta: str, method: str
     if isinstance(own, Mapping):  # differs by method
         own = own.get(method, own.get("default", []))
     overrides = (f"federation.beta={beta}", f"method={method}", *shared, *own)
-    return PaperCell(data, beta, method, setting, base, overrides, spec.get("needs", ""))
+    return PaperCell(data, beta, method, setting, base, overrides)

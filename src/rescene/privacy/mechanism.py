@@ -40,6 +40,11 @@ class Mechanism:
     reuses: bool = False  # dp-sgd: the method trains again on records of earlier tasks
 
     @property
+    def formal(self) -> bool:
+        """Whether it promises an epsilon."""
+        return self.kind in FORMAL
+
+    @property
     def sensitivity(self) -> float:
         """Largest change of the noised quantity when one record comes or goes."""
         return release_bound(self.clip, self.kappa) if self.kind == "release" else self.clip

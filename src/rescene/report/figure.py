@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rescene.errors import ConfigError, did_you_mean
-from rescene.report import plots_cost, plots_curves, plots_grids, plots_privacy, plots_retention
+from rescene.report import plots_cost, plots_curves, plots_frontier, plots_grids, plots_privacy, plots_retention
 from rescene.report.canvas import ENDINGS, Plot, csv_text, legend_above, save
 from rescene.report.groups import Group
 from rescene.report.look import INK
@@ -30,6 +30,10 @@ def _privacy(groups: Groups) -> list[Plot | None]:
     return [plots_privacy.accuracy_for_copies(groups), plots_privacy.accuracy_for_distance(groups)]
 
 
+def _frontier(groups: Groups) -> list[Plot]:
+    return plots_frontier.frontier(plots_frontier.points_of(groups))
+
+
 # kind: (what draws its panels, how many stand side by side, what the runs must hold)
 KINDS: dict[str, tuple[Callable[[Groups], Iterable[Plot | None]], int, str]] = {
     "old-recent": (lambda groups: [plots_retention.old_recent(groups)], 1, "a finished run of two or more tasks"),
@@ -38,6 +42,7 @@ KINDS: dict[str, tuple[Callable[[Groups], Iterable[Plot | None]], int, str]] = {
     "rounds": (lambda groups: [plots_curves.rounds_curve(groups)], 1, "metrics.jsonl with an evaluated round"),
     "cost": (_cost, 2, "results.json with measured cost"),
     "privacy": (_privacy, 2, "a finished run of a method that uploads images"),
+    "frontier": (_frontier, 3, "finished runs in two modes of privacy"),
     "surrogates": (lambda groups: map(contact_sheet, groups), 1, "surrogates.safetensors and surrogates.json"),
 }
 

@@ -21,6 +21,7 @@ from rescene.report.canvas import Figure, Plot, render
 from rescene.report.costs import cost_rows, cost_titles
 from rescene.report.glossary import GLOSSARY
 from rescene.report.groups import Group, comparison_rows, differing_settings, group_runs, headline_group
+from rescene.report.plots_frontier import beside_stored, frontier
 from rescene.report.runs import Run, load_run
 from rescene.report.sites import sites_view
 from rescene.report.surrogates import gallery
@@ -137,6 +138,7 @@ def _tiles(head: Group | None) -> list[dict[str, str]]:
 
 def _figures(groups: Sequence[Group], head: Group | None, told: Run, plots: Path) -> Iterable[Figure]:
     """All figures there is data for."""
+    fronts = frontier(beside_stored(groups))
     wanted: list[Plot | None] = [
         plots_retention.old_recent(groups),
         plots_retention.inside_between(groups),
@@ -150,8 +152,7 @@ def _figures(groups: Sequence[Group], head: Group | None, told: Run, plots: Path
         plots_grids.participation(told),
         plots_cost.accuracy_for_upload(groups),
         plots_cost.accuracy_for_compute(groups),
-        plots_privacy.accuracy_for_copies(groups),
-        plots_privacy.accuracy_for_distance(groups),
+        *(fronts or (plots_privacy.accuracy_for_copies(groups), plots_privacy.accuracy_for_distance(groups))),
         plots_cost.timing(groups),
         *plots_theory.plots(theory_rows(head)),
     ]

@@ -8,11 +8,14 @@ at each of E / q steps (E epochs in expectation):
 Weight decay and momentum act after the noise: they see no record. The loss of a record is the method's loss on a batch that
 holds this record alone, so no loss can mix records, whatever it averages over. Gradients of single records come from
 Opacus. What is released is the trained network, once per participation, through the site's ledger.
+
+The paper's experiment (App. F.2) takes shuffled minibatches of b records and divides by b: it certifies nothing.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -61,13 +64,10 @@ def fit_privately(
 def _descend(net: nn.Module, shard: Shard, settings: Training, generator: torch.Generator, loss: Loss) -> Tensor:
     """Train ``net`` in place; returns how many records were sampled in all, which stays at the site."""
     mechanism, noise = shard.site.mechanism, shard.site.noise
-    rate = mechanism.composition.rate
     parameters = [p for p in net.parameters() if p.requires_grad]
     optimiser = torch.optim.SGD(parameters, settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay)
-    expected = rate * mechanism.typical_count * len(shard.task.classes)
     sampled, watched = 0, per_record(net)
-    for _ in range(mechanism.composition.steps):
-        chosen = shard.index[noise.chosen(len(shard), rate).to(shard.device)]
+    for chosen, expected in _batches(shard, settings, generator):
         sampled += len(chosen)
         total = clipped_sum(watched, shard, chosen, settings, generator, loss, mechanism.clip).cpu()
         total = (total + mechanism.deviation * noise.normal(len(total))) / expected
@@ -76,6 +76,21 @@ def _descend(net: nn.Module, shard: Shard, settings: Training, generator: torch.
         optimiser.step()
     watched.to_standard_module()  # type: ignore[operator]
     return torch.tensor(sampled)
+
+
+def _batches(shard: Shard, settings: Training, generator: torch.Generator) -> Iterator[tuple[Tensor, float]]:
+    """The records of each step, and the number that their sum is divided by."""
+    mechanism, index = shard.site.mechanism, shard.index
+    if mechanism.kind == "paper-experiment":
+        for _ in range(settings.local_epochs):
+            order = torch.randperm(len(index), generator=generator, device=generator.device).to(index.device)
+            parts = index[order].split(settings.batch_size)
+            yield from ((part, len(part)) for part in parts if len(part) > 1 or len(parts) == 1)  # as in sgd.fit
+        return
+    rate = mechanism.composition.rate
+    for _ in range(mechanism.composition.steps):
+        chosen = index[shard.site.noise.chosen(len(index), rate).to(index.device)]
+        yield chosen, rate * mechanism.typical_count * len(shard.task.classes)
 
 
 def clipped_sum(

@@ -215,6 +215,8 @@ def _per_example(net: nn.Module, shard: Shard, rng: Rng, settings: Condensation,
 def _paper_experiment(net: nn.Module, shard: Shard, rng: Rng, settings: Condensation, noise_seed: int) -> Surrogates:
     site: Site = shard.site
     groups = list(groups_of(0, shard, rng, settings))
+    if not groups:
+        return collect(shard, [])
     batch = torch.tensor([settings.real_batch_size(len(g.members), len(g.start)) for g in groups], device=shard.device)
     usual = matching_gradient(shard, groups, settings)
 

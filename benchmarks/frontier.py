@@ -1,0 +1,56 @@
+"""The stored points of the frontier figure, from the runs under results/: writes src/rescene/report/frontier.csv and the table
+in docs/privacy.md.
+
+    python benchmarks/frontier.py [PATTERN ...]        of run folders, if not those below
+
+The picture of the same runs: rescene plot frontier results/frontier results/private/dp/{fedavg,fedcbdr,refed}-* --out docs/frontier.png
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from rescene.report import load_run
+from rescene.report.canvas import csv_text
+from rescene.report.groups import group_runs
+from rescene.report.look import look_of
+from rescene.report.plots_frontier import Point, points_of
+
+ROOT = Path(__file__).parents[1]
+MARKED = re.compile(r"(<!-- benchmarks/frontier.py -->\n).*?(<!-- end -->)", re.DOTALL)
+FOLDERS = ("results/frontier/*", *(f"results/private/dp/{name}-*" for name in ("fedavg", "fedcbdr", "refed")))
+
+
+def markdown(points: list[Point]) -> str:
+    """Guarantees first, the smallest epsilon first."""
+    lines = ["| method | mode | n | AA | near-copies | RMS to real | epsilon |", "|---|---|---|---|---|---|---|"]
+    for p in sorted(points, key=lambda p: (p.epsilon or math.inf, -p.aa)):
+        std = "" if p.aa_std is None else f" +- {p.aa_std:.1f}"
+        sent = (
+            ("no images", "-") if p.nearest_rms is None else (f"{p.near_copies_percent:.0f} %", f"{p.nearest_rms:.2f}")
+        )
+        known = f"{p.epsilon:g}" if p.epsilon else "none"
+        name = look_of(p.method).label
+        lines.append(
+            f"| {name} | {p.mode or 'real images'} | {p.num} | {p.aa:.1f}{std} | {sent[0]} | {sent[1]} | {known} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main(*patterns: str) -> None:
+    runs = [load_run(run) for pattern in patterns or FOLDERS for run in sorted(ROOT.glob(pattern))]
+    points = points_of(group_runs(runs))
+    rows = [{key: value for key, value in asdict(p).items() if key != "stored"} for p in points]
+    rows = [{key: round(v, 4) if isinstance(v, float) else v for key, v in row.items()} for row in rows]
+    (ROOT / "src/rescene/report/frontier.csv").write_text(csv_text(rows), "utf-8", newline="")
+    page = ROOT / "docs/privacy.md"
+    page.write_text(MARKED.sub(rf"\g<1>{markdown(points)}\g<2>", page.read_text("utf-8")), "utf-8")
+    print(f"{len(rows)} points of {len(runs)} runs")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

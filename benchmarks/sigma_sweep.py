@@ -1,0 +1,104 @@
+"""Accuracy beside leakage on fashion-mini: the paper's sigma sweep, every private mode, and the raw-upload control.
+
+    python benchmarks/sigma_sweep.py --out results/frontier.jsonl --jobs 2 [--seeds 0,1,2] [--only NAME ...]
+
+One process and one thread per run. Each run is a line of JSON, and a folder beside the file (results/frontier/NAME-sSEED) that
+`rescene plot frontier`, `rescene table` and `rescene paper table privacy-lite` read. A line that is there is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import shutil
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+KEPT = ("results.json", "config.yaml", "env.json", "timing.json", "metrics.jsonl")
+NOISE, PAPER = "method.start=noise", "privacy.mechanism=paper-experiment"
+# few steps: each takes a backward pass per record
+PER_EXAMPLE = ("privacy.mechanism=per-example", "privacy.typical_count=60", "method.num_steps=3")
+CELLS: dict[str, tuple[str, ...]] = {  # the costly ones first, so that no process is left with one at the end
+    "per-example-eps8": ("demo", NOISE, *PER_EXAMPLE, "privacy.epsilon=8"),
+    "fedcbdr": ("demo", "method=fedcbdr"),
+    "private": ("private",),
+    "private-group": ("private", "model.norm=group"),
+    "private-dp-eps8": ("private-dp",),
+    "private-dp-eps4": ("private-dp", "privacy.epsilon=4"),
+    "private-dp-eps2": ("private-dp", "privacy.epsilon=2"),
+    "private-dp-eps1": ("private-dp", "privacy.epsilon=1"),
+    "refed": ("demo", "method=refed"),
+    **{f"paper-sigma{s}": ("demo", PAPER, f"privacy.noise_multiplier={s}") for s in (0, 1, 3, 5)},
+    "real": ("demo",),
+    "white-noise": ("demo", NOISE),
+    "release-eps8": ("demo", NOISE, "privacy.mechanism=release", "privacy.epsilon=8"),
+    "raw-upload": ("demo", "method=raw-upload"),
+    "fedavg": ("demo", "method=fedavg"),
+}  # fmt: skip
+
+
+def measure(name: str, seed: int, keep: Path) -> dict[str, Any]:
+    """Run one cell, keep its small files, and return its line."""
+    from rescene.api import execute
+    from rescene.config import resolve
+
+    recipe, *overrides = CELLS[name]
+    overrides = [*overrides, f"seed={seed}", "device=cpu", "federation.evaluate_every=0"]
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run"
+        found = execute(resolve(recipe, overrides), out).values
+        keep.mkdir(parents=True, exist_ok=True)
+        for file in KEPT:
+            shutil.copy(out / file, keep / file)
+    (keep / "command.txt").write_text(f"rescene run {' '.join([recipe, *overrides])}\n")
+    leakage, privacy, events = found.get("leakage") or {}, found["privacy"], found.get("events_summary") or {}
+    return {
+        "cell": name,
+        "seed": seed,
+        "settings": [recipe, *overrides],
+        **{key: found[key] for key in ("aa", "aia", "old", "recent", "within_task")},
+        "per_task": found["accuracy_matrix"][-1],
+        **{key: leakage.get(key) for key in ("near_copies", "exact_copies", "nearest_rms_median", "nearest_rms_min")},
+        **{key: privacy.get(key) for key in ("mechanism", "epsilon", "noise_multiplier")},
+        "events": {key: value for key, value in events.items() if value},
+        "seconds": round(time.perf_counter() - began, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--only", nargs="*", choices=CELLS, default=list(CELLS))
+    asked = parser.parse_args()
+    out: Path = asked.out
+    lines = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    done = {(line["cell"], line["seed"]) for line in lines}
+    wanted = [(name, int(seed)) for name in asked.only for seed in asked.seeds.split(",")]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded in the processes
+    with ProcessPoolExecutor(asked.jobs, multiprocessing.get_context("spawn")) as pool:
+        going = {
+            pool.submit(measure, name, seed, out.with_suffix("") / f"{name}-s{seed}"): (name, seed)
+            for name, seed in wanted
+            if (name, seed) not in done
+        }
+        for finished in as_completed(going):
+            if finished.exception():
+                print(*going[finished], "failed:", repr(finished.exception()), flush=True)
+                continue
+            line = finished.result()
+            with out.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            print(f"{line['cell']} seed {line['seed']}: AA {line['aa']:.1f}, {line['seconds']:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
