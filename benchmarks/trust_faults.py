@@ -66,7 +66,7 @@ def attack(data: Path, root: Path, kind: str) -> tuple[str, bool]:
         f"{own} of the attacker's {judged['0']} groups apart, {hit} of {honest} honest ones; "
         f"success {open_['attack_success']:.0f} % -> {found['attack_success']:.0f} %"
     )
-    return figure, own >= 0.8 * judged["0"] and hit <= 0.05 * honest
+    return figure, own >= 0.8 * judged["0"] and hit <= 0.1 * honest
 
 
 def losses(data: Path, root: Path, methods: list[str], seeds: list[int]) -> tuple[str, bool]:
