@@ -50,7 +50,9 @@ def test_as_many_sites_are_lost_as_was_asked_for_and_the_address_decides_who():
 def test_a_late_site_costs_the_deadline_and_a_slow_one_its_own_time():
     def time(**more):
         counts = {}
-        late = Faults(FaultsSection(slow=(2,), **more), Rng(0)).absent([1, 2], (0, 0), 0, counts, lambda *a, **k: None)[1]
+        late = Faults(FaultsSection(slow=(2,), **more), Rng(0)).absent([1, 2], (0, 0), 0, counts, lambda *a, **k: None)[
+            1
+        ]
         return late, counts["time"]
 
     assert time() == ([], 10.0) and time(deadline=2.0) == ([2], 2.0) and time(deadline=10.0) == ([], 10.0)
@@ -61,7 +63,9 @@ def test_lost_sites_are_told_and_counted_and_send_nothing(data, tmp_path):
     lost = events(tmp_path / "r", "E370")
     assert found["faults"]["lost"] == len(lost) > 5 and found["faults"]["asked"] == 60
     assert found["events_summary"]["client_failures"] == len(lost)
-    silent = {(r["task"], r["round"], int(k)) for r in rounds(tmp_path / "r") for k, (up, _) in r["sites"].items() if not up}
+    silent = {
+        (r["task"], r["round"], int(k)) for r in rounds(tmp_path / "r") for k, (up, _) in r["sites"].items() if not up
+    }
     assert {(e["task"], e["round"], e["client"]) for e in lost} <= silent
     assert found["simulated"] == ["30 % of the sites lost per round"] and events(tmp_path / "r", "W371")
 
@@ -136,7 +140,11 @@ def test_real_sites_are_spared_simulated_faults(tmp_path):
     from rescene.engine.loop import run
 
     with pytest.raises(ConfigError, match="E177"):
-        run(resolve("smoke", {"federation.faults.dropout": 0.1}), RunFolder(tmp_path / "r"), federate=lambda *a, **k: None)
+        run(
+            resolve("smoke", {"federation.faults.dropout": 0.1}),
+            RunFolder(tmp_path / "r"),
+            federate=lambda *a, **k: None,
+        )
 
 
 def test_the_command_line_says_what_is_simulated(tmp_path):

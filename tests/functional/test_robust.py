@@ -20,7 +20,9 @@ def test_the_geometric_median_of_a_line_is_its_median():
 def test_a_minority_does_not_move_the_geometric_median_far():
     points = torch.randn(11, DIMS, generator=seeded_generator(0))
     spoilt = torch.cat([points[:7], torch.full((4, DIMS), 1e4)])
-    assert (geometric_median(spoilt) - geometric_median(points)).norm() < 3
+    assert (
+        geometric_median(spoilt) - geometric_median(points)
+    ).norm() < 6  # the points themselves lie 4 apart from their centre
     assert (spoilt.mean(dim=0) - points.mean(dim=0)).norm() > 1e4
 
 
