@@ -5,6 +5,7 @@ import json
 import pytest
 import smallworld
 import trust_faults
+import yaml
 from typer.testing import CliRunner
 
 import rescene
@@ -152,3 +153,15 @@ def test_the_command_line_says_what_is_simulated(tmp_path):
     done = CliRunner().invoke(app, [*command, "federation.quorum=0", "--out", str(tmp_path / "r")])
     assert done.exit_code == 0 and "SIMULATED 40 % of the sites lost per round" in done.output
     assert rescene.load(tmp_path / "r").values["simulated"]
+
+
+def test_a_folder_from_before_these_keys_goes_on(data, tmp_path):
+    trust_faults.run(data, tmp_path / "r", num_rounds=1)
+    path = tmp_path / "r/config.yaml"
+    config = yaml.safe_load(path.read_text())
+    for key in ("faults", "retries", "screen"):
+        del config["federation"][key]
+    path.write_text(yaml.safe_dump(config))
+    trust_faults.run(data, tmp_path / "r", num_rounds=1)
+    with pytest.raises(RunError, match="E405"):
+        trust_faults.run(data, tmp_path / "r", num_rounds=1, retries=1)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from rescene.cli.app import app
-from rescene.data import Dataset, Images
+from rescene.data import Dataset
 from rescene.engine import crashpoints
 from rescene.engine.adversary import Adversary, stamp
 from rescene.engine.folder import RunFolder
