@@ -90,7 +90,7 @@ def test_what_is_put_apart_is_listed_everywhere_and_kept(screened):
     assert (
         rows and len(told) == len(rows) and all(row["why"] in t["message"] for row, t in zip(rows, told, strict=True))
     )
-    assert any(row["client"] == 0 and "deviations" in row["why"] for row in rows)
+    assert any(row["client"] == 0 and "times as far" in row["why"] for row in rows)
     for row in rows:
         kept = load_file(folder / "quarantine" / f"{row['name']}.safetensors")
         assert len(kept["images"]) == len(kept["pixels"]) == row["images"] > 0

@@ -79,7 +79,7 @@ def _draw(folder: Path, rows: list[dict[str, Any]], sheet: Path) -> None:
     for i, (row, group) in enumerate(zip(rows, groups, strict=True)):
         draw.text(
             (2, i * line + 2),
-            f"site {row['client']}  {row['class']}  {row['score']:.1f} deviations  {row['name']}",
+            f"site {row['client']}  {row['class']}  {row['ratio']:.1f} times as far  {row['name']}",
             "black",
         )
         for j, pixels in enumerate(group):

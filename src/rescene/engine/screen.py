@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
@@ -24,7 +23,7 @@ from rescene.methods import Payload
 from rescene.steps import embed
 
 FOLDER = "quarantine"
-LIMIT = 3.0  # deviations; docs/poisoning.md says what it catches and costs
+LIMIT = 2.0  # times as far from the others as chance explains; docs/poisoning.md says what it catches and costs
 Row = dict[str, Any]
 
 
@@ -44,34 +43,34 @@ class Screen:
         pool of the task's earlier rounds, in the feature space of the model that was broadcast.
         """
         sent = {k: upload for k, upload in uploads.items() if len(upload["labels"])}
-        found = {k: _unit_features(net, upload["images"]) for k, upload in sent.items()}
-        earlier = [(_unit_features(net, part.images), part.labels) for part in pool]
+        found = {k: embed(net, upload["images"]) for k, upload in sent.items()}
+        earlier = [(embed(net, part.images), part.labels) for part in pool]
         keep = {k: torch.ones_like(upload["labels"], dtype=torch.bool) for k, upload in sent.items()}
         for label in sorted({int(c) for upload in sent.values() for c in upload["labels"].unique()}):
             owners = [k for k, upload in sent.items() if bool((upload["labels"] == label).any())]
             groups = [found[k][sent[k]["labels"] == label] for k in owners]
             reference = [z[labels == label] for z, labels in earlier if bool((labels == label).any())]
             facts.judged.update({str(k): facts.judged.get(str(k), 0) + 1 for k in owners})
-            for position, score in sorted(far_off(groups, reference, LIMIT).items()):
+            for position, ratio in sorted(far_off(groups, reference, LIMIT).items()):
                 client = owners[position]
                 own = sent[client]["labels"] == label
                 keep[client] &= ~own
-                facts.quarantine.append(self._put_apart(sent[client]["images"][own], label, client, score, task, round))
+                facts.quarantine.append(self._put_apart(sent[client]["images"][own], label, client, ratio, task, round))
         left = {k: _selected(upload, keep[k]) if k in keep else upload for k, upload in uploads.items()}
         return self._with_admitted(left, task, round, facts.quarantine)
 
-    def _put_apart(self, images: Tensor, label: int, client: int, score: float, task: Task, round: int) -> Row:
+    def _put_apart(self, images: Tensor, label: int, client: int, ratio: float, task: Task, round: int) -> Row:
         name = f"task{task.index}-round{round}-site{client}-class{label}"
         pixels = self.dataset.transform.to_pixels(images)
         data = save({"images": images.cpu().contiguous(), "pixels": pixels.cpu().contiguous()})
         write_atomically(self.run.directory(FOLDER) / f"{name}.safetensors", data)
         what = self.dataset.classes[label]
-        why = f"{score:.1f} deviations from what the other sites sent (limit {LIMIT:g})"
+        why = f"{ratio:.1f} times as far from what the other sites sent as chance explains (limit {LIMIT:g})"
         self.note(
             "warning", "W372", f"quarantined: {len(images)} pictures of {what} from site {client}, {why}", client=client
         )
         place = {"task": task.index, "round": round, "client": client, "label": label, "class": what}
-        found = {"images": len(images), "score": score, "why": why}
+        found = {"images": len(images), "ratio": ratio, "why": why}
         row = {"name": name, **place, **found, "sha256": hashlib.sha256(data).hexdigest(), "admitted": None}
         write_json(self.folder / f"{name}.json", row)
         return row
@@ -98,10 +97,6 @@ class Screen:
             write_json(self.folder / f"{row['name']}.json", row)
             self.note("info", "I370", f"admitted from the quarantine: {row['name']}", client=client)
         return uploads
-
-
-def _unit_features(net: nn.Module, images: Tensor) -> Tensor:
-    return F.normalize(embed(net, images), dim=1, eps=1e-12)  # as in herding: a few long features would rule a mean
 
 
 def _selected(upload: Payload, keep: Tensor) -> Payload:
