@@ -409,6 +409,20 @@ def theory(
 
 @app.command()
 @verb
+def quarantine(
+    folder: Annotated[Path, typer.Argument(help="run with federation.screen=features")],
+    admit: Annotated[list[str] | None, typer.Option("--admit", help="a name of the table; may be repeated")] = None,
+    sheet: Annotated[Path | None, typer.Option("--sheet", help="write the pictures to this image file")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Uploads that a run's screen put apart, and why; --admit lets some into the next round of their task."""
+    from rescene.cli.quarantine import quarantined
+
+    quarantined(folder, list(admit or []), sheet, as_json)
+
+
+@app.command()
+@verb
 def runs(
     folder: Annotated[Path | None, typer.Argument(help="where to look (default: $RESCENE_RUNS or runs)")] = None,
     prune: Annotated[

@@ -26,6 +26,7 @@ EXAMPLES = {
         "rescene predict model/model.onnx ./photos --gallery answers.html --format csv",
     ],
     "runs": ["rescene runs", "rescene runs runs/demo --json", "rescene runs --prune checkpoints"],
+    "quarantine": ["rescene quarantine runs/mine", "rescene quarantine runs/mine --admit task0-round1-site3-class1"],
     "cost": ["rescene cost cifar10 method=refed --uplink-mbps 5"],
     "privacy": ["rescene privacy cifar10 --epsilon 8"],
     "show": ["rescene show cifar10 method=fedavg", "rescene show runs/demo/rescene"],

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from rescene.config.faults import FaultsSection
 from rescene.config.plan import SitesSection
 from rescene.config.privacy import PrivacySection, Promise, promise_of
 from rescene.methods import Method, method_class
@@ -51,6 +52,12 @@ class FederationSection(Section):
         description="redraw the split until every site has this many images of a task; lazy: draw so many, above 1",
     )
     quorum: float = Field(0.5, ge=0, le=1, description="share of the asked sites that must answer")
+    retries: int = Field(3, ge=0, description="how often a round without quorum is held again, with other sites")
+    faults: FaultsSection = FaultsSection()
+    screen: Literal["none", "features"] = Field(
+        "none",
+        description="features: what a site sends of a class and that lies far from what the others sent is quarantined",
+    )
     engine: Literal["batched", "one-by-one", "debug"] = Field("batched", description="how sites are simulated")
     wire: Literal["float32", "float16", "uint8"] = Field("float32", description="how pictures travel to the server")
     evaluate_every: int = Field(1, ge=0, description="rounds between evaluations; 0: only after each task")
@@ -104,6 +111,18 @@ class Recipe(Section):
                 f"federation.per_round: {self.federation.per_round} sites cannot take part in a round, "
                 f"federation.num_clients has only {self.federation.num_clients}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _faults_fit(self) -> Recipe:
+        faults, method = self.federation.faults, method_class(self.method["name"])
+        last = max((*faults.slow, *faults.attackers), default=0)
+        if last >= self.federation.num_clients:
+            raise ValueError(
+                f"federation.faults: there is no site {last}, federation.num_clients is {self.federation.num_clients}"
+            )
+        if self.federation.screen != "none" and not method.sends_pictures_only:
+            raise ValueError(f"federation.screen: {method.title} sends more than pictures, or none; screen=none")
         return self
 
     @model_validator(mode="after")

@@ -60,10 +60,13 @@ class Experiment:
             net = self.arch.restore(self._given_weights(self.recipe.model.init, num_classes))
         return net.to(self.device)
 
-    def participants(self, task: Task, round: int) -> list[int]:
-        """K of N without replacement; depends on seed, task and round only, so every method meets the same sites."""
-        federation = self.recipe.federation
-        generator = self.rng.at("participants", task.index, round).generator()
+    def participants(self, task: Task, round: int, attempt: int = 0) -> list[int]:
+        """K of N without replacement; depends on seed, task and round only, so every method meets the same sites.
+
+        A round that is held again, for want of a quorum, meets others.
+        """
+        federation, again = self.recipe.federation, (attempt,) if attempt else ()
+        generator = self.rng.at("participants", task.index, round, *again).generator()
         drawn = torch.randperm(federation.num_clients, generator=generator)[: federation.per_round]
         return sorted(drawn.tolist())
 

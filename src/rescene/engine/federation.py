@@ -54,6 +54,7 @@ class InProcess:
         self.task: Task
         self.observe: Callable[[Mapping[int, Payload]], None] = lambda uploads: None
         self.phase: Callable[[], AbstractContextManager[None]] = nullcontext  # entered while clients work
+        self.absent: Callable[[Sequence[int]], tuple[Sequence[int], Sequence[int]]] = lambda clients: ((), ())
         self.traffic = [0, 0]  # bytes up and down since the last move
         self.traffic_of: dict[int, list[int]] = {}  # the same of each client that was asked
         self._shard_of, self._rng, self._form, self._quorum = shard_of, rng, form, quorum
@@ -76,8 +77,10 @@ class InProcess:
         check_tree(payload, f"payload of {verb}")
         rng, self._exchanges = self._place.at(verb, self._exchanges), self._exchanges + 1
         clients = sorted(clients)
+        lost, late = self.absent(clients)
         with self.ledger.meter.on("client"), self.phase():
-            answers = self._answers(clients, verb, payload, rng)
+            answers = self._answers([k for k in clients if k not in lost], verb, payload, rng)
+        answers = {k: answer for k, answer in answers.items() if k not in late}  # they worked, but for nothing
         for client, (upload, state) in list(answers.items()):
             check_tree(upload, f"upload of client {client} to {verb}")
             if not _finite(upload):

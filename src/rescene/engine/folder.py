@@ -24,17 +24,18 @@ from typing import Any
 
 import torch
 import yaml
+from pydantic import ValidationError
 from safetensors.torch import save
 
 import rescene
-from rescene.config import Resolved
+from rescene.config import Recipe, Resolved
 from rescene.config.compose import difference, flatten
 from rescene.config.plan import grows
 from rescene.engine.checkpoint import Checkpoints, could_not_save, write_atomically, write_json
 from rescene.engine.crashpoints import reach
 from rescene.engine.experiment import Experiment
 from rescene.engine.migrate import migrate
-from rescene.errors import ResceneWarning, RunError
+from rescene.errors import ConfigError, ResceneWarning, RunError
 from rescene.versions import FOLDER
 
 APPENDED = ("metrics.jsonl", "events.jsonl")
@@ -62,7 +63,7 @@ class RunFolder:
         if config.is_file():
             if (self.path / "origin.json").is_file():  # else killed between the two; it is written again
                 migrate(self.path)
-            before = flatten(yaml.safe_load(config.read_text(encoding="utf-8")))
+            before = flatten(_completed(yaml.safe_load(config.read_text(encoding="utf-8"))))
             rows = difference(before, resolved.flat())
             changed = [row for row in rows if row[0] not in NOT_COMPARED and not _is_growth(*row)]
             if changed:
@@ -163,6 +164,14 @@ class RunFolder:
         now = datetime.now(UTC).isoformat(timespec="seconds")
         row = {"schema": 1, "updated": now, "pid": os.getpid(), **fields}
         write_json(self.path / "status.json", row, sync="none")  # for people who look; a resumed run does not read it
+
+
+def _completed(config: dict[str, Any]) -> dict[str, Any]:
+    """A key that a later version has added stood at its default before; a recipe that is none any more stays as it is."""
+    try:
+        return Recipe.model_validate(config).model_dump(mode="json")
+    except (ValidationError, ConfigError):
+        return config
 
 
 def _is_growth(key: str, before: Any, after: Any) -> bool:

@@ -17,19 +17,23 @@ from safetensors.torch import save
 
 from rescene.config import Resolved
 from rescene.data import Task
+from rescene.engine.adversary import Adversary
 from rescene.engine.checkpoint import write_atomically, write_json
 from rescene.engine.crashpoints import reach
 from rescene.engine.evaluate import Evaluation, evaluate
 from rescene.engine.experiment import Experiment, prepare
+from rescene.engine.faults import Faults
 from rescene.engine.federation import InProcess
 from rescene.engine.folder import RunFolder, made_on
 from rescene.engine.ledger import FlopMeter, Ledger
 from rescene.engine.results import results_of, write_tables
+from rescene.engine.screen import Screen
 from rescene.engine.sites import Sites
 from rescene.engine.theory import TheoryWatch
 from rescene.engine.watch import LeakageWatch, Progress, Timer, memory_mb, warnings_to
 from rescene.engine.writer import Writer
 from rescene.errors import ConfigError, RunError
+from rescene.methods import Uploads
 from rescene.nets import flops_to, state_bytes
 from rescene.record import to_device
 from rescene.versions import MODEL
@@ -55,6 +59,10 @@ class Facts:
     leakage: list[dict[str, Any]] = field(default_factory=list)
     theory: list[dict[str, Any]] = field(default_factory=list)
     elsewhere: list[dict[str, Any]] = field(default_factory=list)  # where the run went on with other code or machine
+    faults: dict[str, float] = field(default_factory=dict)  # counts of what was simulated
+    attack_success: float | None = None
+    quarantine: list[dict[str, Any]] = field(default_factory=list)
+    judged: dict[str, int] = field(default_factory=dict)  # by client: groups of one class and round that were screened
     num_client_failures: int = 0
     num_fallbacks: int = 0
     num_withheld: int = 0
@@ -88,6 +96,13 @@ def run(
             "this recipe's images live at the sites, so one machine cannot run it",
             fix="rescene deploy run FEDERATION RECIPE",
         )
+    if resolved.recipe.federation.faults.words and federate is not InProcess:
+        raise ConfigError(
+            "E177",
+            "this recipe simulates faults, which real sites should be spared",
+            why="; ".join(resolved.recipe.federation.faults.words),
+            fix="leave federation.faults out",
+        )
     folder.check(resolved)
     return Run(resolved, folder, progress, federate, elsewhere).complete()
 
@@ -120,11 +135,21 @@ class Run:
         self.ledger = Ledger(FlopMeter(e.arch))
         federation = resolved.recipe.federation
         sites = Sites(e, resolved.digest(), folder.path / "ledgers")
+        self.faults, self.attempt = Faults(federation.faults, e.rng), 0
+        self.adversary = Adversary(federation.faults.attack, federation.faults.attackers, e.dataset, e.tasks)
+        self.screen = Screen(folder, e.dataset, self.note)
         self.federation: InProcess = federate(
             e.method,
             e.arch,
-            lambda task, client: e.shard(
-                task, client, self.federation.net, sites.at(task.index, self.place[1], client), self.leakage.see_start
+            lambda task, client: self.adversary.at(
+                client,
+                e.shard(
+                    task,
+                    client,
+                    self.federation.net,
+                    sites.at(task.index, self.place[1], client),
+                    self.leakage.see_start,
+                ),
             ),
             self.ledger,
             self.note,
@@ -138,6 +163,9 @@ class Run:
             wire=federation.wire,
         )
         self.federation.observe = self._observe
+        self.federation.absent = lambda clients: self.faults.absent(
+            clients, self.place, self.attempt, self.facts.faults, self.note
+        )
         self.federation.phase = lambda: self.timer.phase("client")
         self.state: Any = None
         self._setting = {
@@ -217,17 +245,8 @@ class Run:
             self.state = method.begin_task(self.state, task, self.federation, rng.at("begin"))
 
     def _round(self, task: Task, r: int) -> None:
-        """One round, as in the contract: broadcast, ask, learn."""
-        e, rng = self.experiment, self.experiment.rng.at("server", task.index, r)
-        self.federation.move(task, r, e.participants(task, r))
-        self.leakage.round = r
-        self._tell("phase", phase="clients")
-        model = self.state.model
-        with self.timer.phase("server"):
-            payload = e.method.broadcast(self.state, r, self.federation, rng.at("broadcast"))
-            uploads = self.federation.ask(self.federation.participants, "client_round", payload)
-            self._tell("phase", phase="server")
-            self.state = e.method.server_round(self.state, uploads, r, self.federation, rng.at("round"))
+        e, model, self.leakage.round = self.experiment, self.state.model, r
+        uploads, self.state = self._held(task, r)
         with self.timer.phase("theory"):
             self.theory.round(task, r + 1, model, self.state)
         self.ledger.states(self.state, self.federation.largest_state(), state_bytes(self.state.model))
@@ -251,6 +270,38 @@ class Run:
         self.timer.memory_mb.append(memory_mb(e.device))
         self._tell("round", **row)
 
+    def _held(self, task: Task, r: int) -> tuple[Uploads, Any]:
+        """A round, held again with other sites while too few answer: a task whose rounds were skipped would end unlearned.
+
+        A site that is asked again answers the same, because its randomness has the same address.
+        """
+        e, states = self.experiment, dict(self.federation.client_states)
+        for attempt in range(e.recipe.federation.retries + 1):
+            self.attempt = attempt
+            self.federation.move(task, r, e.participants(task, r, attempt))
+            try:
+                return self._hold(task, r)
+            except RunError as error:
+                if error.code != "E320" or attempt == e.recipe.federation.retries:
+                    raise
+                self.federation.client_states = dict(states)
+                self.facts.faults["held_again"] = self.facts.faults.get("held_again", 0) + 1
+                self.note("warning", "W370", f"{error.what}; the round is held again with other sites")
+        raise AssertionError("a round ends with an answer or an error")
+
+    def _hold(self, task: Task, r: int) -> tuple[Uploads, Any]:
+        """As in the contract: broadcast, ask, learn."""
+        e, rng = self.experiment, self.experiment.rng.at("server", task.index, r)
+        self._tell("phase", phase="clients")
+        with self.timer.phase("server"):
+            payload = e.method.broadcast(self.state, r, self.federation, rng.at("broadcast"))
+            uploads = self.federation.ask(self.federation.participants, "client_round", payload)
+            self._tell("phase", phase="server")
+            if e.recipe.federation.screen != "none":
+                net, pool = self.federation.net(self.state.model), getattr(self.state, "pool", ())
+                uploads = self.screen.passed(uploads, net, pool, task, r, self.facts)
+            return uploads, e.method.server_round(self.state, uploads, r, self.federation, rng.at("round"))
+
     def _after_task(self, task: Task) -> None:
         found = self._evaluate(task)
         facts, missing = self.facts, len(self.experiment.tasks) - task.index - 1
@@ -258,6 +309,9 @@ class Run:
         facts.incremental.append(_overall(found, self.experiment.recipe.tasks.scenario))
         facts.within_task, facts.confusion = found.within_task, found.confusion
         facts.recall, facts.test_sizes = found.recall, found.sizes
+        if self.adversary.clients:
+            net = self.federation.net(self.state.model)
+            facts.attack_success = self.adversary.success(net, self.experiment.tasks[: task.index + 1])
         summary = self.leakage.summary()
         if summary is not None:
             facts.leakage.append({"task": task.index, **summary})
@@ -346,6 +400,8 @@ class Run:
             self.folder.cut(saved.facts["lengths"] if saved else dict.fromkeys(self.folder.lengths(), 0))
         if saved is None:
             self.folder.describe(self.experiment)
+            for words in self.experiment.recipe.federation.faults.words:
+                self._keep_early("warning", "W371", f"SIMULATED {words}")
         else:
             e, there = self.experiment, saved.facts.get("made_on") or self.folder.environment()
             changed = {key: [there.get(key), now] for key, now in self.made_on.items() if there.get(key) != now}

@@ -75,6 +75,7 @@ def results_of(experiment: Experiment, facts: dict[str, Any], ledger: Ledger) ->
             },
             **_at_sites(experiment, facts["recall"]),
             **({"elsewhere": facts["elsewhere"]} if facts["elsewhere"] else {}),
+            **_hazards(experiment, facts),
             "seed": experiment.recipe.seed,
             "config": experiment.recipe.model_dump(mode="json", exclude={"device"}),
         }
@@ -134,6 +135,20 @@ def _held(experiment: Experiment, task: int) -> dict[str, Any]:
     """Rounds of a task of a plan, and whether it was closed before its last one."""
     plan = experiment.recipe.sites
     return {} if plan is None else {"rounds": plan.tasks[task].rounds, "closed": plan.tasks[task].closed}
+
+
+def _hazards(experiment: Experiment, facts: dict[str, Any]) -> dict[str, Any]:
+    """What was simulated to go wrong, what an attack achieved, what the screen did; nothing for an ordinary run."""
+    federation, found = experiment.recipe.federation, dict[str, Any]()
+    if federation.faults.words:
+        found["simulated"] = list(federation.faults.words)
+    if facts["faults"]:
+        found["faults"] = facts["faults"]
+    if federation.faults.attack != "none":
+        found["attack_success"] = facts["attack_success"]
+    if federation.screen != "none":
+        found["screen"] = {"judged": facts["judged"], "quarantined": facts["quarantine"]}
+    return found
 
 
 def _at_sites(experiment: Experiment, recall: list[float]) -> dict[str, Any]:

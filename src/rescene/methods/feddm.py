@@ -22,6 +22,7 @@ class FedDM(SurrogateMethod):
     name: ClassVar[str] = "feddm"
     title: ClassVar[str] = "FedDM"
     paper: ClassVar[str] = "Xiong et al., CVPR 2023"
+    sends_pictures_only: ClassVar[bool] = True
 
     def server_round(
         self, state: ModelState, uploads: Uploads, round: int, federation: Federation, rng: Rng

@@ -28,6 +28,7 @@ class RawUpload(Method):
     title: ClassVar[str] = "Raw upload"
     paper: ClassVar[str] = "control, not a method to use: what sharing a few real images would give"
     leaves_site: ClassVar[str] = "real training images with their labels, unchanged"
+    sends_pictures_only: ClassVar[bool] = True
 
     ipc: int = hyper(10, "IPC", "App. A", "real images sent per class and round, at most", ge=1)
     surrogates_per_class: Literal["half", "min"] = hyper(

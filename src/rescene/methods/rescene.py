@@ -51,6 +51,7 @@ class ReSCENE(SurrogateMethod):
     name: ClassVar[str] = "rescene"
     title: ClassVar[str] = "ReSCENE"
     paper: ClassVar[str] = "Kang, Tu, Lee: ReSCENE, server-side replay for federated continual learning"
+    sends_pictures_only: ClassVar[bool] = True
 
     budget: int = hyper(1000, "B", "Sec. 4.1", "surrogates kept per class after a task", ge=1)
     recent_fraction: float = hyper(

@@ -9,8 +9,8 @@ from typing import Any
 
 from rescene.report.groups import Group, flatten, same, spread
 from rescene.report.look import plain
-from rescene.report.runs import Row, Run, number
-from rescene.report.words import NONE, count, percent, seconds_text
+from rescene.report.runs import Row, Run, number, table
+from rescene.report.words import NONE, count, percent, seconds_text, simulated
 
 Pairs = list[tuple[str, str]]
 _LEVELS = ("error", "warning")
@@ -42,6 +42,8 @@ def setting(run: Run, runs: Sequence[Run]) -> Pairs:
         ("Seeds", ", ".join(map(str, seeds)) or None),
         ("Device", run.env.get("device") or run.config.get("device")),
         ("Went on elsewhere", _elsewhere(runs)),
+        ("Simulated", "; ".join(dict.fromkeys(words for other in runs for words in simulated(other))) or None),
+        ("Quarantined", _quarantined(runs)),
         ("Time per run", seconds_text(seconds.mean) if seconds else None),
     ]
     return [(name, _short(value)) for name, value in facts if value not in (None, "", 0)]
@@ -52,6 +54,18 @@ def _elsewhere(runs: Sequence[Run]) -> str | None:
     parts = [part for run in runs for part in run.results.get("elsewhere") or () if isinstance(part, dict)]
     names = sorted({str(key).replace("_", " ") for part in parts for key in part.get("changed") or ()})
     return f"{', '.join(names)} changed" if parts else None
+
+
+def _quarantined(runs: Sequence[Run]) -> str | None:
+    """Uploads that the screen put apart, by site; the events say why."""
+    screens = [table(run.results, "screen") for run in runs if run.results.get("screen")]
+    if not screens:
+        return None
+    rows = [row for screen in screens for row in screen.get("quarantined") or () if isinstance(row, dict)]
+    judged = sum(int(number(num) or 0) for screen in screens for num in table(screen, "judged").values())
+    by_site = Counter(plain(row.get("client"), 8) for row in rows).most_common(8)
+    sites = ", ".join(f"site {site}: {num}" for site, num in by_site)
+    return f"{len(rows)} of {judged} uploads of a class" + (f" ({sites})" if sites else "")
 
 
 def task_rows(run: Run) -> list[list[str]]:

@@ -11,7 +11,7 @@ from rescene.errors import RunError
 from rescene.report.formats import Cell, Entry, Grid, render
 from rescene.report.look import look_of, plain
 from rescene.report.runs import Run, load_run, number, table
-from rescene.report.words import bytes_text, count, flops_text, percent, seconds_text
+from rescene.report.words import bytes_text, count, flops_text, percent, seconds_text, simulated
 
 NAME = "MODEL_CARD.md"
 
@@ -121,6 +121,7 @@ def _limits(run: Run) -> str:
         else "- It names one of its classes for any picture, also of something else.",
         "- Accuracy was measured on test images like the training images; on other cameras or places expect less.",
         "- Sites were simulated from one data set." if table(run.results, "config").get("sites") is None else "",
+        f"- Trained under simulated faults: {'; '.join(simulated(run))}." if simulated(run) else "",
         "- A research model: do not decide about people with it without a test of your own.",
     ]
     return "## Limits\n\n" + "\n".join(line for line in lines if line)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from rescene.report.groups import Group, Spread, differing_settings, headline_group, near_copies
 from rescene.report.look import plain
+from rescene.report.runs import Run
 
 NONE = "–"
 PERCENT = "\u00a0%"  # the sign never stands alone on a line
@@ -98,7 +99,7 @@ def verdict(groups: Sequence[Group]) -> Verdict:
         if group is not head and group.competes and group.finished and not differing_settings([head, group])
     ]
     rival = max(others, key=_aa) if others else None
-    lines = [_after(head), _seeds(head, rival), _copies(head)]
+    lines = [_after(head), _seeds(head, rival), _copies(head), _simulated(head)]
     return Verdict(_title(head, aa, rival), tuple(line for line in lines if line))
 
 
@@ -155,6 +156,20 @@ def _copies(head: Group) -> str:
         return ""
     text = f"{percent(100 * share.mean, 0)}{PERCENT} of the images the sites uploaded are near-copies of a real image"
     return text + (": sending them is close to sending the data." if share.mean >= 0.5 else ".")
+
+
+def simulated(run: Run) -> list[str]:
+    """What was made to go wrong on purpose, as the run says."""
+    return [plain(words, 200) for words in run.results.get("simulated") or ()]
+
+
+def _simulated(head: Group) -> str:
+    told = list(dict.fromkeys(words for run in head.finished for words in simulated(run)))
+    if not told:
+        return ""
+    success = head.spread(lambda run: run.number("attack_success"))
+    end = f" The attack succeeds on {percent(success.mean)}{PERCENT} of the test images it aims at." if success else ""
+    return f"Simulated: {'; '.join(told)}.{end}"
 
 
 @dataclass(frozen=True)

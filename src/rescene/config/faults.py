@@ -1,0 +1,56 @@
+"""What goes wrong in a simulation: sites that are lost, slow or hostile. A federation of real sites needs none of it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Client = Annotated[int, Field(ge=0)]
+
+
+class FaultsSection(BaseModel):
+    """All simulated; a run that has any says so in its events, results and report."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    dropout: float = Field(0.0, ge=0, lt=1, description="simulated: chance that an asked site is lost for the round")
+    slow: tuple[Client, ...] = Field((), description="simulated: sites that take federation.faults.slowdown as long")
+    slowdown: float = Field(10.0, ge=1, description="simulated: how many times as long the slow sites take")
+    deadline: float | None = Field(
+        None,
+        gt=0,
+        description="simulated: what comes later is left out, in times of an ordinary site's answer; null: all is awaited",
+    )
+    attack: Literal["none", "flip", "trigger"] = Field(
+        "none",
+        description="simulated: flip, attackers call each class the next one of its task; trigger, they call every class the "
+        "first of its task and paint a white square on it",
+    )
+    attackers: tuple[Client, ...] = Field((), description="simulated: the sites that attack")
+
+    @model_validator(mode="after")
+    def _someone_attacks(self) -> FaultsSection:
+        if (self.attack == "none") != (not self.attackers):
+            raise ValueError(
+                "attack and attackers go together: federation.faults.attack=flip federation.faults.attackers=[0]"
+            )
+        return self
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """What is simulated, for people."""
+        told = []
+        if self.attack != "none":
+            told.append(f"attack: {self.attack} by {_sites(self.attackers)}")
+        if self.dropout:
+            told.append(f"{100 * self.dropout:g} % of the sites lost per round")
+        if self.slow:
+            told.append(f"{_sites(self.slow)} {self.slowdown:g} times as slow")
+        if self.deadline is not None:
+            told.append(f"deadline after {self.deadline:g} times an ordinary answer")
+        return tuple(told)
+
+
+def _sites(clients: tuple[int, ...]) -> str:
+    return f"{'site' if len(clients) == 1 else 'sites'} {', '.join(map(str, clients))}"
