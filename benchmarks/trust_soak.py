@@ -28,7 +28,9 @@ from trust import RESULTS, options, tell
 
 from rescene.config import resolve
 from rescene.deploy.message import unpack_message
+from rescene.deploy.site import KEPT
 
+FILES = 5  # of a site, beside what it remembers: site.yaml, ledger, recipe, answer, model
 PER_ROUND_MB = 0.02  # how fast memory may grow, once everything is loaded
 Sample = dict[str, Any]
 
@@ -56,7 +58,9 @@ def held_by(pid: int | str = "self") -> Sample:
     """What a process holds now; nothing if it is gone."""
     try:
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-        counts = {name: len(os.listdir(f"/proc/{pid}/{place}")) for name, place in (("files", "fd"), ("threads", "task"))}
+        counts = {
+            name: len(os.listdir(f"/proc/{pid}/{place}")) for name, place in (("files", "fd"), ("threads", "task"))
+        }
     except OSError:
         return {}
     return {"mb": pages * resource.getpagesize() / 2**20, **counts}
@@ -86,11 +90,12 @@ def in_one_process(method: str, num_sites: int, num_tasks: int, num_rounds: int,
         tempfile.tempdir = str(root / "tmp")
 
         def watch(messages: list[Any]) -> None:
-            head = bytes(messages[0].content.array_records["letter"]["head"].data)
+            head = bytes(messages[0].content["letter"]["head"].data)
             if unpack_message(head).tree.verb == "client_round":
                 spares = [path for path in root.rglob("*") if path.name.startswith(".") or path.parent.name == "tmp"]
-                kept = sum(path.is_file() for path in (root / "sites").rglob("*"))
-                samples.append({"round": len(samples), **held_by(), "temporary": len(spares), "kept_by_sites": kept})
+                kept = max(sum(path.is_file() for path in site.rglob("*")) for site in sites)
+                beyond = max(0, kept - KEPT - FILES)
+                samples.append({"round": len(samples), **held_by(), "temporary": len(spares), "beyond": beyond})
 
         serve(LocalGrid(sites, watch), resolved, root, root / "run")
     return samples
@@ -107,7 +112,7 @@ def sent_to_all(num_sites: int, seed: int) -> Sample:
 
     class Hashing(LocalGrid):
         def answered(self, message: Any) -> Any:
-            body = bytes(message.content.array_records["letter"]["body"].data)
+            body = bytes(message.content["letter"]["body"].data)
             answer = super().answered(message)
             kept = sorted(self.sites[message.metadata.dst_node_id].glob("state/*/client-*/client_round/*"))
             if body:
@@ -148,7 +153,7 @@ def as_processes(num_sites: int, num_rounds: int, seed: int) -> dict[str, list[S
         places = [federation.server, *map(federation.site, federation.sites)]
         for site in places[1:]:
             path = site / "site.yaml"
-            path.write_text(path.read_text() + f"\ndata: {{path: {data}}}\n")
+            path.write_text(path.read_text().replace("{name: auto}", f"{{path: {data}}}"))
         found: dict[str, list[Sample]] = {}
         ended = threading.Event()
 
@@ -185,11 +190,14 @@ def last_of_each_round(samples: list[Sample]) -> list[Sample]:
 
 
 def judged(samples: list[Sample], begin: int) -> dict[str, Any]:
-    """The growth after round ``begin``: of memory by its slope, of what is counted by its two ends."""
+    """The growth after round ``begin``: of memory by its slope, of what is counted by its least in the first and last tenth.
+
+    The least, because a checkpoint is written by a thread of its own, into a temporary file, while a round goes on.
+    """
     later = [one for one in samples if one["round"] >= begin]
     tenth = max(1, len(later) // 10)
     counted = [key for key in later[0] if key not in ("round", "mb")]
-    first, last = ({key: max(one[key] for one in part) for key in counted} for part in (later[:tenth], later[-tenth:]))
+    first, last = ({key: min(one[key] for one in part) for key in counted} for part in (later[:tenth], later[-tenth:]))
     memory = {"mb_per_round": slope(later), "mb_begin": later[0]["mb"], "mb_end": later[-1]["mb"]}
     return {**memory, "first": first, "last": last, "rounds": len(samples), "after": begin}
 
@@ -205,31 +213,48 @@ def apart(work: Callable[..., Any], *args: Any) -> Any:
         return pool.submit(work, *args).result()
 
 
-def main() -> None:
-    asked = options(__doc__ or "")
-    kept: dict[str, Any] = {"seed": asked.seed}
-    num_sites, num_tasks, num_rounds, begin = (20, 10, 50, 50) if asked.full else (5, 8, 10, 30)
-    for method in world.METHODS:
-        samples = apart(in_one_process, method, num_sites, num_tasks, num_rounds, asked.seed)
-        found = judged(samples, begin)
-        kept[f"in one process, {method}"] = {**found, "samples": samples}
-        counts = ", ".join(f"{key.replace('_', ' ')} {found['first'][key]} to {found['last'][key]}" for key in found["last"])
-        figure = f"{len(samples)} rounds x {num_sites} sites: {found['mb_per_round']:+.4f} MB a round; {counts}"
-        tell(f"{method}: both apps for many rounds, nothing grows", figure, flat(found))
-    sent = apart(sent_to_all, 100 if asked.full else 10, asked.seed)
-    kept["one model to all"] = sent
+def keep(name: str, facts: dict[str, Any], full: bool) -> None:
+    """What the long form has found, part by part."""
+    if full:
+        path = RESULTS / "soak.json"
+        before = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(before | {name: facts}, indent=1) + "\n")
+
+
+def many_rounds(method: str, full: bool, seed: int) -> None:
+    num_sites, num_tasks, num_rounds, begin = (20, 10, 50, 50) if full else (5, 8, 10, 30)
+    samples = apart(in_one_process, method, num_sites, num_tasks, num_rounds, seed)
+    found = judged(samples, begin)
+    keep(f"in one process, {method}", {"seed": seed, "sites": num_sites, **found, "samples": samples}, full)
+    counts = ", ".join(f"{key} {found['first'][key]} to {found['last'][key]}" for key in found["last"])
+    figure = f"{len(samples)} rounds x {num_sites} sites: {found['mb_per_round']:+.4f} MB a round; {counts}"
+    tell(f"{method}: both apps for many rounds, nothing grows", figure, flat(found))
+
+
+def large_model(full: bool, seed: int) -> None:
+    sent = apart(sent_to_all, 100 if full else 10, seed)
+    keep("one model to all", {"seed": seed, **sent}, full)
     equal = sent["copies"] == sent["sites"] and sent["different"] == 1
     figure = f"{sent['model_mb']:.1f} MB to {sent['sites']} sites, {sent['copies']} copies, {sent['different']} hash; "
     tell("a large model, the same for all", figure + f"peak {sent['peak_mb']:.0f} MB", equal)
+
+
+def loopback(seed: int) -> None:
+    for name, samples in apart(as_processes, 3, 30, seed).items():
+        found = judged(samples, 10)
+        keep(f"on loopback, {name}", {"seed": seed, **found, "samples": samples}, full=True)
+        counts = ", ".join(f"{key} {found['first'][key]} to {found['last'][key]}" for key in found["last"])
+        figure = f"{len(samples)} rounds x 3 sites: {found['mb_per_round']:+.4f} MB a round; {counts}"
+        tell(f"loopback: {name} does not grow", figure, flat(found))
+
+
+def main() -> None:
+    asked = options(__doc__ or "")
+    for method in world.METHODS:
+        many_rounds(method, asked.full, asked.seed)
+    large_model(asked.full, asked.seed)
     if asked.full:
-        by_process = apart(as_processes, 3, 30, asked.seed)
-        for name, samples in by_process.items():
-            found = judged(samples, 10)
-            kept[f"on loopback, {name}"] = {**found, "samples": samples}
-            figure = f"{len(samples)} rounds x 3 sites: {found['mb_per_round']:+.4f} MB a round"
-            tell(f"loopback: {name} does not grow", figure, flat(found))
-        RESULTS.mkdir(parents=True, exist_ok=True)
-        (RESULTS / "soak.json").write_text(json.dumps(kept, indent=1) + "\n")
+        loopback(asked.seed)
 
 
 if __name__ == "__main__":
