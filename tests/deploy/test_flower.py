@@ -1,11 +1,13 @@
 """With Flower: the apps through a grid without sockets, and a real federation of two nodes and two rounds."""
 
 import base64
+import gc
 import json
 import os
 import stat
 import subprocess
 import sys
+import weakref
 
 import pytest
 import yaml
@@ -75,6 +77,25 @@ def test_the_same_bits_through_flowers_apps(tmp_path):
     assert across(resolved, tmp_path / "there", post, PATIENT) == in_process(resolved, tmp_path / "here")
     assert hashes(tmp_path / "there") == hashes(tmp_path / "here")
     assert waits == [1, 2]
+
+
+def test_a_message_is_let_go_once_it_is_read(tmp_path):
+    """It holds a model, and Python looks for cycles of old objects only now and then."""
+    grid = LocalGrid(sites(tmp_path, count=1))
+    post = FlowerPost(grid, ttl_s=60)
+    gc.disable()
+    try:
+        (number,) = post.push({10: Letter(b"x", b"model")})
+        left = [weakref.ref(grid.sent[number].content)]
+        answer = grid._answered(grid.sent[number])
+        left.append(weakref.ref(answer.content))
+        grid._answered = lambda message, answers=[answer]: answers.pop()
+        del answer
+        assert post.pull([number])[number]
+        grid.sent.clear()
+        assert [content() for content in left] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_an_error_below_is_a_lost_letter_and_other_refusals_are_raised(tmp_path):
