@@ -132,9 +132,7 @@ def _packed(value: Any, path: str, chunks: list[Chunk]) -> Any:
     if own:
         chunks.append(own)
         place = {name: {"$tensor": [len(chunks) - 1, name]} for name in own}
-    packed = {
-        name: place[name] if name in place else _packed(child, f"{path}.{name}", chunks) for name, child in named
-    }
+    packed = {name: place[name] if name in place else _packed(child, f"{path}.{name}", chunks) for name, child in named}
     if isinstance(value, dict):
         return {"$dict": packed}
     if isinstance(value, (list, tuple)):

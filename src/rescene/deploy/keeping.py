@@ -15,6 +15,7 @@ from rescene.deploy.processes import Started, alive
 from rescene.errors import RunError
 
 ONLINE, REFUSED = "SuperNode ID", "Failed to activate"  # Flower's words in the node's log
+AWAY = "Connection attempt failed"  # there is no server; without these words the node is only slow
 ENDED_BY_ITSELF = "terminated gracefully"  # without having been online: its signature was not accepted
 PATIENCE_S, PAUSE_S, SETTLE_S = 90.0, 10.0, 20.0
 
@@ -33,7 +34,7 @@ def start_kept(
     while True:
         seen = log.stat().st_size if log.exists() else 0
         node = begin()
-        said = _first_words(node, log, seen, settle_s)
+        said = _first_words(node, log, seen, settle_s, patience_s)
         if alive(node):
             tell(
                 "the server has taken this site"
@@ -47,13 +48,13 @@ def start_kept(
         time.sleep(pause_s)
 
 
-def _first_words(node: Started, log: Path, seen: int, settle_s: float) -> str:
-    """What the node has logged when it is online, has ended, or has not got far in ``settle_s``."""
-    until = time.monotonic() + settle_s
+def _first_words(node: Started, log: Path, seen: int, settle_s: float, patience_s: float) -> str:
+    """What the node has logged when it is online, has ended, or has found no server in ``settle_s``."""
+    begin = time.monotonic()
     while True:
         going = alive(node)
         said = log.read_bytes()[seen:].decode(errors="replace") if log.exists() else ""
-        if ONLINE in said or not going or time.monotonic() > until:
+        if ONLINE in said or not going or time.monotonic() - begin > (settle_s if AWAY in said else patience_s):
             return said
         time.sleep(0.2)
 
