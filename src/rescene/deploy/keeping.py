@@ -34,7 +34,7 @@ def start_kept(
     while True:
         seen = log.stat().st_size if log.exists() else 0
         node = begin()
-        said = _first_words(node, log, seen, settle_s, patience_s)
+        said = _first_words(node, log, seen, settle_s, max(settle_s, patience_s))
         if alive(node):
             tell(
                 "the server has taken this site"
