@@ -15,7 +15,6 @@ from rescene.deploy.processes import Started, alive
 from rescene.errors import RunError
 
 ONLINE, REFUSED = "SuperNode ID", "Failed to activate"  # Flower's words in the node's log
-AWAY = "Connection attempt failed"  # there is no server; without these words the node is only slow
 ENDED_BY_ITSELF = "terminated gracefully"  # without having been online: its signature was not accepted
 PATIENCE_S, PAUSE_S, SETTLE_S = 90.0, 10.0, 20.0
 
@@ -34,13 +33,13 @@ def start_kept(
     while True:
         seen = log.stat().st_size if log.exists() else 0
         node = begin()
-        said = _first_words(node, log, seen, settle_s, max(settle_s, patience_s))
+        said = _first_words(node, log, seen, settle_s)
+        if alive(node) and ONLINE not in said:
+            tell("the server does not answer yet; the node goes on trying")
+            said = _first_words(node, log, seen, until - time.monotonic())  # on a busy machine a refusal comes late
         if alive(node):
-            tell(
-                "the server has taken this site"
-                if ONLINE in said
-                else "the server does not answer yet; the node goes on trying"
-            )
+            if ONLINE in said:
+                tell("the server has taken this site")
             return node
         if REFUSED not in said or time.monotonic() > until:
             raise ended(folder, said)
@@ -48,13 +47,13 @@ def start_kept(
         time.sleep(pause_s)
 
 
-def _first_words(node: Started, log: Path, seen: int, settle_s: float, patience_s: float) -> str:
-    """What the node has logged when it is online, has ended, or has found no server in ``settle_s``."""
-    begin = time.monotonic()
+def _first_words(node: Started, log: Path, seen: int, settle_s: float) -> str:
+    """What the node has logged when it is online, has ended, or has not got far in ``settle_s``."""
+    until = time.monotonic() + settle_s
     while True:
         going = alive(node)
         said = log.read_bytes()[seen:].decode(errors="replace") if log.exists() else ""
-        if ONLINE in said or not going or time.monotonic() - begin > (settle_s if AWAY in said else patience_s):
+        if ONLINE in said or not going or time.monotonic() > until:
             return said
         time.sleep(0.2)
 
