@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import weakref
+from pathlib import Path
 
 import pytest
 import yaml
@@ -186,6 +187,12 @@ def test_a_port_that_is_taken_is_told(tmp_path):
         federation = init(tmp_path / "fed", ["a"], port=taken.getsockname()[1])
         with pytest.raises(ConfigError, match="E125"):
             start_server(federation)
+
+
+def test_a_port_of_ours_is_never_one_for_outgoing_connections():
+    """A node that calls an absent server on such a port can be given it, reach itself, and keep the server from returning."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert max(free_port() for _ in range(50)) < min(lowest, 32768)
 
 
 def test_a_process_is_ended_with_its_children(tmp_path):
