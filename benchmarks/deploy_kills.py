@@ -10,6 +10,7 @@ the seed. A line is one whole run with what happened to it; what the file alread
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -162,7 +163,8 @@ def main() -> int:
     until, todo = time.monotonic() + 60 * asked.minutes, planned(asked.times, asked.seed)
     for earlier in lines(asked.out):
         for kill in earlier["kills"]:
-            todo.remove((kill["part"], signal.Signals[kill["signal"]]))
+            with contextlib.suppress(ValueError):  # of a longer plan
+                todo.remove((kill["part"], signal.Signals[kill["signal"]]))
     with tempfile.TemporaryDirectory(prefix="rescene-trust-") as spare:
         root = Path(spare)
         data = images(root / "images.npz")
