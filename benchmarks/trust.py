@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -52,7 +53,9 @@ def main() -> int:
         rows += [{"check": script.stem, **row} for row in found]
         print(f"{script.name}: {len(found)} rows, {time.monotonic() - begin:.0f} s", file=sys.stderr)
     RESULTS.mkdir(parents=True, exist_ok=True)
-    report = {"seed": asked.seed, "seconds": round(time.monotonic() - BEGIN), "rows": rows}
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    times = {"seconds": round(time.monotonic() - BEGIN), "cpu_seconds": round(used.ru_utime + used.ru_stime)}
+    report = {"seed": asked.seed, **times, "rows": rows}
     (RESULTS / f"{'full' if asked.full else 'short'}.json").write_text(json.dumps(report, indent=1) + "\n")
     print(table(rows))
     return sum(not row["held"] for row in rows)

@@ -1,10 +1,14 @@
 """Trees of values: saved, measured and put together again; streams that depend on their address alone."""
 
+import gc
 import json
+import weakref
+from copy import copy
 
 import pytest
 import torch
 
+from rescene.errors import RunError
 from rescene.record import check_tree, map_tensors, num_bytes, pack, record, tensors, unpack
 from rescene.rng import Rng
 
@@ -30,6 +34,25 @@ def test_packing_and_unpacking_give_the_tree_back():
     assert isinstance(back["a"], Sample) and isinstance(back["a"].parts, tuple) and isinstance(back["b"], list)
     assert back["b"][:4] == [1, 2.5, True, "text"] and back["empty"] == {}
     assert all(torch.equal(x, y) for x, y in zip(tensors(tree()), tensors(back), strict=True))
+
+
+def test_what_was_packed_is_let_go_at_once():
+    """A checkpoint is the whole state; Python looks for cycles of old objects only now and then."""
+    gc.disable()
+    try:
+        value = torch.ones(3)
+        left = weakref.ref(value)
+        pack({"model": {"weight": value}, "pool": [value]})
+        del value
+        assert left() is None
+    finally:
+        gc.enable()
+
+
+def test_an_error_passes_between_processes():
+    error = RunError("E320", "too few", where="task 1", why="quorum", fix="start them")
+    assert str(copy(error)) == str(error)  # copied by the steps of pickle, which is what worker processes use
+    assert vars(copy(error)) == vars(error)
 
 
 def test_a_node_of_tensors_is_one_chunk():

@@ -23,7 +23,7 @@ class ResceneError(Exception):
         why: str | None = None,
         fix: str | None = None,
     ) -> None:
-        super().__init__(what)
+        super().__init__(code, what)  # both, so that it can be pickled
         self.code, self.what, self.where, self.why, self.fix = code, what, where, why, fix
 
     def __str__(self) -> str:

@@ -113,30 +113,31 @@ def pack(tree: Tree) -> tuple[Any, list[Chunk]]:
     one chunk, so that parts which never change can be stored once. ``unpack(*pack(tree))`` gives the tree back.
     """
     chunks: list[Chunk] = []
+    return _packed(tree, "state", chunks), chunks
 
-    def walk(value: Any, path: str) -> Any:
-        if isinstance(value, Tensor):
-            chunks.append({"value": value})
-            return {"$tensor": [len(chunks) - 1, "value"]}
-        children = _children(value)
-        if children is None:
-            if not isinstance(value, _PLAIN):
-                raise TypeError(f"{path} is a {type(value).__name__}, which cannot be saved")
-            return value
-        named = list(children)
-        own = {name: child for name, child in named if isinstance(child, Tensor)}
-        place = {}
-        if own:
-            chunks.append(own)
-            place = {name: {"$tensor": [len(chunks) - 1, name]} for name in own}
-        packed = {name: place[name] if name in place else walk(child, f"{path}.{name}") for name, child in named}
-        if isinstance(value, dict):
-            return {"$dict": packed}
-        if isinstance(value, (list, tuple)):
-            return {"$list" if isinstance(value, list) else "$tuple": list(packed.values())}
-        return {"$record": _record_name(value), "fields": packed}
 
-    return walk(tree, "state"), chunks
+def _packed(value: Any, path: str, chunks: list[Chunk]) -> Any:
+    # no function inside pack: one that calls itself is a cycle, and would hold the tensors until Python looks for such
+    if isinstance(value, Tensor):
+        chunks.append({"value": value})
+        return {"$tensor": [len(chunks) - 1, "value"]}
+    children = _children(value)
+    if children is None:
+        if not isinstance(value, _PLAIN):
+            raise TypeError(f"{path} is a {type(value).__name__}, which cannot be saved")
+        return value
+    named = list(children)
+    own = {name: child for name, child in named if isinstance(child, Tensor)}
+    place = {}
+    if own:
+        chunks.append(own)
+        place = {name: {"$tensor": [len(chunks) - 1, name]} for name in own}
+    packed = {name: place[name] if name in place else _packed(child, f"{path}.{name}", chunks) for name, child in named}
+    if isinstance(value, dict):
+        return {"$dict": packed}
+    if isinstance(value, (list, tuple)):
+        return {"$list" if isinstance(value, list) else "$tuple": list(packed.values())}
+    return {"$record": _record_name(value), "fields": packed}
 
 
 def unpack(skeleton: Any, chunks: list[Chunk]) -> Tree:

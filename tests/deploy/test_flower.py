@@ -1,28 +1,36 @@
 """With Flower: the apps through a grid without sockets, and a real federation of two nodes and two rounds."""
 
 import base64
+import gc
+import json
 import os
 import stat
 import subprocess
 import sys
+import weakref
+from pathlib import Path
 
 import pytest
+import yaml
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'rescene[deploy]'")
 
 import httpx
 from flwr.app import Context, Error, Message, RecordDict
+from flwr.common.config import parse_config_args
 from flwr.serverapp import Grid
-from local_sites import PATIENT, TINY, across, hashes, in_process, sites, without_starts
+from local_sites import PATIENT, TINY, across, events, hashes, in_process, sites, without_starts
 
 from rescene.config import resolve
+from rescene.deploy import control
 from rescene.deploy.control import run as run_deployed
 from rescene.deploy.control import start_server, start_site
-from rescene.deploy.flower import FlowerPost, client
+from rescene.deploy.flower import FlowerPost, client, server
 from rescene.deploy.folder import Federation, init
 from rescene.deploy.letters import Letter, Patience, Undelivered
 from rescene.deploy.processes import alive, environment, free_port, running, start, stop
-from rescene.engine import RunFolder
+from rescene.engine import RunFolder, crashpoints, loop
+from rescene.engine.folder import made_on
 from rescene.errors import ConfigError, RunError
 
 identity = pytest.importorskip("flwr.supercore.task_identity", reason="this Flower has no task identity")
@@ -72,6 +80,25 @@ def test_the_same_bits_through_flowers_apps(tmp_path):
     assert waits == [1, 2]
 
 
+def test_a_message_is_let_go_once_it_is_read(tmp_path):
+    """It holds a model, and Python looks for cycles of old objects only now and then."""
+    grid = LocalGrid(sites(tmp_path, count=1))
+    post = FlowerPost(grid, ttl_s=60)
+    gc.disable()
+    try:
+        (number,) = post.push({10: Letter(b"x", b"model")})
+        left = [weakref.ref(grid.sent[number].content)]
+        answer = grid._answered(grid.sent[number])
+        left.append(weakref.ref(answer.content))
+        grid._answered = lambda message, answers=[answer]: answers.pop()
+        del answer
+        assert post.pull([number])[number]
+        grid.sent.clear()
+        assert [content() for content in left] == [None, None]
+    finally:
+        gc.enable()
+
+
 def test_an_error_below_is_a_lost_letter_and_other_refusals_are_raised(tmp_path):
     grid = LocalGrid(sites(tmp_path, count=1))
     post = FlowerPost(grid, ttl_s=60)
@@ -84,6 +111,53 @@ def test_an_error_below_is_a_lost_letter_and_other_refusals_are_raised(tmp_path)
     grid.get_node_ids = lambda: (_ for _ in ()).throw(refused)
     with pytest.raises(httpx.HTTPStatusError):
         post.nodes()
+
+
+def serve(grid, resolved, root, out, **more):
+    """The server app, with the words that `rescene deploy run` gives it."""
+    recipe = root / "fed" / "server" / "recipes" / "r.yaml"
+    recipe.parent.mkdir(parents=True, exist_ok=True)
+    recipe.write_text(yaml.safe_dump(resolved.recipe.model_dump(mode="json")))
+    config = {"recipe": str(recipe), "out": str(out), "gather-s": 0.0, "deadline-s": 60.0, "poll-s": 0.0, **more}
+    server(grid, Context(1, 0, {}, RecordDict(), config))
+
+
+def test_the_server_app_goes_on_elsewhere_only_if_it_is_told_to(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", sys.argv)  # the app writes its own
+    resolved = resolve("smoke", [*TINY, "method=fedewc", "tasks.limit=1"])
+    grid, out = LocalGrid(sites(tmp_path)), tmp_path / "run"
+
+    def stop_at(place):
+        if place == "step done" and (out / "metrics.jsonl").exists():
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(crashpoints, "watcher", stop_at)
+    with pytest.raises(KeyboardInterrupt):
+        serve(grid, resolved, tmp_path, out)
+    monkeypatch.setattr(crashpoints, "watcher", None)
+    monkeypatch.setattr(loop, "made_on", lambda device: made_on(device) | {"torch": "9.9"})
+    with pytest.raises(RunError, match="E416"):
+        serve(grid, resolved, tmp_path, out)
+    assert not (out / "results.json").exists() and events(out)[-1]["code"] == "E416"
+    serve(grid, resolved, tmp_path, out, elsewhere=True)
+    (part,) = json.loads((out / "results.json").read_text())["elsewhere"]
+    assert part["step"] >= 1 and part["changed"]["torch"][1] == "9.9"
+    assert "W403" in {event["code"] for event in events(out)}
+
+
+def test_the_operators_word_elsewhere_reaches_the_server_app(tmp_path, monkeypatch):
+    federation, said = init(tmp_path / "fed", ["a", "b", "c"], port=9000), []
+
+    def flwr(federation, *words):
+        said.append(words[-1])
+        raise RunError("E352", "no link here")
+
+    monkeypatch.setattr(control, "flwr", flwr)
+    monkeypatch.setattr(control, "running", lambda folder: [object()])
+    for elsewhere in (False, True):
+        with pytest.raises(RunError, match="E352"):
+            run_deployed(federation, resolve("smoke", TINY), tmp_path / "run", elsewhere=elsewhere)
+    assert [parse_config_args([words]).get("elsewhere") for words in said] == [None, True]
 
 
 def test_init_keeps_secrets_and_never_replaces_a_key(tmp_path):
@@ -113,6 +187,12 @@ def test_a_port_that_is_taken_is_told(tmp_path):
         federation = init(tmp_path / "fed", ["a"], port=taken.getsockname()[1])
         with pytest.raises(ConfigError, match="E125"):
             start_server(federation)
+
+
+def test_a_port_of_ours_is_never_one_for_outgoing_connections():
+    """A node that calls an absent server on such a port can be given it, reach itself, and keep the server from returning."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert max(free_port() for _ in range(50)) < min(lowest, 32768)
 
 
 def test_a_process_is_ended_with_its_children(tmp_path):

@@ -24,6 +24,7 @@ def nodes(folder, *scripts):
 REFUSED = "print('[code: 2004] Failed to activate SuperNode.')"
 TAKEN = "import time; print('SuperNode ID: 7', flush=True); time.sleep(600)"
 SILENT = "import time; time.sleep(600)"
+SLOW = "import time; time.sleep(2); " + REFUSED
 
 
 def kept(folder, begin, **more):
@@ -43,8 +44,15 @@ def test_a_refusal_after_a_crash_is_waited_for(tmp_path):
 
 
 def test_a_server_that_is_away_is_no_reason_to_give_up(tmp_path):
-    node, told = kept(tmp_path, nodes(tmp_path, SILENT), settle_s=0.1)
+    node, told = kept(tmp_path, nodes(tmp_path, SILENT), settle_s=0.1, patience_s=0.2)
     assert running(tmp_path) == [node] and "does not answer yet" in told[0]
+    stop(tmp_path)
+
+
+def test_a_refusal_that_takes_its_time_is_not_missed(tmp_path):
+    begin = nodes(tmp_path, SLOW, TAKEN)
+    _, told = kept(tmp_path, begin, settle_s=0.1)
+    assert begin.starts == 2 and "does not answer yet" in told[0] and "again in" in told[1]
     stop(tmp_path)
 
 

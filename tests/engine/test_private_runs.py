@@ -210,6 +210,13 @@ def test_the_guard_keeps_unchanged_images_of_small_classes_at_home(tiny_world):
     assert moved.num_withheld == 0 and "num_withheld" not in moved.as_upload()["notes"]
 
 
+def test_a_site_from_which_nothing_leaves_sends_whole_numbers_as_labels(tiny_world):
+    """A deployed server refuses an answer whose row of labels is none."""
+    settings = Condensation(num_steps=0, ipc=20, surrogates_per_class="min")
+    (made,) = condense(tiny_world["net"], [tiny_world["shards"][1]], [Rng(0)], settings, 0)
+    assert made.num_withheld == 16 and len(made.labels) == 0 and made.labels.dtype == torch.int64
+
+
 def test_the_guard_is_counted_and_leakage_knows_the_start_images(tmp_path):
     start = {"method.start": "real", "method.ipc": 600, "method.num_steps": 0}
     held = run(tmp_path / "held", **start, **{"method.surrogates_per_class": "half"}).values

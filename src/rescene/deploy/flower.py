@@ -100,7 +100,8 @@ def _content(letter: Letter) -> RecordDict:
 
 
 def _bytes(message: Message, name: str) -> bytes:
-    return bytes(message.content.array_records["letter"][name].data)
+    # not by content.array_records: that is a cycle, and would hold every model and upload until Python looks for such
+    return bytes(message.content["letter"][name].data)  # type: ignore[index, union-attr]
 
 
 def _reply(message: Message) -> bytes | Undelivered:

@@ -34,12 +34,12 @@ def start_kept(
         seen = log.stat().st_size if log.exists() else 0
         node = begin()
         said = _first_words(node, log, seen, settle_s)
+        if alive(node) and ONLINE not in said:
+            tell("the server does not answer yet; the node goes on trying")
+            said = _first_words(node, log, seen, until - time.monotonic())  # on a busy machine a refusal comes late
         if alive(node):
-            tell(
-                "the server has taken this site"
-                if ONLINE in said
-                else "the server does not answer yet; the node goes on trying"
-            )
+            if ONLINE in said:
+                tell("the server has taken this site")
             return node
         if REFUSED not in said or time.monotonic() > until:
             raise ended(folder, said)

@@ -424,7 +424,7 @@ def collect(shard: Shard, outcomes: list[Outcome]) -> Surrogates:
     labels = [o.group.label for o in outcomes for _ in range(len(o.images))]
     return Surrogates(
         images=torch.cat([o.images for o in outcomes]),
-        labels=torch.tensor(labels, device=shard.device),
+        labels=torch.tensor(labels, dtype=torch.long, device=shard.device),
         start=torch.cat([o.group.start for o in outcomes]),
         loss=sum(o.loss for o in outcomes) / len(outcomes),
         num_fallbacks=sum(o.num_fallbacks for o in outcomes),
