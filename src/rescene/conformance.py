@@ -305,7 +305,9 @@ def sends_what_it_expects(method: Method) -> None:
                 try:
                     check_form(form, upload)
                 except Misfit as misfit:
-                    raise AssertionError(f"{verb} of client {client}, against {method.name}.expects: {misfit}") from None
+                    raise AssertionError(
+                        f"{verb} of client {client}, against {method.name}.expects: {misfit}"
+                    ) from None
             return uploads
 
     for world in (make_world(), make_world(domains=True)):

@@ -8,6 +8,7 @@ from local_sites import PATIENT, TINY, LocalPost, across, events, hashes, in_pro
 
 from rescene.config import resolve
 from rescene.deploy.federation import GridFederation
+from rescene.deploy.journal import Journal
 from rescene.deploy.letters import Letter, Patience, Reply
 from rescene.deploy.message import pack_message, unpack_message
 from rescene.deploy.site import Memory, Site, client_verb
@@ -104,6 +105,7 @@ def federation(tmp_path, post, patience=PATIENT, overrides=()):
                 run="r",
                 recipe=json.dumps(resolved.recipe.model_dump(mode="json")),
                 patience=patience,
+                journal=Journal(tmp_path / "run" / "uploads"),
                 **options,
             )
         )

@@ -148,7 +148,11 @@ def labels(classes: Collection[int], most_per_class: int, num: Dim) -> Form:
 
     def holds(value: Tensor) -> bool:
         found, counts = value.unique(return_counts=True)
-        return not len(found) or bool(torch.isin(found, known.to(found.device)).all()) and int(counts.max()) <= most_per_class
+        return (
+            not len(found)
+            or bool(torch.isin(found, known.to(found.device)).all())
+            and int(counts.max()) <= most_per_class
+        )
 
     return both(tensor(torch.int64, num, low=0), holds, f"holds other classes, or more than {most_per_class} of one")
 
