@@ -1,6 +1,7 @@
 """Across sites: the same bits as in one process, whatever gets lost, comes twice, or comes late."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -211,11 +212,11 @@ def test_who_answered_when_and_since_when_we_wait_is_told(tmp_path):
         (lambda data: b"garbage", "E340"),
         (lambda data: data[:-8], "E340"),
         (lambda data: pack_message({"a": 1}).data, "E340"),
-        (lambda data: pack_message(Reply(7, {}, None, 0)).data, "E342"),
-        (lambda data: pack_message(Reply(0, [1], None, 0)).data, "E342"),
-        (lambda data: pack_message(Reply(0, {"images": torch.zeros(1, 3, 9, 9)}, None, 0)).data, "E342"),
-        (lambda data: pack_message(Reply(0, picture(label=5), None, 0)).data, "E342"),
-        (lambda data: pack_message(Reply(0, {"model": {"w": torch.tensor([float("nan")])}}, None, 0)).data, "E322"),
+        (lambda data: pack_message(Reply(0, {}, None, 0)).data, "E364"),
+        (lambda data: changed(data, client=7), "E342"),
+        (lambda data: changed(data, upload=[1]), "E342"),
+        (lambda data: changed(data, upload=picture(label=0)), "E342"),
+        (lambda data: changed(data, flops=-1), "E342"),
     ],
 )
 def test_a_bad_upload_is_left_out_with_a_reason_and_the_others_count(tmp_path, forge, code):
@@ -225,6 +226,10 @@ def test_a_bad_upload_is_left_out_with_a_reason_and_the_others_count(tmp_path, f
     post.change = lambda node, data: forge(data) if node == 1000 else data
     assert list(asked.ask([0, 1, 2], "client_round", payload)) == [1, 2]
     assert noted[0][0] == code and "site 0" in noted[0][1]
+
+
+def changed(data, **parts):
+    return pack_message(replace(unpack_message(data).tree, **parts)).data
 
 
 def picture(label):
@@ -253,8 +258,8 @@ def test_a_site_with_an_empty_data_folder_is_left_out_by_name(tmp_path):
 def test_a_site_of_another_version_is_left_out_by_name(tmp_path):
     post = LocalPost(sites(tmp_path))
     asked, payload, noted = federation(tmp_path, post)
-    old = pack_message(Reply(1, None, None, 0, ("E343", "this site has rescene 0.0.1"))).data
-    post.change = lambda node, data: old if node == 999 else data
+    old = {"upload": None, "problem": ("E343", "this site has rescene 0.0.1")}
+    post.change = lambda node, data: changed(data, **old) if node == 999 else data
     assert list(asked.ask([0, 1, 2], "client_round", payload)) == [0, 2]
     assert noted[0] == ("E343", "site 1 cannot take part: this site has rescene 0.0.1") and noted[1][0] == "E348"
 
@@ -279,7 +284,7 @@ def test_a_site_refuses_what_is_no_verb_and_other_versions(tmp_path):
     for name in ("server_round", "_private", "__class__", "train", "no_such"):
         with pytest.raises(RunError, match="E346"):
             client_verb(asked.method, name)
-    head = unpack_message(asked._head("client_round", None, ())).tree
+    head = unpack_message(asked._head("client_round", None, (), "a" * 32)).tree
     old = type(head)(**(vars(head) | {"version": "0.0.1"}))
     reply = unpack_message(Site.open(folder).answer(Letter(pack_message(old).data))).tree
     assert reply.problem[0] == "E343" and "0.0.1" in reply.problem[1]

@@ -1,7 +1,8 @@
 """The federation across sites: ``ask`` sends letters, waits, and reduces the answers in client order.
 
 An answer is opened (``contract``), written to the journal, and only then used; a question whose answer is in the journal is
-not asked again. An answer that is refused is as good as none, and the letter is sent again. Everything around the answers (metering, quorum, what is finite, how pictures are decoded) is the in-process federation's.
+not asked again. An answer that is refused is as good as none, and the letter is sent again. Everything around the answers
+(metering, quorum, how pictures are decoded) is the in-process federation's.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class Request:
     round: int  # -1 outside rounds
     address: tuple[str | int, ...]
     state: str | None
-    token: str = ""  # of this question to this site; the answer repeats it
+    token: str  # of this question to this site; the answer repeats it
 
 
 @record

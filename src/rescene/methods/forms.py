@@ -97,7 +97,8 @@ def either(*forms: Form) -> Form:
     def check(value: Any, name: str, sizes: Sizes) -> None:
         for form in forms[:-1]:
             try:
-                return form(value, name, dict(sizes))
+                form(value, name, dict(sizes))
+                return
             except Misfit:
                 continue
         forms[-1](value, name, sizes)
