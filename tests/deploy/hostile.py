@@ -196,8 +196,7 @@ def false_identity(case):
 
 def replayed(case):
     """What was said before, by whomever."""
-    old = case.random.choice([data for data in case.seen if data != case.data] or [b"nothing"])
-    return old
+    return case.random.choice([data for data in case.seen if data != case.data] or [b"nothing"])
 
 
 def stolen(case):

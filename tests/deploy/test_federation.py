@@ -1,21 +1,14 @@
 """Across sites: the same bits as in one process, whatever gets lost, comes twice, or comes late."""
 
-import json
-from dataclasses import replace
-
 import pytest
 import torch
-from local_sites import PATIENT, TINY, LocalPost, across, events, hashes, in_process, sites, without_starts
+from local_sites import TINY, LocalPost, across, changed, events, federation, hashes, in_process, sites, without_starts
 
 from rescene.config import resolve
-from rescene.deploy.federation import GridFederation
-from rescene.deploy.journal import Journal
 from rescene.deploy.letters import Letter, Patience, Reply
 from rescene.deploy.message import pack_message, unpack_message
 from rescene.deploy.site import Memory, Site, client_verb
-from rescene.engine import RunFolder
 from rescene.engine.checkpoint import could_not_save, write_atomically
-from rescene.engine.loop import Run
 from rescene.errors import ConfigError, RunError
 
 IMPATIENT = Patience(gather_s=0, deadline_s=0.2, poll_s=0, attempts=2)
@@ -90,33 +83,6 @@ def test_a_server_that_dies_goes_on_from_its_checkpoint_with_the_same_bits(tmp_p
     across(resolved, tmp_path / "there", LocalPost(folders))
     last = dict(line.split() for line in hashes(tmp_path / "there").splitlines())  # repeated steps: the later line
     assert last == dict(line.split() for line in hashes(tmp_path / "here").splitlines())
-
-
-def federation(tmp_path, post, patience=PATIENT, overrides=()):
-    """A federation at the beginning of its first round, and the events it writes."""
-    resolved = resolve("smoke", [*TINY, "method=fedavg", *overrides])
-    made, noted = [], []
-
-    def federate(*args, **options):
-        args = (*args[:4], lambda level, code, message, client=None: noted.append((code, message)))
-        made.append(
-            GridFederation(
-                *args,
-                post=post,
-                run="r",
-                recipe=json.dumps(resolved.recipe.model_dump(mode="json")),
-                patience=patience,
-                journal=Journal(tmp_path / "run" / "uploads"),
-                **options,
-            )
-        )
-        return made[0]
-
-    run = Run(resolved, RunFolder(tmp_path / "run"), lambda event: None, federate)
-    made[0].fingerprint = run.experiment.dataset.fingerprint()
-    run.federation.move(run.experiment.tasks[0], 0, [0, 1, 2])
-    state = run.experiment.method.init(run.experiment.initial_net(), run.experiment.rng)
-    return made[0], {"model": state.model}, noted
 
 
 def test_the_round_goes_on_without_a_late_site_and_says_who(tmp_path):
@@ -226,10 +192,6 @@ def test_a_bad_upload_is_left_out_with_a_reason_and_the_others_count(tmp_path, f
     post.change = lambda node, data: forge(data) if node == 1000 else data
     assert list(asked.ask([0, 1, 2], "client_round", payload)) == [1, 2]
     assert noted[0][0] == code and "site 0" in noted[0][1]
-
-
-def changed(data, **parts):
-    return pack_message(replace(unpack_message(data).tree, **parts)).data
 
 
 def picture(label):

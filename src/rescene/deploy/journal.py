@@ -18,7 +18,7 @@ import secrets
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rescene.engine.checkpoint import could_not_save, write_atomically
+from rescene.engine.checkpoint import could_not_save
 from rescene.engine.crashpoints import reach
 from rescene.errors import RunError
 
@@ -37,11 +37,9 @@ class Journal:
         self._entries: dict[str, _Entry] = {}
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            secret = folder / "secret"
-            if not secret.exists():
-                write_atomically(secret, secrets.token_bytes(32))
-                secret.chmod(0o600)
-            self._secret = secret.read_bytes()
+            if not (folder / "secret").exists():
+                _write_secret(folder / "secret")
+            self._secret = (folder / "secret").read_bytes()
         except OSError as error:
             raise could_not_save(folder, error) from error
 
@@ -116,3 +114,13 @@ class Journal:
                 end += len(line) + len(data)
             file.truncate(end)
         return found
+
+
+def _write_secret(path: Path) -> None:
+    """Whole or not at all, and at no moment for others to read."""
+    temporary = path.with_name(".secret.tmp")
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(secrets.token_bytes(32))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
