@@ -142,6 +142,8 @@ def pack(tree: Tree) -> tuple[Any, list[Chunk]]:
 def unpack(skeleton: Any, chunks: list[Chunk]) -> Tree:
     """Inverse of :func:`pack`."""
     if not isinstance(skeleton, dict):
+        if isinstance(skeleton, list):
+            raise TypeError("a skeleton marks its lists")
         return skeleton
     if "$tensor" in skeleton:
         number, name = skeleton["$tensor"]

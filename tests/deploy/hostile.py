@@ -160,6 +160,7 @@ def odd_header(case):
         json.dumps(header | {"more": 1}),
         '{"skeleton": ' + '{"$list": [' * 5000 + "]}" * 5000 + ', "chunks": []}',
         '{"skeleton": [' + "[]," * 400_000 + '[]], "chunks": []}',
+        '{"skeleton": {"$list": [' + '{"$dict": {}}, ' * 4_000 + '{"$dict": {}}]}, "chunks": []}',
         '{"skeleton": ' + "9" * 5000 + ', "chunks": []}',
         '{"skeleton": NaN, "chunks": 7}',
         json.dumps(header | {"skeleton": {"$record": "os.system", "fields": {}}}),

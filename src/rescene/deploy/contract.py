@@ -21,24 +21,29 @@ from rescene.errors import RunError
 from rescene.methods.forms import MOST, Form, Misfit, Sizes, both, check_form, fields, tensor, whole
 from rescene.record import Tree
 
-REPLY_HEADER_LIMIT = 1 << 20  # bytes of JSON; the largest network here needs 50,000
+HEADER_BYTES, TENSOR_BYTES = 1 << 16, 512  # of JSON, which takes a hundred times its size while it is read
 MOST_TOLD = 20
 CODE, DIGEST = re.compile(r"[EW]\d{3}"), re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
 class Question:
-    """What one site was asked. ``client`` is None where we ask who it is; ``decode`` turns coded pictures into values."""
+    """What one site was asked. ``client`` is None where we ask who it is; ``decode`` turns coded pictures into values.
+
+    An answer has hardly more tensors than the payload, so ``num_tensors`` of that bound its header.
+    """
 
     token: str
     client: int | None
     form: Form
     decode: Callable[[Tree], Tree] | None = None
+    num_tensors: int = 0
 
 
 def open_reply(data: bytes, question: Question) -> Reply:
     """The reply, if it is one to this question. RunError E340 (no message), E342 (does not fit), E364 (another question)."""
-    reply = unpack_message(data, header_limit=REPLY_HEADER_LIMIT, look=lambda tree: _check(tree, question)).tree
+    limit = HEADER_BYTES + TENSOR_BYTES * question.num_tensors
+    reply = unpack_message(data, header_limit=limit, look=lambda tree: _check(tree, question)).tree
     _check(reply, question)
     if question.decode is not None and reply.problem is None:
         try:

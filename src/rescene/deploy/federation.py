@@ -27,7 +27,7 @@ from rescene.errors import RunError
 from rescene.methods import Payload
 from rescene.methods.base import Model
 from rescene.methods.forms import Form, Place
-from rescene.record import to_device
+from rescene.record import tensors, to_device
 from rescene.rng import Rng
 
 DISK = "E410"  # ours, not a fault of the answer
@@ -168,10 +168,11 @@ class GridFederation(InProcess):
         bodies = {has: pack_message(payload, has) for has in set(known.values())}
         form, letters, asked = self._form_of(verb, payload), dict[int, Letter](), dict[int, Question]()
         found: dict[int, Reply] = {}
+        num_tensors = sum(1 for _ in tensors(payload))
         for k in clients:
             state, body = self.client_states.get(k), bodies[known[k]]
             place = (self._run, self.task.index, self.round, k, verb, rng.path, state and state.sha256, body.sha256)
-            question = Question(self.journal.token(*place), k, form, self._decoder())
+            question = Question(self.journal.token(*place), k, form, self._decoder(), num_tensors)
             kept = self.journal.find(question.token)
             if kept is not None:
                 with contextlib.suppress(RunError):  # of other code, which wants something else: asked again
