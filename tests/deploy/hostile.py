@@ -327,6 +327,15 @@ def too_many(case):
     return changed(case, upload=upload | {"labels": labels + random.choice([1000, -1000])})
 
 
+def odd_notes(case):
+    """Numbers for the log that are none."""
+    upload = case.reply.upload
+    notes = [3, None, [], torch.zeros(3), {"num_fallbacks": -1}, {"num_withheld": 0.5}, {"num_declined": float("nan")},
+             {"num_x": 1 << 60}, {"loss": 10**400}, {"loss": 1e300}, {"loss": "1"}, {"loss": True}, {"loss": None}, {"<i>": 1.0},
+             {"": 1.0}, {"a" * 99: 1.0}, {"\ud800": 1.0}, {f"a{k}": 1.0 for k in range(99)}, {"a": {"b": 1.0}}]  # fmt: skip
+    return changed(case, upload=upload | {"notes": case.random.choice(notes)} if isinstance(upload, dict) else None)
+
+
 def bad_statistics(case):
     """A running variance below zero: its square root would spoil the model for everybody."""
     model = case.reply.upload.get("model") if isinstance(case.reply.upload, dict) else None
@@ -339,7 +348,7 @@ def bad_statistics(case):
 
 KINDS = (
     flipped, cut, longer, spliced, noise, foreign, lying_header, odd_header, false_identity, replayed, stolen, odd_reply,
-    odd_upload, wrong_value, wrong_keys, too_many, bad_statistics,
+    odd_upload, odd_notes, wrong_value, wrong_keys, too_many, bad_statistics,
 )  # fmt: skip
 
 

@@ -43,14 +43,18 @@ class Question:
 def open_reply(data: bytes, question: Question) -> Reply:
     """The reply, if it is one to this question. RunError E340 (no message), E342 (does not fit), E364 (another question)."""
     limit = HEADER_BYTES + TENSOR_BYTES * question.num_tensors
-    reply = unpack_message(data, header_limit=limit, look=lambda tree: _check(tree, question)).tree
-    _check(reply, question)
-    if question.decode is not None and reply.problem is None:
-        try:
+    try:
+        reply: Reply = unpack_message(data, header_limit=limit, look=lambda tree: _check(tree, question)).tree
+        _check(reply, question)
+        if question.decode is not None and reply.problem is None:
             check_form(question.form, question.decode(reply.upload))
-        except Misfit as misfit:
-            raise RunError("E342", f"the answer does not fit: {misfit}") from None
-    return reply  # type: ignore[no-any-return]
+        return reply
+    except RunError:
+        raise
+    except Misfit as misfit:
+        raise RunError("E342", f"the answer does not fit: {misfit}") from None
+    except Exception as error:  # a plug-in's form may not expect everything; a stranger's bytes never stop the run
+        raise RunError("E340", f"the message is refused: it cannot be read ({type(error).__name__})") from None
 
 
 def _check(reply: Any, question: Question) -> None:
@@ -59,13 +63,6 @@ def _check(reply: Any, question: Question) -> None:
     token = reply.token
     if not isinstance(token, str) or not token.isascii() or not hmac.compare_digest(token, question.token):
         raise RunError("E364", "the answer is to another question, or from another site")
-    try:
-        _check_reply(reply, question)
-    except Misfit as misfit:
-        raise RunError("E342", f"the answer does not fit: {misfit}") from None
-
-
-def _check_reply(reply: Reply, question: Question) -> None:
     low, high = (0, MOST) if question.client is None else (question.client, question.client)
     whole(low, high)(reply.client, "its number", {})
     whole()(reply.flops, "flops", {})

@@ -129,7 +129,7 @@ def notes(value: Any, name: str, sizes: Sizes) -> None:
             raise Misfit(f"{name} has a name that is none")
         if key.startswith("num_"):
             whole()(number, f"{name}.{key}", sizes)
-        elif type(number) not in (int, float) or (math.isfinite(number) and abs(number) > LARGEST):
+        elif type(number) not in (int, float) or LARGEST < abs(number) < math.inf:
             raise Misfit(f"{name}.{key} is not a number within {LARGEST:g}")
 
 
