@@ -10,7 +10,7 @@ from local_sites import LocalPost, changed, federation, sites
 
 from rescene.deploy.contract import Question, open_reply
 from rescene.deploy.journal import Journal
-from rescene.deploy.letters import Reply
+from rescene.deploy.letters import Reply, Undelivered
 from rescene.deploy.message import pack_message, unpack_message
 from rescene.errors import RunError
 from rescene.methods.forms import NOTHING
@@ -185,6 +185,15 @@ def test_two_answers_at_once_the_first_stands_and_the_other_is_told(tmp_path):
         post.pull = lambda ids, second=second: {"1": first, "2": second}
         assert asked._take(replies, refused, {"1": 7, "2": 7}, {7: question}) <= {7}
         assert replies[7].flops == 1 and [code for code, _ in noted] == codes
+
+
+def test_what_the_engine_below_repeats_of_a_site_is_made_printable(tmp_path):
+    post = LocalPost([])
+    asked, _, noted = federation(tmp_path, post)
+    post.pull = lambda ids: {"1": Undelivered("boom\n\x1b[2J" + "x" * 9000)}
+    assert asked._take({}, {}, {"1": 7}, {7: Question("t", 0, NOTHING)}) == {7}
+    ((code, words),) = noted
+    assert code == "W340" and words.isprintable() and len(words) < 1100
 
 
 def test_a_key_answers_for_its_own_site_only(tmp_path):

@@ -19,7 +19,18 @@ import rescene
 from rescene.data import Task
 from rescene.deploy.contract import GREETING, Question, open_reply, tally_form
 from rescene.deploy.journal import Journal
-from rescene.deploy.letters import EVALUATE, HELLO, Letter, Patience, Post, Remembered, Reply, Request, Undelivered
+from rescene.deploy.letters import (
+    EVALUATE,
+    HELLO,
+    Letter,
+    Patience,
+    Post,
+    Remembered,
+    Reply,
+    Request,
+    Undelivered,
+    in_a_line,
+)
 from rescene.deploy.message import pack_message
 from rescene.engine.evaluate import Evaluation, summed
 from rescene.engine.federation import Answer, InProcess
@@ -256,7 +267,7 @@ class GridFederation(InProcess):
                 continue  # an answer we did not ask for
             if isinstance(data, Undelivered):
                 lost.add(node)
-                self.note("warning", "W340", f"a letter to {self._name(node)} was lost: {data.why}")
+                self.note("warning", "W340", f"a letter to {self._name(node)} was lost: {in_a_line(data.why)}")
                 continue
             try:
                 reply = open_reply(data, asked[node])
