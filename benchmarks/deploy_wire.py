@@ -143,6 +143,7 @@ def engine(post: flower.FlowerPost) -> tuple[Any, Any]:
     """The federation of a real run, without the loop around it."""
     from rescene.config import resolve
     from rescene.deploy.federation import GridFederation
+    from rescene.deploy.journal import Journal
     from rescene.engine import prepare
     from rescene.engine.ledger import FlopMeter, Ledger
 
@@ -152,6 +153,7 @@ def engine(post: flower.FlowerPost) -> tuple[Any, Any]:
         e.method, e.arch, lambda task, k: e.shard(task, k, federation.net), Ledger(FlopMeter(e.arch)), print,
         num_clients=NUM_SITES, num_rounds=NUM_ROUNDS, transform=e.dataset.transform, device=e.device, rng=e.rng,
         post=post, run="wire", recipe=json.dumps(recipe.model_dump(mode="json")), patience=Patience(300, 600),
+        journal=Journal(Path(tempfile.mkdtemp())),
     )  # fmt: skip
     federation.fingerprint = e.dataset.fingerprint()
     return e, federation

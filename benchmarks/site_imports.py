@@ -49,7 +49,7 @@ def write_letter(folder: Path, method: str) -> None:
 
     recipe = resolve("smoke", [f"method={method}", "device=cpu"]).recipe
     text = json.dumps(recipe.model_dump(mode="json"))
-    request = Request(rescene.__version__, "run", text, "client_round", 0, 0, ("client", 0, 0), None)
+    request = Request(rescene.__version__, "run", text, "client_round", 0, 0, ("client", 0, 0), None, "t")
     payload = {"model": weights_of(prepare(recipe).initial_net()), "noise_seed": 1}
     (folder / "site.yaml").write_text("client: 0\ndevice: cpu\n")
     (folder / "head").write_bytes(pack_message(request).data)

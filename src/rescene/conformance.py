@@ -27,6 +27,7 @@ from rescene.data import Dataset, Images, Shard, Task, Transform
 from rescene.engine.federation import InProcess
 from rescene.engine.ledger import FlopMeter, Ledger
 from rescene.methods import Method, Payload, Uploads
+from rescene.methods.forms import Misfit, Place, check_form
 from rescene.nets import Arch
 from rescene.record import Tree, check_tree, map_tensors, num_bytes, pack, tensors, unpack
 from rescene.rng import Rng
@@ -293,6 +294,28 @@ def drive_first_round(method: Method, world: World, federation: InProcess) -> No
     federation.ask(federation.participants, "client_round", payload)
 
 
+def sends_what_it_expects(method: Method) -> None:
+    """Across sites an answer that is not what ``expects`` says is refused, so every honest one must be."""
+
+    class Strict(Spy):
+        def ask(self, clients: Sequence[int], verb: str, payload: Payload) -> Uploads:
+            uploads = super().ask(clients, verb, payload)
+            form = method.expects(verb, payload, Place(self.task, self.arch.image_size))
+            for client, upload in uploads.items():
+                try:
+                    check_form(form, upload)
+                except Misfit as misfit:
+                    raise AssertionError(
+                        f"{verb} of client {client}, against {method.name}.expects: {misfit}"
+                    ) from None
+            return uploads
+
+    for world in (make_world(), make_world(domains=True)):
+        federation = _spied(method, world)
+        federation.__class__ = Strict
+        drive(method, world, federation)
+
+
 CHECKS: tuple[Callable[[Method], None], ...] = (
     runs_in_an_unkind_world,
     runs_on_domains,
@@ -303,4 +326,5 @@ CHECKS: tuple[Callable[[Method], None], ...] = (
     is_charged_for_what_it_sends,
     survives_a_failing_client,
     has_a_batched_form_that_agrees,
+    sends_what_it_expects,
 )

@@ -143,6 +143,8 @@ def _packed(value: Any, path: str, chunks: list[Chunk]) -> Any:
 def unpack(skeleton: Any, chunks: list[Chunk]) -> Tree:
     """Inverse of :func:`pack`."""
     if not isinstance(skeleton, dict):
+        if isinstance(skeleton, list):
+            raise TypeError("a skeleton marks its lists")
         return skeleton
     if "$tensor" in skeleton:
         number, name = skeleton["$tensor"]

@@ -2,10 +2,15 @@
 
 import hashlib
 import json
+from dataclasses import replace
 
 import yaml
 
+from rescene.config import resolve
+from rescene.deploy.federation import GridFederation
+from rescene.deploy.journal import Journal
 from rescene.deploy.letters import Patience, Undelivered
+from rescene.deploy.message import pack_message, unpack_message
 from rescene.deploy.server import run_across
 from rescene.deploy.site import Site
 from rescene.engine import RunFolder
@@ -87,3 +92,34 @@ def without_starts(results):
     if leakage:
         leakage = keep(leakage) | {"per_task": [keep(task) for task in leakage["per_task"]]}
     return results | {"leakage": leakage}
+
+
+def federation(tmp_path, post, patience=PATIENT, overrides=()):
+    """A federation at the beginning of its first round, and the events it writes."""
+    resolved = resolve("smoke", [*TINY, "method=fedavg", *overrides])
+    made, noted = [], []
+
+    def federate(*args, **options):
+        args = (*args[:4], lambda level, code, message, client=None: noted.append((code, message)))
+        made.append(
+            GridFederation(
+                *args,
+                post=post,
+                run="r",
+                recipe=json.dumps(resolved.recipe.model_dump(mode="json")),
+                patience=patience,
+                journal=Journal(tmp_path / "run" / "uploads"),
+                **options,
+            )
+        )
+        return made[0]
+
+    run = Run(resolved, RunFolder(tmp_path / "run"), lambda event: None, federate)
+    made[0].fingerprint = run.experiment.dataset.fingerprint()
+    run.federation.move(run.experiment.tasks[0], 0, [0, 1, 2])
+    state = run.experiment.method.init(run.experiment.initial_net(), run.experiment.rng)
+    return made[0], {"model": state.model}, noted
+
+
+def changed(data, **parts):
+    return pack_message(replace(unpack_message(data).tree, **parts)).data

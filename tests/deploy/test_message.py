@@ -1,5 +1,6 @@
 """Messages between server and site: exact, cached by hash, and safe against anything that comes in."""
 
+import hashlib
 import json
 import struct
 
@@ -77,9 +78,62 @@ def test_a_damaged_message_is_refused_or_harmless(data):
             assert error.code in ("E340", "E341")
 
 
+def signed(text, body=b""):
+    """A message with this header, as somebody makes it who knows the format."""
+    text += b" " * (-(len(text) + 40) % 8)
+    return struct.pack("<4sI32s", b"RSM2", len(text), hashlib.sha256(text).digest()) + text + body
+
+
 def forged(header, body=b""):
-    text = json.dumps(header).encode()
-    return struct.pack("<4sI", b"RSM1", len(text)) + text + body
+    return signed(json.dumps(header).encode(), body)
+
+
+SUM = hashlib.sha256(bytes(8)).hexdigest()
+CHUNK = {"sha256": SUM, "here": True, "tensors": {"a": ["I64", [1]]}}
+
+
+def test_what_is_forged_here_would_pass_if_it_were_well_made():
+    honest = {"skeleton": {"$dict": {"a": {"$tensor": [0, "a"]}}}, "chunks": [CHUNK]}
+    assert unpack_message(forged(honest, bytes(8))).tree["a"].tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("header", "body"),
+    [
+        ({"skeleton": {"$dict": {"a": {"$tensor": [0, "a"]}}}, "chunks": [CHUNK, CHUNK]}, bytes(16)),
+        (
+            {"skeleton": {"$dict": {"a": {"$tensor": [0, "a"]}, "b": {"$tensor": [0, "a"]}}}, "chunks": [CHUNK]},
+            bytes(8),
+        ),
+        ({"skeleton": {"$dict": {}}, "chunks": [CHUNK]}, bytes(8)),
+        ({"skeleton": {"$dict": {}, "more": 1}, "chunks": []}, b""),
+        ({"skeleton": [[], []], "chunks": []}, b""),
+        ({"chunks": [], "skeleton": None}, b""),
+        ({"skeleton": None, "chunks": [], "more": 0}, b""),
+    ],
+)
+def test_nothing_travels_beside_the_content(header, body):
+    with pytest.raises(RunError, match="E340"):
+        unpack_message(forged(header, body))
+
+
+def test_the_space_between_tensors_is_empty():
+    data = bytearray(pack_message({"a": torch.tensor([1], dtype=torch.int8)}).data)
+    body, header = b"\1\0\0\0\0\0\0\7", json.loads(data[40:-8])
+    header["chunks"][0]["sha256"] = hashlib.sha256(body).hexdigest()
+    with pytest.raises(RunError, match="between its tensors"):
+        unpack_message(forged(header, body))
+
+
+def test_the_receiver_looks_before_memory_is_taken():
+    seen = []
+    unpack_message(pack_message({"w": torch.ones(3)}).data, look=lambda tree: seen.append(tree["w"].device.type))
+    assert seen == ["meta"]
+
+
+def test_a_long_header_is_not_read():
+    with pytest.raises(RunError, match="header of"):
+        unpack_message(signed(b"[" * 3000), header_limit=2000)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +158,7 @@ def test_a_forged_header_is_refused(header):
 def test_deep_nesting_and_foreign_versions_are_refused():
     deep = b'{"chunks": [], "skeleton": ' + b'{"$list": [' * 50_000 + b"]}" * 50_000 + b"}"
     with pytest.raises(RunError, match="E340"):
-        unpack_message(struct.pack("<4sI", b"RSM1", len(deep)) + deep)
+        unpack_message(signed(deep))
     with pytest.raises(RunError, match="another version"):
         unpack_message(b"RSM9" + pack_message(1).data[4:])
 

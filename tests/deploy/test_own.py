@@ -17,7 +17,7 @@ from rescene.data import Images
 from rescene.data.own import adopt
 from rescene.data.tasks import cut
 from rescene.deploy.holding import SiteSection, experiment_of, local_images
-from rescene.deploy.letters import HELLO, Letter, Reply, Request
+from rescene.deploy.letters import HELLO, Letter, Request
 from rescene.deploy.message import pack_message, unpack_message
 from rescene.deploy.plan import Held, add_classes, close_task, read_plan, with_plan, write_plan
 from rescene.deploy.site import Memory, Site
@@ -136,7 +136,7 @@ def greeting(tmp_path, section, plan=None):
     (folder / "site.yaml").write_text(yaml.safe_dump({"client": 0, "device": "cpu"} | section))
     recipe = resolve("smoke", ["device=cpu"])
     recipe = (with_plan(recipe, plan, 1, tmp_path / "none") if plan else recipe).recipe.model_dump(mode="json")
-    request = Request(__version__, "r", json.dumps(recipe), HELLO, 0, -1, (), None)
+    request = Request(__version__, "r", json.dumps(recipe), HELLO, 0, -1, (), None, "t")
     return unpack_message(Site.open(folder).answer(Letter(pack_message(request).data))).tree
 
 
@@ -209,7 +209,7 @@ def test_false_counts_of_a_site_are_left_out(tmp_path):
     def lie(node, data):
         reply = unpack_message(data).tree
         if node == 1000 and isinstance(reply.upload, dict) and "tally" in reply.upload:
-            return pack_message(Reply(0, {"tally": Tally(wrong, wrong + 1, wrong)}, None, 0)).data
+            return pack_message(replace(reply, upload={"tally": Tally(wrong, wrong + 1, wrong)})).data
         return data
 
     results = run_plan(

@@ -44,7 +44,7 @@ print(*before, *(name for name in sys.argv[2:] if name in sys.modules))
 def test_a_condensing_site_loads_neither_the_server_nor_the_compiler_of_torch(tmp_path):
     recipe = resolve("smoke", ["model.width=2", "device=cpu"]).recipe
     request = Request(
-        rescene.__version__, "run", json.dumps(recipe.model_dump(mode="json")), "client_round", 0, 0, ("client", 0, 0), None
+        rescene.__version__, "run", json.dumps(recipe.model_dump(mode="json")), "client_round", 0, 0, ("client", 0, 0), None, "t"
     )  # fmt: skip
     (tmp_path / "site.yaml").write_text("client: 0\ndevice: cpu\n")
     (tmp_path / "head").write_bytes(pack_message(request).data)

@@ -104,6 +104,12 @@ def registered(federation: Federation) -> dict[str, str]:
     return {name: str(number) for name, number in _json(federation.server / "nodes.json").items()}
 
 
+def seats_of(federation: Federation) -> dict[int, int]:
+    """The link's number for a node -> its client, so that a site can answer with its own key only."""
+    known = registered(federation)
+    return {int(known[name]): client for client, name in enumerate(federation.sites) if name in known}
+
+
 def start_site(folder: Path) -> Started:
     """The node of one site; it keeps trying until the server is there."""
     require_flower()

@@ -1,40 +1,70 @@
 """The federation across sites: ``ask`` sends letters, waits, and reduces the answers in client order.
 
-Everything around the answers (metering, quorum, what is finite, how pictures are decoded) is the in-process federation's.
+An answer is opened (``contract``), written to the journal, and only then used; a question whose answer is in the journal is
+not asked again. An answer that is refused is as good as none, and the letter is sent again. Everything around the answers
+(metering, quorum, how pictures are decoded) is the in-process federation's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import rescene
 from rescene.data import Task
-from rescene.deploy.letters import EVALUATE, HELLO, Letter, Patience, Post, Remembered, Reply, Request, Undelivered
-from rescene.deploy.message import pack_message, unpack_message
-from rescene.engine.evaluate import Evaluation, Tally, summed
+from rescene.deploy.contract import GREETING, Question, open_reply, tally_form
+from rescene.deploy.journal import Journal
+from rescene.deploy.letters import (
+    EVALUATE,
+    HELLO,
+    Letter,
+    Patience,
+    Post,
+    Remembered,
+    Reply,
+    Request,
+    Undelivered,
+    in_a_line,
+)
+from rescene.deploy.message import pack_message
+from rescene.engine.evaluate import Evaluation, summed
 from rescene.engine.federation import Answer, InProcess
 from rescene.errors import RunError
 from rescene.methods import Payload
 from rescene.methods.base import Model
-from rescene.record import check_tree, num_bytes, to_device
+from rescene.methods.forms import Form, Place
+from rescene.record import tensors, to_device
 from rescene.rng import Rng
 
+DISK = "E410"  # ours, not a fault of the answer
 RESEND = "E341"  # the site no longer has parts that the letter only named
-MOST_IMAGES = 1 << 40  # of one class at one site; sums stay far from overflowing
 
 
 class GridFederation(InProcess):
-    """Sites behind a post. A client's state here is the hash of what its site keeps."""
+    """Sites behind a post. A client's state here is the hash of what its site keeps.
 
-    def __init__(self, *args: Any, post: Post, run: str, recipe: str, patience: Patience, **options: Any) -> None:
+    ``seats`` says which node is which client, as far as their keys tell; the others say it themselves.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        post: Post,
+        run: str,
+        recipe: str,
+        patience: Patience,
+        journal: Journal,
+        seats: Mapping[int, int] | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(*args, **options)
         self._post, self._run, self._recipe, self._patience = post, run, recipe, patience
+        self.journal, self._seats = journal, dict(seats or {})
         self._nodes: dict[int, int] = {}  # client -> node
         self._refused: set[int] = set()
         self.waiting: Callable[[dict[str, Any]], None] = lambda facts: None  # told whenever somebody has answered
@@ -43,6 +73,10 @@ class GridFederation(InProcess):
         self._heard: dict[int, str] = {}  # when each node last answered
         self.fingerprint = ""  # of the images that all sites split between them
         self._known: dict[tuple[int, str], frozenset[str]] = {}  # what a site keeps of the last message of a verb
+
+    def move(self, task: Task, round: int | None, participants: Sequence[int] | None = None) -> None:
+        super().move(task, round, participants)
+        self.journal.turn(task.index, self.round)
 
     def _gather(self, clients: Sequence[int]) -> None:
         """Find out which node is which client. The first time we wait for all that are asked; later for nobody."""
@@ -55,8 +89,13 @@ class GridFederation(InProcess):
     def _greet(self) -> None:
         """Ask new nodes who they are; one with other images, or a number that is taken, is left out of this run."""
         strangers = [node for node in self._post.nodes() if node not in {*self._nodes.values(), *self._refused}]
-        letters = {node: Letter(self._head(HELLO, None, ())) for node in strangers}
-        for node, reply in sorted(self._exchange(letters).items()):
+        asked = {node: Question(self.journal.token(self._run, HELLO, node), None, GREETING) for node in strangers}
+        letters = {node: Letter(self._head(HELLO, None, (), question.token)) for node, question in asked.items()}
+        replies, refused = self._exchange(letters, asked)
+        for node, error in sorted(refused.items()):
+            self._refused.add(node)
+            self.note("error", error.code, f"{self._name(node)} cannot take part: {error.what}")
+        for node, reply in sorted(replies.items()):
             problem = reply.problem or self._misfit(reply, node)
             if problem:
                 self._refused.add(node)
@@ -68,8 +107,9 @@ class GridFederation(InProcess):
                 self.note("warning", code, f"site {reply.client}: {words}")
 
     def _misfit(self, reply: Reply, node: int) -> tuple[str, str] | None:
-        if not isinstance(reply.upload, dict) or reply.upload.keys() != {"fingerprint", "torch"}:
-            return "E340", "its answer is no greeting"
+        seat = self._seats.get(node)
+        if seat != reply.client and (seat is not None or reply.client in self._seats.values()):
+            return "E344", "its key is another site's; see `client` in its site.yaml"
         if reply.client not in self.clients:
             return "E344", f"this run has sites 0 to {len(self.clients) - 1}; see `client` in its site.yaml"
         if reply.upload["fingerprint"] != self.fingerprint:
@@ -96,7 +136,7 @@ class GridFederation(InProcess):
             try:
                 if reply.problem:
                     raise RunError(*reply.problem)
-                tallies.append(_checked_tally(reply, client, tasks[-1].num_seen))
+                tallies.append(reply.upload["tally"])
                 self.ledger.meter.add(reply.flops)
             except RunError as error:
                 self.note("warning", error.code, f"site {client} is not in the evaluation: {error.what}", client=client)
@@ -127,11 +167,6 @@ class GridFederation(InProcess):
                 code, words = reply.problem
                 self.note("error", code, f"site {client} failed in {verb}: {words}", client=client)
                 continue
-            try:
-                self._check(reply, client)
-            except RunError as error:
-                self.note("error", error.code, f"site {client} in {verb}: {error.what}; left out", client=client)
-                continue
             for code, words in reply.told:
                 self.note("warning", code, f"site {client} in {verb}: {words}", client=client)
             self.ledger.meter.add(reply.flops)
@@ -142,26 +177,53 @@ class GridFederation(InProcess):
         self, clients: Sequence[int], verb: str, payload: Payload, rng: Rng, known: dict[int, frozenset[str]]
     ) -> dict[int, Reply]:
         bodies = {has: pack_message(payload, has) for has in set(known.values())}
-        letters = {
-            self._nodes[k]: Letter(self._head(verb, self.client_states.get(k), rng.path), bodies[known[k]].data)
-            for k in clients
-        }
-        replies = self._exchange(letters, needed=self._quorum * len(letters))
-        found = {k: replies[self._nodes[k]] for k in clients if self._nodes[k] in replies}
-        for client in clients:
-            if client not in found:
+        form, letters, asked = self._form_of(verb, payload), dict[int, Letter](), dict[int, Question]()
+        found: dict[int, Reply] = {}
+        num_tensors = sum(1 for _ in tensors(payload))
+        for k in clients:
+            state, body = self.client_states.get(k), bodies[known[k]]
+            place = (self._run, self.task.index, self.round, k, verb, rng.path, state and state.sha256, body.sha256)
+            question = Question(self.journal.token(*place), k, form, self._decoder(), num_tensors)
+            kept = self.journal.find(question.token)
+            if kept is not None:
+                with contextlib.suppress(RunError):  # of other code, which wants something else: asked again
+                    found[k] = open_reply(kept, question)
+                    continue
+            asked[self._nodes[k]] = question
+            letters[self._nodes[k]] = Letter(self._head(verb, state, rng.path, question.token), body.data)
+        replies, refused = self._exchange(letters, asked, needed=self._quorum * len(clients) - len(found))
+        for client in [k for k in clients if k not in found]:
+            node = self._nodes[client]
+            if node in replies:
+                found[client] = replies[node]
+                if not found[client].problem:
+                    self._known[client, verb] = bodies[known[client]].large
+            elif node in refused:
+                error = refused[node]
+                self.note("error", error.code, f"site {client} in {verb}: {error.what}; left out", client=client)
+            else:
                 self.note("error", "E349", f"site {client} did not answer {verb} in time", client=client)
-            elif not found[client].problem:
-                self._known[client, verb] = bodies[known[client]].large
         return found
 
-    def _head(self, verb: str, state: Remembered | None, address: tuple[str | int, ...]) -> bytes:
+    def _form_of(self, verb: str, payload: Payload) -> Form:
+        if verb == EVALUATE:
+            return tally_form(self.task.num_seen)
+        return self.method.expects(verb, payload, Place(self.task, self.arch.image_size, self._wire != "float32"))
+
+    def _decoder(self) -> Callable[[Payload], Payload] | None:
+        """Coded pictures are values only once they are decoded."""
+        return None if self._wire == "float32" else super()._received
+
+    def _head(self, verb: str, state: Remembered | None, address: tuple[str | int, ...], token: str) -> bytes:
         task, round = (0, -1) if verb == HELLO else (self.task.index, self.round)
         version, sha256 = rescene.__version__, state.sha256 if state else None
-        return pack_message(Request(version, self._run, self._recipe, verb, task, round, address, sha256)).data
+        return pack_message(Request(version, self._run, self._recipe, verb, task, round, address, sha256, token)).data
 
-    def _exchange(self, letters: dict[int, Letter], needed: float = 0.0) -> dict[int, Reply]:
-        """Replies by node. A letter that is lost, or long unanswered, is sent again; after the deadline it is given up.
+    def _exchange(
+        self, letters: dict[int, Letter], asked: dict[int, Question], needed: float = 0.0
+    ) -> tuple[dict[int, Reply], dict[int, RunError]]:
+        """Replies by node, and why there is none. A letter that is lost, long unanswered, or whose answer is refused, is
+        sent again; after the deadline it is given up.
 
         A site that restarts forgets the letter it had, and nobody is told. Sending again is harmless: sites keep their answer.
         For a site that went away we wait only as long as fewer than ``needed`` have answered.
@@ -169,12 +231,13 @@ class GridFederation(InProcess):
         patience, now = self._patience, time.monotonic()
         end, again_at = now + patience.deadline_s, now + patience.deadline_s / patience.attempts
         replies: dict[int, Reply] = {}
+        refused: dict[int, RunError] = {}
         tries, lost = dict.fromkeys(letters, 1), set[int]()
         waiting = self._post.push(letters) if letters else {}
         self._asked = datetime.now(UTC).isoformat(timespec="seconds")
         while (waiting or (lost and len(replies) < needed)) and time.monotonic() < end:
             self._tell(replies, lost | set(waiting.values()))
-            lost |= self._take(replies, waiting)
+            lost |= self._take(replies, refused, waiting, asked)
             if time.monotonic() > again_at:
                 lost |= set(waiting.values())
                 again_at += patience.deadline_s / patience.attempts
@@ -187,24 +250,39 @@ class GridFederation(InProcess):
             elif waiting or lost:
                 time.sleep(patience.poll_s)
         self._tell(replies, set())
-        return replies
+        return replies, {node: error for node, error in refused.items() if node not in replies}
 
-    def _take(self, replies: dict[int, Reply], waiting: dict[str, int]) -> set[int]:
+    def _take(
+        self,
+        replies: dict[int, Reply],
+        refused: dict[int, RunError],
+        waiting: dict[str, int],
+        asked: dict[int, Question],
+    ) -> set[int]:
         """Move what has come from ``waiting`` to ``replies``, the first of each node; returns nodes whose letter was lost."""
         lost = set()
         for number, data in sorted(self._post.pull(list(waiting)).items()):
             node = waiting.pop(number, None)
-            if node is None or node in replies:
-                continue  # an answer we did not ask for, or one that came twice
+            if node is None:
+                continue  # an answer we did not ask for
             if isinstance(data, Undelivered):
                 lost.add(node)
-                self.note("warning", "W340", f"a letter to {self._name(node)} was lost: {data.why}")
+                self.note("warning", "W340", f"a letter to {self._name(node)} was lost: {in_a_line(data.why)}")
                 continue
             try:
-                replies[node] = _reply(data)
-                self._heard[node] = datetime.now(UTC).isoformat(timespec="seconds")
+                reply = open_reply(data, asked[node])
+                if asked[node].client is not None and not reply.problem:
+                    self.journal.accept(asked[node].token, data)
             except RunError as error:
-                self.note("error", error.code, f"{self._name(node)}: {error.what}")
+                if error.code == DISK:
+                    raise
+                if node in replies:
+                    self.note("warning", error.code, f"{self._name(node)}: {error.what}")
+                refused[node] = error
+                lost.add(node)
+                continue
+            replies.setdefault(node, reply)
+            self._heard[node] = datetime.now(UTC).isoformat(timespec="seconds")
         for number in [number for number, node in waiting.items() if node in replies]:
             del waiting[number]
         return lost
@@ -227,46 +305,3 @@ class GridFederation(InProcess):
 
     def _name(self, node: int) -> str:
         return next((f"site {k}" for k, own in self._nodes.items() if own == node), f"node {node}")
-
-    def _check(self, reply: Reply, client: int) -> None:
-        """What a site says must fit: its number, a mapping, pictures of this size with labels seen so far."""
-        upload = reply.upload
-        if reply.client != client or not isinstance(upload, dict):
-            raise RunError("E342", "the answer is not this site's, or holds no values")
-        check_tree(upload, "upload")
-        if "images" in upload:
-            labels, images = upload.get("labels"), self._received(upload)["images"]
-            side = self.arch.image_size
-            if not isinstance(labels, Tensor) or labels.dtype != torch.int64 or labels.ndim != 1:
-                raise RunError("E342", "its pictures came without a row of labels")
-            if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < self.task.num_seen:
-                raise RunError("E342", f"a label lies outside 0..{self.task.num_seen - 1}")
-            if not isinstance(images, Tensor) or images.dtype != torch.float32:
-                raise RunError("E342", "its pictures are not float32")
-            if images.shape != (len(labels), 3, side, side):
-                raise RunError("E342", f"its pictures are {list(images.shape)}")
-
-
-def _checked_tally(reply: Reply, client: int, num_classes: int) -> Tally:
-    found = reply.upload.get("tally") if isinstance(reply.upload, dict) else None
-    if reply.client != client or not isinstance(found, Tally):
-        raise RunError("E342", "the answer is not this site's, or holds no counts")
-    for part in (found.num, found.right, found.right_within):
-        fits = isinstance(part, Tensor) and part.dtype == torch.int64 and part.shape == (num_classes,)
-        if not fits or bool(((part < 0) | (part > found.num) | (part > MOST_IMAGES)).any()):
-            raise RunError("E342", "its counts make no sense")
-    return found
-
-
-def _reply(data: bytes) -> Reply:
-    reply = unpack_message(data).tree
-    if not isinstance(reply, Reply) or not isinstance(reply.client, int) or not isinstance(reply.flops, int):
-        raise RunError("E340", "the message is refused: it is no reply")
-    told = reply.told
-    pairs = isinstance(told, tuple) and all(isinstance(t, tuple) and [*map(type, t)] == [str, str] for t in told)
-    if not pairs or num_bytes(told) > 10_000:
-        raise RunError("E340", "the message is refused: what it tells is no list of codes and words")
-    state = reply.state
-    if state is not None and not (isinstance(state, Remembered) and num_bytes(state) < 1000):
-        raise RunError("E340", "the message is refused: its memory is not named by a hash")
-    return reply

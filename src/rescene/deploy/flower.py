@@ -39,6 +39,8 @@ def answer(message: Message, context: Context) -> Message:
 @server.main()
 def main(grid: Grid, context: Context) -> None:
     from rescene.config import resolve
+    from rescene.deploy.control import seats_of
+    from rescene.deploy.folder import Federation
     from rescene.deploy.server import run_across
     from rescene.engine import RunFolder, use_all_cores
 
@@ -52,7 +54,8 @@ def main(grid: Grid, context: Context) -> None:
     sys.argv = ["rescene", "deploy", "run", str(recipe.parents[2]), str(recipe)]
     plan = Path(str(config["plan"])) if config.get("plan") else None
     folder, elsewhere = RunFolder(Path(str(config["out"]))), bool(config.get("elsewhere"))
-    run_across(resolve(recipe), folder, post, patience, plan=plan, elsewhere=elsewhere)
+    seats = seats_of(Federation.open(recipe.parents[2]))
+    run_across(resolve(recipe), folder, post, patience, plan=plan, elsewhere=elsewhere, seats=seats)
 
 
 class FlowerPost:

@@ -80,7 +80,7 @@ server {{
     listen {host}:{port} ssl;
     ssl_certificate {server}/server.pem;
     ssl_certificate_key {server}/server.key;
-    client_max_body_size 0;
+    client_max_body_size 32m;  # Flower sends in parts of 5 MB
     location /v1/fleet/ {{
         proxy_pass https://127.0.0.1:{port};
         proxy_ssl_trusted_certificate {server}/ca.crt;

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 from rescene.record import Tree, record
 
 HELLO = "hello"  # the verb that asks a site who it is
+LONGEST_LINE = 1000  # characters of what one side tells the other in words
 EVALUATE = "evaluate"  # and the one that asks how the model does on its hold-out; neither is the method's
 
 
@@ -31,6 +32,7 @@ class Request:
     round: int  # -1 outside rounds
     address: tuple[str | int, ...]
     state: str | None
+    token: str  # of this question to this site; the answer repeats it
 
 
 @record
@@ -51,6 +53,16 @@ class Reply:
     flops: int
     problem: tuple[str, str] | None = None
     told: tuple[tuple[str, str], ...] = ()  # codes and words the server should hear, though there is an answer
+    token: str = ""
+
+
+def in_a_line(words: str) -> str:
+    """Printable, short and in one line, as the other side wants to log it.
+
+    >>> in_a_line("out of\\nmemory\\x1b[0m")
+    'out of memory[0m'
+    """
+    return "".join(c for c in " ".join(words.split()) if c.isprintable())[:LONGEST_LINE]
 
 
 class Undelivered(NamedTuple):

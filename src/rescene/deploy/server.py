@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rescene.config import Resolved
 from rescene.deploy.federation import GridFederation
 from rescene.deploy.holding import OWN
+from rescene.deploy.journal import Journal
 from rescene.deploy.letters import Patience, Post
 from rescene.deploy.plan import is_closed
 from rescene.engine import RunFolder
@@ -26,10 +28,12 @@ def run_across(
     run: type[Run] = Run,
     plan: Path | None = None,
     elsewhere: bool = False,
+    seats: Mapping[int, int] | None = None,
 ) -> dict[str, Any]:
     """Run, or continue, the experiment of this folder across the sites behind ``post``.
 
-    ``plan`` is the federation's plan.yaml, in which an operator may close a task while it runs.
+    ``plan`` is the federation's plan.yaml, in which an operator may close a task while it runs. ``seats`` says which node
+    is which client, as far as their keys tell.
     """
     folder.check(resolved)
     recipe = resolved.recipe
@@ -37,7 +41,10 @@ def run_across(
     def federate(*args: Any, **options: Any) -> GridFederation:
         name = f"{recipe.method['name']}-s{recipe.seed}-{resolved.digest()}"
         text = json.dumps(recipe.model_dump(mode="json"))
-        return GridFederation(*args, post=post, run=name, recipe=text, patience=patience, **options)
+        journal = Journal(folder.path / "uploads")
+        return GridFederation(
+            *args, post=post, run=name, recipe=text, patience=patience, journal=journal, seats=seats, **options
+        )
 
     going = run(resolved, folder, progress, federate, elsewhere)
     federation = going.federation
@@ -46,4 +53,6 @@ def run_across(
     if plan is not None:
         going.closed = lambda task: is_closed(plan, task.index)
     federation.waiting = lambda facts: write_json(folder.path / "waiting.json", facts, sync="none")
-    return going.complete()
+    results = going.complete()
+    federation.journal.clear()
+    return results

@@ -3,7 +3,7 @@
     site.yaml                            who it is and where its images lie
     state/<run>/client-<k>/memory-*.bin  what it remembers between rounds, by hash, whole or not at all
     state/<run>/client-<k>/<verb>/       parts of messages that did not change, by hash
-    state/<run>/client-<k>/answer-*.bin  the last answer, by the hash of its letter
+    state/<run>/client-<k>/answer-*.bin  the last answer, by the token of its question
     state/<run>/client-<k>/recipe.json   what this run is; it may open new tasks and change nothing else
     state/ledger.jsonl                   what was released under a privacy mechanism, in all runs
 
@@ -19,7 +19,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ import rescene
 from rescene.config import Recipe
 from rescene.config.plan import grows
 from rescene.deploy.holding import OWN, SiteSection, check_floor, experiment_of, guarded
-from rescene.deploy.letters import EVALUATE, HELLO, Letter, Remembered, Reply, Request
+from rescene.deploy.letters import EVALUATE, HELLO, Letter, Remembered, Reply, Request, in_a_line
 from rescene.deploy.message import pack_message, unpack_message
 from rescene.engine import Experiment, use_all_cores
 from rescene.engine import wire as on_wire
@@ -81,32 +81,40 @@ class Site:
 
     def answer(self, letter: Letter) -> bytes:
         """The reply to a letter, also when something goes wrong: the server is told what, and goes on without us."""
-        client = self.section.client
+        client, token = self.section.client, ""
         try:
             use_all_cores()
-            return self._answer(unpack_message(letter.head).tree, letter)
+            request = unpack_message(letter.head).tree
+            if not isinstance(request, Request):
+                raise RunError("E340", "the message is refused: it is no request")
+            token = request.token
+            return self._answer(request, letter)
         except ResceneError as error:
             print(error, file=sys.stderr)  # the whole of it, for the site's own log
             private = isinstance(error, (ConfigError, DataError)) and error.code not in TOLD
-            words = "its images or settings cannot be used; its log says why" if private else _in_a_line(error)
-            reply = Reply(client, None, None, 0, (error.code, words))
+            words = "its images or settings cannot be used; its log says why" if private else _with_fix(error)
+            reply = Reply(client, None, None, 0, (error.code, in_a_line(words)))
         except Exception as error:
-            reply = Reply(client, None, None, 0, ("E321", first_line(error)))
-        return pack_message(reply).data
+            reply = Reply(client, None, None, 0, ("E321", in_a_line(first_line(error))))
+        return pack_message(replace(reply, token=token)).data
 
-    def _answer(self, request: Any, letter: Letter) -> bytes:
-        if not isinstance(request, Request):
-            raise RunError("E340", "the message is refused: it is no request")
+    def _answer(self, request: Request, letter: Letter) -> bytes:
         if request.version != rescene.__version__:
             fix = f"pip install rescene=={request.version}"
             raise RunError("E343", f"this site has rescene {rescene.__version__}, the server {request.version}: {fix}")
         if request.verb == HELLO:
-            return pack_message(self._hello(request)).data
+            return self._packed(self._hello(request), request)
         files = Memory(self.folder / "state" / _safe(request.run) / f"client-{self.section.client}")
         files.check_run(request.recipe)
         if request.verb == EVALUATE:
-            return pack_message(self._evaluate(request, letter.body, files)).data
-        return files.answered(letter) or files.keep(letter, pack_message(self._work(request, letter.body, files)).data)
+            return self._packed(self._evaluate(request, letter.body, files), request)
+        token = _safe(request.token)
+        return files.answered(token) or files.keep(
+            token, self._packed(self._work(request, letter.body, files), request)
+        )
+
+    def _packed(self, reply: Reply, request: Request) -> bytes:
+        return pack_message(replace(reply, token=request.token)).data
 
     def _recipe(self, request: Request) -> Recipe:
         """The server's recipe with this site's data and device."""
@@ -215,22 +223,22 @@ class Memory:
             old.unlink(missing_ok=True)
         return Remembered(sha256, num_bytes(state))
 
-    def answered(self, letter: Letter) -> bytes | None:
-        """The answer to this very letter, if it was the last one: a letter that comes twice costs no work."""
+    def answered(self, token: str) -> bytes | None:
+        """The answer to this very question, if it was the last one: one that comes twice costs no work."""
         try:
-            return self._answer_path(letter).read_bytes()
+            return self._answer_path(token).read_bytes()
         except OSError:
             return None
 
-    def keep(self, letter: Letter, answer: bytes) -> bytes:
-        path = self._answer_path(letter)
+    def keep(self, token: str, answer: bytes) -> bytes:
+        path = self._answer_path(token)
         for old in self.folder.glob("answer-*.bin"):
             old.unlink(missing_ok=True)
         write_atomically(path, answer, sync="none")
         return answer
 
-    def _answer_path(self, letter: Letter) -> Path:
-        return self.folder / f"answer-{hashlib.sha256(letter.head + letter.body).hexdigest()[:32]}.bin"
+    def _answer_path(self, token: str) -> Path:
+        return self.folder / f"answer-{token}.bin"
 
     def _path(self, sha256: str) -> Path:
         return self.folder / f"memory-{sha256[:32]}.bin"
@@ -268,19 +276,18 @@ def _heard() -> Iterator[list[tuple[str, str]]]:
     def listen(level: str, code: str, words: str) -> None:
         print(f"{level}[{code}] {words}", file=sys.stderr)
         if code in HEARD:
-            told.append((code, words))
+            told.append((code, in_a_line(words)))
 
     with warnings_to(listen):
         yield told
 
 
-def _in_a_line(error: ResceneError) -> str:
+def _with_fix(error: ResceneError) -> str:
     """What happened and what to do about it, for the operator's list of events."""
-    fix = f" (fix: {error.fix})" if error.fix and error.code in TOLD else ""
-    return error.what + " ".join(fix.splitlines())
+    return error.what + (f" (fix: {error.fix})" if error.fix and error.code in TOLD else "")
 
 
 def _safe(name: str) -> str:
     if not name or not all(c.isalnum() or c in "-_." for c in name) or name.startswith("."):
-        raise RunError("E340", f"the message is refused: {name!r} cannot name a run")
+        raise RunError("E340", f"the message is refused: {name!r} cannot be a name")
     return name

@@ -21,6 +21,7 @@ from rescene.config import Resolved
 from rescene.config.plan import PlannedTask, SitesSection
 from rescene.deploy.federation import GridFederation
 from rescene.deploy.holding import local_images
+from rescene.deploy.journal import Journal
 from rescene.deploy.letters import HELLO, Letter, Patience, Undelivered
 from rescene.deploy.message import unpack_message
 from rescene.deploy.site import Site
@@ -133,7 +134,10 @@ def _run(resolved: Resolved, post: NoPost, folder: RunFolder, notes: list[str]) 
     def federate(*args: Any, **options: Any) -> GridFederation:
         recipe = json.dumps(resolved.recipe.model_dump(mode="json"))
         patience = Patience(gather_s=0, poll_s=0)
-        return GridFederation(*args, post=post, run="trial", recipe=recipe, patience=patience, **options)
+        journal = Journal(folder.path / "uploads")
+        return GridFederation(
+            *args, post=post, run="trial", recipe=recipe, patience=patience, journal=journal, **options
+        )
 
     return Run(resolved, folder, hear, federate)
 
@@ -142,7 +146,7 @@ def _round(run: Run, post: NoPost, recipe: str) -> Trial:
     """begin_task, broadcast and ask of the loop, with one site; the server learns nothing from it."""
     e, federation, client = run.experiment, run.federation, post.site.section.client
     assert isinstance(federation, GridFederation)
-    head = federation._head(HELLO, None, ())
+    head = federation._head(HELLO, None, (), "trial")
     hello = unpack_message(post.site.answer(Letter(head))).tree
     if hello.problem:
         raise RunError(*hello.problem)

@@ -13,6 +13,7 @@ from rescene.data import Shard
 from rescene.functional import weighted_average
 from rescene.hyperparameters import hyper
 from rescene.methods.base import Federation, Method, Payload, Uploads, weights_of
+from rescene.methods.forms import NOTHING, Form, Place, either, fields, like, notes, whole
 from rescene.rng import Rng
 from rescene.steps import Loss, Training, fit_shard
 
@@ -55,6 +56,13 @@ class AveragingMethod(Method):
     leaves_site: ClassVar[str] = "model weights and the number of local images"
 
     weighting: Literal["size", "uniform"] = hyper("size", "n_k", "[ours]", "weight of a client: its images, or equal")
+
+    def expects(self, verb: str, payload: Payload, place: Place) -> Form:
+        """Weights of the model that was sent, or no image to learn from; every other question is answered by nothing."""
+        if verb != "client_round":
+            return NOTHING
+        absent = fields({"num_images": whole(0, 0)}, {"notes": notes})
+        return either(absent, fields({"model": like(payload["model"]), "num_images": whole(1)}, {"notes": notes}))
 
     def server_round(self, state: Any, uploads: Uploads, round: int, federation: Federation, rng: Rng) -> Any:
         senders = [upload for upload in uploads.values() if upload["num_images"] > 0]

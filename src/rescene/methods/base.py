@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from rescene.data import Shard, Task, Transform
 from rescene.hyperparameters import Hyperparameters
+from rescene.methods.forms import Form, Place, anything
 from rescene.nets import grow_head
 from rescene.record import Tree, record
 from rescene.rng import Rng
@@ -105,6 +106,10 @@ class Method(Hyperparameters):
         returns a list of answers; the in-process engine prefers it. Both forms must agree.
         """
         raise TypeError(f"method {self.name!r} does not define client_round")
+
+    def expects(self, verb: str, payload: Payload, place: Place) -> Form:
+        """What an answer to ``verb`` must look like; a site whose answer does not is left out (``methods/forms.py``)."""
+        return anything(place)
 
     def server_round(self, state: Any, uploads: Uploads, round: int, federation: Federation, rng: Rng) -> Any:
         raise TypeError(f"method {self.name!r} does not define server_round")

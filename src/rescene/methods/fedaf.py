@@ -27,6 +27,7 @@ from rescene.functional import group_means, perturbed
 from rescene.functional.sliced import knowledge_matching, mixed, owners_average, sliced_distance
 from rescene.hyperparameters import hyper
 from rescene.methods.base import Federation, Model, ModelState, Payload, Uploads, weights_of
+from rescene.methods.forms import LARGEST, Dim, Form, Place, both, fields, labels, notes, pictures, tensor
 from rescene.methods.registry import register
 from rescene.methods.surrogates import SurrogateMethod, gathered
 from rescene.record import Tree
@@ -73,6 +74,15 @@ class FedAF(SurrogateMethod):
             return opening
         labels, rows = _over_owners([answer["class_logits"] for answer in answers.values()])
         return {"noise_seed": opening["noise_seed"], "labels": labels, "class_logits": rows}
+
+    def expects(self, verb: str, payload: Payload, place: Place) -> Form:
+        if verb == "class_logits":
+            return fields({"class_logits": _class_rows(place)})
+        if self.lgkm_weight == 0:
+            return super().expects(verb, payload, place)
+        sums = lambda soft: bool(((soft["rows"].sum(dim=1) - 1).abs() < 1e-3).all())  # noqa: E731
+        soft = both(_class_rows(place, low=0.0, high=1.0), sums, "is not made of probabilities")
+        return fields(pictures(place, self.ipc) | {"notes": notes, "soft_labels": soft})
 
     def class_logits(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
         """First exchange: V_kc under theta~. The model is kept for the second one, so that it travels once."""
@@ -155,6 +165,18 @@ class FedAF(SurrogateMethod):
 def _scores(net: nn.Module, shard: Shard) -> Tensor:
     """Logits of all the client's images, in the order of ``shard.labels``."""
     return class_scores(net, shard.images.pixels[shard.index], shard.transform.normalise)
+
+
+def _class_rows(place: Place, low: float = -LARGEST, high: float = LARGEST) -> Form:
+    """Each class of the task at most once, with its weight and its row over all classes seen so far."""
+    owned = Dim("owned", len(place.task.classes))
+    return fields(
+        {
+            "labels": labels(place.task.classes, 1, owned),
+            "weights": tensor(torch.int64, owned, low=1),
+            "rows": tensor(torch.float32, owned, place.task.num_seen, low=low, high=high),
+        }
+    )
 
 
 def _received(payload: Payload, client_states: Sequence[Tree]) -> Model:

@@ -38,6 +38,7 @@ from rescene.functional.temperature import grouped_cross_entropy, task_aware_log
 from rescene.hyperparameters import hyper
 from rescene.methods.averaging import AveragingMethod, trained
 from rescene.methods.base import Federation, ModelState, Payload, Uploads
+from rescene.methods.forms import MOST, NOTHING, Dim, Form, Place, both, either, fields, labels, tensor
 from rescene.methods.registry import register
 from rescene.record import Tree, record
 from rescene.rng import Rng, seeded_generator
@@ -99,6 +100,18 @@ class FedCBDR(AveragingMethod):
 
         generator, notes = rng.at("sgd").generator(shard.device), {"replay_size": len(memory.labels)}
         return trained(net, mixed, self.train, generator, loss, notes=notes), client_state
+
+    def expects(self, verb: str, payload: Payload, place: Place) -> Form:
+        size, images = payload["model"]["head.weight"].shape[1] if "model" in payload else 0, Dim("images", MOST)
+        if verb == "share_features" and self.form == "gram":
+            moments = both(tensor(torch.float64, size, size), _is_gram, "is no matrix of second moments")
+            return either(NOTHING, fields({"moments": moments}))
+        if verb == "share_features":
+            return either(NOTHING, fields({"features": tensor(torch.float64, images, size)}))
+        if verb == "score_images" and self.budget_scope == "global":
+            row = tensor(torch.float64, images)
+            return fields({"keys": row, "scores": row, "labels": labels(place.task.classes, MOST, images)})
+        return super().expects(verb, payload, place)
 
     def end_task(self, state: ModelState, task: Task, federation: Federation, rng: Rng) -> ModelState:
         """Selection of exemplars on all clients; the model does not change. The server passes Q's seed on, nothing more."""
@@ -185,6 +198,12 @@ def _with_images(memory: Memory, shard: Shard, chosen: Tensor, weights: Tensor) 
         labels=torch.cat([memory.labels, shard.labels[chosen]]),
         weights=torch.cat([memory.weights, weights[chosen]]),
         desk={},
+    )
+
+
+def _is_gram(moments: Tensor) -> bool:
+    return torch.allclose(moments, moments.T, atol=1e-6 * float(moments.abs().max())) and bool(
+        (moments.diagonal() >= 0).all()
     )
 
 

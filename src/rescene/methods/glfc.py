@@ -31,6 +31,7 @@ from rescene.functional.compensation import compensation_loss, compensation_weig
 from rescene.hyperparameters import hyper
 from rescene.methods.averaging import AveragingMethod
 from rescene.methods.base import Federation, Model, Payload, Uploads, weights_of
+from rescene.methods.forms import Dim, Form, Place, either, fields, like, notes, tensor, whole
 from rescene.methods.registry import register
 from rescene.record import Tree, record, to_device
 from rescene.rng import Rng
@@ -135,6 +136,17 @@ class GLFC(Inversion, AveragingMethod):
         if is_transition:
             upload |= self._encoded_prototypes(net, payload["encoder_seed"], shard, kept)
         return upload, kept
+
+    def expects(self, verb: str, payload: Payload, place: Place) -> Form:
+        plain = super().expects(verb, payload, place)
+        if verb != "client_round":
+            return plain
+        num, side = Dim("prototypes", place.task.num_seen), place.image_size
+        shapes = encoder_weights(0, place.task.num_seen, side, side)
+        gradients = fields({name: tensor(torch.float32, num, *w.shape) for name, w in shapes.items()})
+        prototypes = fields({"gradients": gradients, "height": whole(side, side), "width": whole(side, side)})
+        first = {"model": like(payload["model"]), "num_images": whole(1), "notes": notes, "prototypes": prototypes}
+        return either(plain, fields(first))
 
     def _notice(self, model: Model, shard: Shard, kept: ClientState) -> tuple[ClientState, bool]:
         """What the client knows at the start of a round, and whether this round is its transition to a new task."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from rescene.data import Shard, Task
 from rescene.methods.base import Federation, Method, Model, Payload, Uploads, weights_of
+from rescene.methods.forms import NOTHING, Form, Place, fields, pictures
 from rescene.methods.registry import register
 from rescene.record import Tree, record
 from rescene.rng import Rng
@@ -59,6 +60,9 @@ class Joint(Method):
     def hand_over(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
         # normalised, as all pictures travel, so that the leakage figures see what they are: exact copies
         return {"images": shard.pictures(shard.index), "labels": shard.labels}, client_state
+
+    def expects(self, verb: str, payload: Payload, place: Place) -> Form:
+        return fields(pictures(place)) if verb == "hand_over" else NOTHING
 
     def broadcast(self, state: JointState, round: int, federation: Federation, rng: Rng) -> Payload:
         return {}

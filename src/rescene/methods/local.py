@@ -22,6 +22,7 @@ from rescene.data import Shard, Task
 from rescene.errors import ConfigError
 from rescene.hyperparameters import hyper
 from rescene.methods.base import Federation, Method, Model, Payload, Uploads, weights_of
+from rescene.methods.forms import NOTHING, Form, Place, either, fields, like, notes
 from rescene.methods.registry import register
 from rescene.record import Tree, record
 from rescene.rng import Rng
@@ -51,6 +52,11 @@ class Local(Method):
     def begin_task(self, state: LocalState, task: Task, federation: Federation, rng: Rng) -> LocalState:
         state = super().begin_task(state, task, federation, rng)
         return replace(state, site=self._choose(federation, rng)) if state.site < 0 else state
+
+    def expects(self, verb: str, payload: Payload, place: Place) -> Form:
+        if verb == "train_alone":
+            return either(NOTHING, fields({"model": like(payload["model"]), "notes": notes}))
+        return NOTHING
 
     def broadcast(self, state: LocalState, round: int, federation: Federation, rng: Rng) -> Payload:
         return {}

@@ -16,6 +16,7 @@ from torch import nn
 from rescene.data import Shard, Task
 from rescene.hyperparameters import hyper
 from rescene.methods.base import Federation, Method, Payload, Uploads
+from rescene.methods.forms import Form, Place
 from rescene.methods.registry import register
 from rescene.methods.rescene import ReSCENE, ServerState
 from rescene.record import Tree
@@ -50,6 +51,9 @@ class RawUpload(Method):
 
     def init(self, net: nn.Module, rng: Rng) -> ServerState:
         return self._rescene.init(net, rng)
+
+    def expects(self, verb: str, payload: Payload, place: Place) -> Form:
+        return self._rescene.expects(verb, payload, place)
 
     def broadcast(self, state: ServerState, round: int, federation: Federation, rng: Rng) -> Payload:
         return self._rescene.broadcast(state, round, federation, rng)

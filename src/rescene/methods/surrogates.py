@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rescene.data import Shard
 from rescene.methods.base import Federation, Method, Payload, Uploads
+from rescene.methods.forms import Form, Place, fields, notes, pictures
 from rescene.record import Tree
 from rescene.rng import Rng
 from rescene.steps import Condensation, condense
@@ -35,6 +36,9 @@ class SurrogateMethod(Condensation, Method):
     def broadcast(self, state: Any, round: int, federation: Federation, rng: Rng) -> Payload:
         """The model, and the seed of the perturbation noise that all clients of the round share."""
         return {"model": state.model, "noise_seed": rng.at("noise").integer()}
+
+    def expects(self, verb: str, payload: Payload, place: Place) -> Form:
+        return fields(pictures(place, self.ipc) | {"notes": notes})
 
     def client_round(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
         return self.client_round_batched(payload, [shard], [client_state], [rng])[0]

@@ -24,6 +24,7 @@ from rescene.functional.distillation import distillation_loss
 from rescene.hyperparameters import hyper
 from rescene.methods.averaging import AveragingMethod
 from rescene.methods.base import Federation, ModelState, Payload, weights_of
+from rescene.methods.forms import Form, Place, fields, whole
 from rescene.methods.registry import register
 from rescene.record import Tree
 from rescene.rng import Rng
@@ -72,6 +73,11 @@ class TARGET(Synthesis, AveragingMethod):
         )
         federation.ask(federation.clients, "receive_past", {"teacher": state.model, "pixels": made.pixels})
         return replace(state, notes=made.notes)
+
+    def expects(self, verb: str, payload: Payload, place: Place) -> Form:
+        if verb == "picture_size":
+            return fields({"image_size": whole(place.image_size, place.image_size)})
+        return super().expects(verb, payload, place)
 
     def picture_size(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
         return {"image_size": shard.images.pixels.shape[-1]}, client_state
