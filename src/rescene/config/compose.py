@@ -42,9 +42,10 @@ class Resolved:
     def digest(self) -> str:
         """Eight hex digits that identify the experiment, whatever it is called.
 
-        A plan's tasks do not count: a federation that opens another task is the same federation.
+        A plan's tasks and sites that left do not count: a federation that changes like that is the same federation.
         """
         left_out: dict[str, Any] = {"device": True, "sites": {"tasks"} if self.recipe.sites else True}
+        left_out["federation"] = {"exclude"}
         text = json.dumps(self.recipe.model_dump(mode="json", exclude=left_out), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 

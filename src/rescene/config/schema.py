@@ -41,6 +41,9 @@ class FederationSection(Section):
     num_clients: int = Field(20, ge=1, description="N, sites in all")
     per_round: int = Field(10, ge=1, description="K, sites that take part in a round")
     num_rounds: int = Field(20, ge=1, description="R, rounds per task")
+    exclude: list[int] | None = Field(
+        None, description="numbers of sites that are never asked: they left, or never came; others keep their images"
+    )
     partition: Literal["capped", "dirichlet", "iid", "lazy-dirichlet"] = Field(
         "capped", description="how a task's images are split over sites; lazy-dirichlet: drawn on demand, sites overlap"
     )
@@ -107,6 +110,15 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _somebody_is_left(self) -> Recipe:
+        gone, num_clients = self.federation.exclude or [], self.federation.num_clients
+        if len(set(gone)) != len(gone) or not all(0 <= client < num_clients for client in gone):
+            raise ValueError(f"federation.exclude: {gone} must name sites of 0 to {num_clients - 1}, each once")
+        if len(gone) == num_clients:
+            raise ValueError("federation.exclude: no site is left")
+        return self
+
+    @model_validator(mode="after")
     def _mechanism_fits_method(self) -> Recipe:
         method, kind = method_class(self.method["name"]), self.privacy.mechanism
         if kind not in method.mechanisms:
@@ -154,6 +166,12 @@ class Recipe(Section):
 
     def rounds_of(self, task: int) -> int:
         return self.federation.num_rounds if self.sites is None else self.sites.tasks[task].rounds
+
+    def without(self, client: int) -> Recipe:
+        """The recipe in which this site is never asked."""
+        gone = sorted({*(self.federation.exclude or ()), client})
+        federation = self.federation.model_dump(mode="json") | {"exclude": gone}
+        return Recipe.model_validate(self.model_dump(mode="json") | {"federation": federation})
 
     def closing(self, task: int, rounds: int) -> Recipe:
         """The recipe whose plan had only so many rounds in this task."""

@@ -71,7 +71,7 @@ class GridFederation(InProcess):
         if not isinstance(reply.upload, dict) or reply.upload.keys() != {"fingerprint", "torch"}:
             return "E340", "its answer is no greeting"
         if reply.client not in self.clients:
-            return "E344", f"this run has sites 0 to {len(self.clients) - 1}; see `client` in its site.yaml"
+            return "E344", f"this run has sites {_numbers(self.clients)}; it left, or see `client` in its site.yaml"
         if reply.upload["fingerprint"] != self.fingerprint:
             return "E347", "it has other images than this run; see `data` in its site.yaml"
         if self._nodes.setdefault(reply.client, node) != node:
@@ -245,6 +245,14 @@ class GridFederation(InProcess):
                 raise RunError("E342", "its pictures are not float32")
             if images.shape != (len(labels), 3, side, side):
                 raise RunError("E342", f"its pictures are {list(images.shape)}")
+
+
+def _numbers(clients: Sequence[int]) -> str:
+    """
+    >>> _numbers(range(3)), _numbers([0, 2])
+    ('0 to 2', '0, 2')
+    """
+    return f"0 to {len(clients) - 1}" if isinstance(clients, range) else ", ".join(map(str, clients))
 
 
 def _checked_tally(reply: Reply, client: int, num_classes: int) -> Tally:

@@ -60,12 +60,23 @@ class Experiment:
             net = self.arch.restore(self._given_weights(self.recipe.model.init, num_classes))
         return net.to(self.device)
 
+    @property
+    def clients(self) -> Sequence[int]:
+        """Numbers of the sites that may be asked."""
+        everybody, gone = range(self.recipe.federation.num_clients), self.recipe.federation.exclude
+        return [client for client in everybody if client not in gone] if gone else everybody
+
     def participants(self, task: Task, round: int) -> list[int]:
-        """K of N without replacement; depends on seed, task and round only, so every method meets the same sites."""
+        """K of N without replacement; depends on seed, task and round only, so every method meets the same sites.
+
+        In the place of a site that left comes the next one drawn: the others' turns stay as they were.
+        """
         federation = self.recipe.federation
         generator = self.rng.at("participants", task.index, round).generator()
-        drawn = torch.randperm(federation.num_clients, generator=generator)[: federation.per_round]
-        return sorted(drawn.tolist())
+        drawn = torch.randperm(federation.num_clients, generator=generator)
+        if federation.exclude:
+            drawn = drawn[~torch.isin(drawn, torch.tensor(federation.exclude))]
+        return sorted(drawn[: federation.per_round].tolist())
 
     @property
     def is_lazy(self) -> bool:

@@ -17,7 +17,7 @@ from safetensors.torch import save
 
 from rescene.config import Resolved
 from rescene.data import Task
-from rescene.engine.checkpoint import write_atomically, write_json
+from rescene.engine.checkpoint import Saved, write_atomically, write_json
 from rescene.engine.crashpoints import reach
 from rescene.engine.evaluate import Evaluation, evaluate
 from rescene.engine.experiment import Experiment, prepare
@@ -55,6 +55,7 @@ class Facts:
     leakage: list[dict[str, Any]] = field(default_factory=list)
     theory: list[dict[str, Any]] = field(default_factory=list)
     elsewhere: list[dict[str, Any]] = field(default_factory=list)  # where the run went on with other code or machine
+    forgotten: list[dict[str, Any]] = field(default_factory=list)  # sites whose uploads were removed (withdrawal.py)
     num_client_failures: int = 0
     num_fallbacks: int = 0
     num_withheld: int = 0
@@ -137,6 +138,7 @@ class Run:
             quorum=federation.quorum,
             wire=federation.wire,
         )
+        self.federation.clients = self.federation.participants = e.clients
         self.federation.observe = self._observe
         self.federation.phase = lambda: self.timer.phase("client")
         self.state: Any = None
@@ -253,15 +255,19 @@ class Run:
 
     def _after_task(self, task: Task) -> None:
         found = self._evaluate(task)
-        facts, missing = self.facts, len(self.experiment.tasks) - task.index - 1
-        facts.matrix.append(found.per_task + [math.nan] * missing)
-        facts.incremental.append(_overall(found, self.experiment.recipe.tasks.scenario))
-        facts.within_task, facts.confusion = found.within_task, found.confusion
-        facts.recall, facts.test_sizes = found.recall, found.sizes
         summary = self.leakage.summary()
         if summary is not None:
-            facts.leakage.append({"task": task.index, **summary})
+            self.facts.leakage.append({"task": task.index, **summary})
             self._save_gallery()
+        self._record(task, found)
+
+    def _record(self, task: Task, found: Evaluation) -> None:
+        """What was measured after the newest task."""
+        facts, missing = self.facts, len(self.experiment.tasks) - task.index - 1
+        facts.matrix[task.index :] = [found.per_task + [math.nan] * missing]
+        facts.incremental[task.index :] = [_overall(found, self.experiment.recipe.tasks.scenario)]
+        facts.within_task, facts.confusion = found.within_task, found.confusion
+        facts.recall, facts.test_sizes = found.recall, found.sizes
         row = {"kind": "task", "task": task.index, "accuracy": found.per_task, "aa": facts.incremental[-1]}
         self.folder.append("metrics.jsonl", _plain(row))
         self._tell("task", **row)
@@ -347,28 +353,35 @@ class Run:
         if saved is None:
             self.folder.describe(self.experiment)
         else:
-            e, there = self.experiment, saved.facts.get("made_on") or self.folder.environment()
-            changed = {key: [there.get(key), now] for key, now in self.made_on.items() if there.get(key) != now}
-            if changed and not self.elsewhere:
-                raise self._refused(changed)
-            self.state = to_device(saved.tree["state"], e.device)
-            self.federation.client_states = {int(k): to_device(v, e.device) for k, v in saved.tree["clients"].items()}
-            self.facts = Facts(**_unplain(saved.facts["facts"]))
-            self._fit_plan(saved.step)
-            self.ledger.restore(saved.facts["ledger"])
-            self.timer.resume(saved.facts["timing"])
-            step = self.steps[saved.step - 1]
-            self.leakage.restore(step.task, saved.tree["leakage"])
-            self.theory.restore(saved.tree.get("theory", {}))
-            self.place = (step.task.index, -1 if step.round is None else step.round)
-            self.early.append({"level": "info", "code": "I401", "message": f"resumed after step {saved.step}"})
-            if changed:
-                self.facts.elsewhere.append({"step": saved.step, "changed": changed})
-                told = f"went on elsewhere after step {saved.step}, not bit for bit: {'; '.join(_changes(changed))}"
-                self._keep_early("warning", "W403", told)
+            self._keep_early("info", "I401", f"resumed after step {saved.step}")
+            self._adopt(saved)
+        self._tell_early()
+        return saved.step if saved else 0
+
+    def _adopt(self, saved: Saved) -> None:
+        """Be where the checkpoint was made."""
+        e, there = self.experiment, saved.facts.get("made_on") or self.folder.environment()
+        changed = {key: [there.get(key), now] for key, now in self.made_on.items() if there.get(key) != now}
+        if changed and not self.elsewhere:
+            raise self._refused(changed)
+        self.state = to_device(saved.tree["state"], e.device)
+        self.federation.client_states = {int(k): to_device(v, e.device) for k, v in saved.tree["clients"].items()}
+        self.facts = Facts(**_unplain(saved.facts["facts"]))
+        self._fit_plan(saved.step)
+        self.ledger.restore(saved.facts["ledger"])
+        self.timer.resume(saved.facts["timing"])
+        step = self.steps[saved.step - 1]
+        self.leakage.restore(step.task, saved.tree["leakage"])
+        self.theory.restore(saved.tree.get("theory", {}))
+        self.place = (step.task.index, -1 if step.round is None else step.round)
+        if changed:
+            self.facts.elsewhere.append({"step": saved.step, "changed": changed})
+            told = f"went on elsewhere after step {saved.step}, not bit for bit: {'; '.join(_changes(changed))}"
+            self._keep_early("warning", "W403", told)
+
+    def _tell_early(self) -> None:
         for event in self.early:
             self.note(**event)
-        return saved.step if saved else 0
 
     def _refused(self, changed: dict[str, list[Any]]) -> RunError:
         """In the events too: of a run across sites the operator sees those."""

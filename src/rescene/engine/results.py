@@ -74,7 +74,7 @@ def results_of(experiment: Experiment, facts: dict[str, Any], ledger: Ledger) ->
                 "classes_suppressed": facts["num_suppressed"],
             },
             **_at_sites(experiment, facts["recall"]),
-            **({"elsewhere": facts["elsewhere"]} if facts["elsewhere"] else {}),
+            **{name: facts[name] for name in ("elsewhere", "forgotten") if facts[name]},
             "seed": experiment.recipe.seed,
             "config": experiment.recipe.model_dump(mode="json", exclude={"device"}),
         }

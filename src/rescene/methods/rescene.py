@@ -36,6 +36,7 @@ class Collected:
     images: Tensor
     labels: Tensor
     rounds: Tensor  # 1-based, as in the paper
+    clients: Tensor  # who sent each one; -1: not recorded, by a version before that
 
 
 @record
@@ -51,6 +52,8 @@ class ReSCENE(SurrogateMethod):
     name: ClassVar[str] = "rescene"
     title: ClassVar[str] = "ReSCENE"
     paper: ClassVar[str] = "Kang, Tu, Lee: ReSCENE, server-side replay for federated continual learning"
+
+    can_forget: ClassVar[bool] = True
 
     budget: int = hyper(1000, "B", "Sec. 4.1", "surrogates kept per class after a task", ge=1)
     recent_fraction: float = hyper(
@@ -76,7 +79,12 @@ class ReSCENE(SurrogateMethod):
         if everything is None:
             return state
         net = federation.net(state.model)
-        loss = fit_pool(
+        loss = self._train(net, everything, federation, rng)
+        notes = {"server_loss": loss, "pool_size": len(everything.labels)}
+        return replace(state, model=weights_of(net), pool=pool, notes=notes)
+
+    def _train(self, net: nn.Module, everything: Collected, federation: Federation, rng: Rng) -> float:
+        return fit_pool(
             net,
             everything.images,
             everything.labels,
@@ -87,8 +95,6 @@ class ReSCENE(SurrogateMethod):
             alpha=self.alpha,
             tau=self.tau,
         )
-        notes = {"server_loss": loss, "pool_size": len(everything.labels)}
-        return replace(state, model=weights_of(net), pool=pool, notes=notes)
 
     def end_task(self, state: ServerState, task: Task, federation: Federation, rng: Rng) -> ServerState:
         pool = _joined(state.pool)
@@ -102,8 +108,19 @@ class ReSCENE(SurrogateMethod):
         kept = self._keep([z[m] for m in members], [pool.rounds[m] for m in members], federation.num_rounds, rngs)
         # stored in pool order, so that training does not depend on the order of the picks
         index = torch.cat([own[k] for own, k in zip(members, kept, strict=True)]).sort().values
-        chosen = Collected(pool.images[index], pool.labels[index], pool.rounds[index])
-        return replace(state, pool=(), buffers=state.buffers + (chosen,))
+        return replace(state, pool=(), buffers=(*state.buffers, _chosen(pool, index)))
+
+    def forget(
+        self, state: ServerState, client: int, model: Model, num_rounds: int, federation: Federation, rng: Rng
+    ) -> ServerState:
+        """Without the client's surrogates; the fresh model is trained on the others as often as in so many rounds."""
+        pool, buffers = (tuple(_chosen(p, p.clients != client) for p in parts) for parts in (state.pool, state.buffers))
+        pool = tuple(part for part in pool if len(part.labels))  # buffers keep their places, one per task
+        everything, net = _joined(buffers + pool), federation.net(model)
+        if everything is not None and len(everything.labels):
+            for r in range(num_rounds):
+                self._train(net, everything, federation, rng.at(r))
+        return replace(state, model=weights_of(net), pool=pool, buffers=buffers)
 
     def _keep(self, z: list[Tensor], rounds: list[Tensor], num_rounds: int, rngs: list[Rng]) -> list[Tensor]:
         """Positions of the candidates of each class that go into the buffer."""
@@ -130,10 +147,16 @@ def _collect(uploads: Uploads, round_number: int) -> tuple[Collected, ...]:
     if pictures is None:
         return ()
     images, labels = pictures
-    return (Collected(images, labels, torch.full_like(labels, round_number)),)
+    clients = torch.cat([torch.full_like(upload["labels"], client) for client, upload in uploads.items()])
+    return (Collected(images, labels, torch.full_like(labels, round_number), clients),)
+
+
+def _chosen(part: Collected, index: Tensor) -> Collected:
+    return Collected(part.images[index], part.labels[index], part.rounds[index], part.clients[index])
 
 
 def _joined(parts: tuple[Collected, ...]) -> Collected | None:
     if not parts:
         return None
-    return Collected(*(torch.cat([getattr(p, name) for p in parts]) for name in ("images", "labels", "rounds")))
+    names = ("images", "labels", "rounds", "clients")
+    return Collected(*(torch.cat([getattr(p, name) for p in parts]) for name in names))
