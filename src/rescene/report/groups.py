@@ -113,16 +113,23 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     """Group runs by method and recipe; best AA first, unfinished last."""
     cells: dict[tuple[str, str], list[Run]] = {}
     for run in runs:
-        cells.setdefault((run.method, same(flatten(run.config))), []).append(run)
+        cells.setdefault((run.method, same(_setting(run))), []).append(run)
     groups: list[Group] = []
     for method in dict.fromkeys(method for method, _ in cells):
         groups += _variants(method, [members for (name, _), members in cells.items() if name == method])
     return sorted(_with_unique_slugs(groups), key=_rank)
 
 
+def _setting(run: Run) -> dict[str, Any]:
+    """The recipe, as far as it says something, and the sites that were forgotten later: such a run is another one."""
+    gone = [row.get("client") for row in run.results.get("forgotten") or () if isinstance(row, dict)]
+    told = {key: value for key, value in flatten(run.config).items() if value is not None}
+    return told | ({"forgot": gone} if gone else {})
+
+
 def _variants(method: str, cells: list[list[Run]]) -> list[Group]:
     """The groups of one method; with several recipes each label names what sets it apart."""
-    configs = [flatten(members[0].config) for members in cells]
+    configs = [_setting(members[0]) for members in cells]
     keys = list(dict.fromkeys(key for config in configs for key in config))
     apart = [key for key in keys if len({same(config.get(key)) for config in configs}) > 1]
     groups = []

@@ -26,6 +26,7 @@ from rescene.report.sites import sites_view
 from rescene.report.surrogates import gallery
 from rescene.report.tables import METRICS, PAGE, downloads, figures, page_cells, shown
 from rescene.report.theory import theory_rows, theory_view
+from rescene.report.withdrawn import withdrawals
 from rescene.report.words import departure, percent, verdict
 
 
@@ -96,6 +97,7 @@ def _view(runs: Sequence[Run], plots: Path) -> dict[str, Any]:
         "galleries": [found for group in groups if (found := gallery(group, plots))],
         "federation": sites_view(runs),
         "theory": theory_view(theory_rows(head)),
+        "withdrawals": withdrawals(groups),
         "costs": cost_rows(groups),
         "cost_titles": cost_titles(),
         "setting": facts.setting(told, runs),
