@@ -35,6 +35,11 @@ class TasksSection(Section):
     plan: list[list[str]] | None = Field(None, description="classes of each task by name")
     order: Literal["natural", "seeded"] = Field("natural", description="order in which classes arrive")
     limit: int | None = Field(None, ge=1, description="stop after this many tasks")
+    drift: int | None = Field(
+        None,
+        ge=0,
+        description="open-ended: rounds over which each task's classes drift in; no method is told; null: announced",
+    )
 
 
 class FederationSection(Section):
@@ -149,6 +154,29 @@ class Recipe(Section):
             raise ValueError("method.num_steps: per-example needs at least one step")
         if kind == "paper-experiment" and self.method["clip"] is None:
             raise ValueError("method.clip: the paper's experiment clips each class's gradient; method.clip=5")
+        return self
+
+    @model_validator(mode="after")
+    def _drift_is_possible(self) -> Recipe:
+        drift, method = self.tasks.drift, method_class(self.method["name"])
+        if drift is None:
+            return self
+        if self.sites is not None or self.tasks.scenario != "class":
+            raise ValueError("tasks.drift: only a simulation can let classes drift in, and only classes")
+        if drift >= self.federation.num_rounds:
+            raise ValueError(
+                f"tasks.drift: {drift} rounds of drift leave none of a task's {self.federation.num_rounds} to its own classes"
+            )
+        if not method.open_ended:
+            raise ValueError(
+                f"tasks.drift: {method.title} must be told when a task begins or ends, and here nobody says so; "
+                f"tasks.drift=null, or a method that needs no boundaries (rescene list methods)"
+            )
+        if self.privacy.mechanism != "none":
+            raise ValueError(
+                "tasks.drift: an image stays longer than one task, which the mechanism does not reckon with; "
+                "privacy.mechanism=none"
+            )
         return self
 
     @model_validator(mode="after")

@@ -56,6 +56,7 @@ class Facts:
     theory: list[dict[str, Any]] = field(default_factory=list)
     elsewhere: list[dict[str, Any]] = field(default_factory=list)  # where the run went on with other code or machine
     forgotten: list[dict[str, Any]] = field(default_factory=list)  # sites whose uploads were removed (withdrawal.py)
+    closings: list[list[int]] = field(default_factory=list)  # label, round of the stream (stream.py)
     num_client_failures: int = 0
     num_fallbacks: int = 0
     num_withheld: int = 0
@@ -125,7 +126,12 @@ class Run:
             e.method,
             e.arch,
             lambda task, client: e.shard(
-                task, client, self.federation.net, sites.at(task.index, self.place[1], client), self.leakage.see_start
+                e.tasks[self.place[0]],
+                client,
+                self.federation.net,
+                sites.at(task.index, self.place[1], client),
+                self.leakage.see_start,
+                self.place[1],
             ),
             self.ledger,
             self.note,
@@ -195,43 +201,48 @@ class Run:
     def _perform(self, step: Step) -> None:
         task, method, rng = step.task, self.experiment.method, self.experiment.rng.at("server", step.task.index)
         self.place = (task.index, -1 if step.round is None else step.round)
-        self.federation.num_rounds = self.experiment.recipe.rounds_of(task.index)
+        self.federation.num_rounds = self.experiment.rounds_told(task)
         if step.round is not None:
             self._round(task, step.round)
             return
-        self.federation.move(task, None)
+        told, _ = self.experiment.told(task, -1)
+        self.federation.move(told, None)
         if step.ends:
             plan, before = self.experiment.recipe.sites, self.state
             if plan is not None and plan.tasks[task.index].closed:
                 self.note("info", "I340", f"task {task.index} was closed after {plan.tasks[task.index].rounds} rounds")
-            with self.timer.phase("server"):
-                self.state = method.end_task(self.state, task, self.federation, rng.at("end"))
+            if told.announced or task is self.experiment.tasks[-1]:
+                with self.timer.phase("server"):
+                    self.state = method.end_task(self.state, told, self.federation, rng.at("end"))
             if task is self.experiment.tasks[-1]:
                 self._save_model()
             with self.timer.phase("theory"):
                 self.facts.theory += self.theory.task(task, before, self.state)
             self._after_task(task)
             return
-        self.leakage.begin(task)
+        self.leakage.begin(self.experiment.present(task))
         with self.timer.phase("server"):
             if self.state is None:
                 self.state = method.init(self.experiment.initial_net(), self.experiment.rng.at("init"))
-            self.state = method.begin_task(self.state, task, self.federation, rng.at("begin"))
+            if told.announced or task is self.experiment.tasks[0]:
+                self.state = method.begin_task(self.state, told, self.federation, rng.at("begin"))
 
     def _round(self, task: Task, r: int) -> None:
         """One round, as in the contract: broadcast, ask, learn."""
         e, rng = self.experiment, self.experiment.rng.at("server", task.index, r)
-        self.federation.move(task, r, e.participants(task, r))
+        told, number = e.told(task, r)
+        self.federation.move(told, number, e.participants(task, r))
         self.leakage.round = r
         self._tell("phase", phase="clients")
-        model = self.state.model
+        before = self.state
         with self.timer.phase("server"):
-            payload = e.method.broadcast(self.state, r, self.federation, rng.at("broadcast"))
+            payload = e.method.broadcast(self.state, number, self.federation, rng.at("broadcast"))
             uploads = self.federation.ask(self.federation.participants, "client_round", payload)
             self._tell("phase", phase="server")
-            self.state = e.method.server_round(self.state, uploads, r, self.federation, rng.at("round"))
+            self.state = e.method.server_round(self.state, uploads, number, self.federation, rng.at("round"))
         with self.timer.phase("theory"):
-            self.theory.round(task, r + 1, model, self.state)
+            self.theory.round(task, r + 1, before.model, self.state)
+        self._note_closings(before)
         self.ledger.states(self.state, self.federation.largest_state(), state_bytes(self.state.model))
         every = e.recipe.federation.evaluate_every
         accuracy = self._evaluate(task).overall if every and (r + 1) % every == 0 else None
@@ -252,6 +263,13 @@ class Run:
         self.folder.append("metrics.jsonl", _plain(row))
         self.timer.memory_mb.append(memory_mb(e.device))
         self._tell("round", **row)
+
+    def _note_closings(self, before: Any) -> None:
+        """Buffers that the method has closed by itself, because nobody announces the end of a task."""
+        for label, number in getattr(self.state, "closings", ())[len(getattr(before, "closings", ())) :]:
+            self.facts.closings.append([label, number])
+            name = self.experiment.dataset.classes[label]
+            self.note("info", "I302", f"class {name} stayed away: its buffer closed after round {number} of the stream")
 
     def _after_task(self, task: Task) -> None:
         found = self._evaluate(task)
@@ -371,7 +389,7 @@ class Run:
         self.ledger.restore(saved.facts["ledger"])
         self.timer.resume(saved.facts["timing"])
         step = self.steps[saved.step - 1]
-        self.leakage.restore(step.task, saved.tree["leakage"])
+        self.leakage.restore(e.present(step.task), saved.tree["leakage"])
         self.theory.restore(saved.tree.get("theory", {}))
         self.place = (step.task.index, -1 if step.round is None else step.round)
         if changed:

@@ -147,8 +147,8 @@ class Withdrawal(Run):
         held = sum(one.round is not None for one in self.steps[: saved.step])
         self._tell("start", done=saved.step, steps=len(self.steps))
         with warnings_to(self.note), flops_to(self.ledger.meter.add):
-            self.federation.num_rounds = self.experiment.recipe.rounds_of(step.task.index)
-            self.federation.move(step.task, None)
+            self.federation.num_rounds = self.experiment.rounds_told(step.task)
+            self.federation.move(self.experiment.told(step.task, -1)[0], None)
             old = self._measured(client)
             with self.timer.phase("server"):
                 rng = self.experiment.rng.at("forget", client, saved.step)
@@ -176,7 +176,7 @@ class Withdrawal(Run):
 
     def _measured(self, client: int) -> dict[str, Any]:
         """The model on all test images of the tasks so far, and on the client's own images; None where they are away."""
-        e, task = self.experiment, self.federation.task
+        e, task = self.experiment, self.experiment.tasks[self.place[0]]
         found = None if e.tested_at_sites else self._evaluate(task)
         return {"found": found, "own": accuracy_on(e, self.state.model, client, e.tasks[: task.index + 1])}
 

@@ -17,7 +17,7 @@ change their arguments. Four conventions let the engine account for a method wit
 model under ``model``; pictures travel under ``images`` (normalised) with their ``labels``; numbers worth logging stand
 under ``notes`` in a state or an upload; a server that keeps pictures has those of the task under ``pool`` and those of
 finished tasks under ``buffers``, as records of ``images``, ``labels`` and ``rounds``; with ``clients``, who sent each one,
-it can also ``forget`` a client.
+it can also ``forget`` a client. One that closes buffers itself lists (label, 1-based round) of each under ``closings``.
 """
 
 from __future__ import annotations
@@ -87,6 +87,8 @@ class Method(Hyperparameters):
     scenarios: ClassVar[tuple[str, ...]] = ("class", "domain")  # what kinds of task sequence it can learn
 
     can_forget: ClassVar[bool] = False  # its server keeps what each client sent, and can train on the rest
+
+    open_ended: ClassVar[bool] = False  # learns from a stream whose tasks nobody announces (tasks.drift)
 
     train: Training = Training()
 

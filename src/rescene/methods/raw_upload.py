@@ -26,6 +26,7 @@ from rescene.rng import Rng
 class RawUpload(Method):
     name: ClassVar[str] = "raw-upload"
     title: ClassVar[str] = "Raw upload"
+    open_ended: ClassVar[bool] = True
     paper: ClassVar[str] = "control, not a method to use: what sharing a few real images would give"
     leaves_site: ClassVar[str] = "real training images with their labels, unchanged"
 
