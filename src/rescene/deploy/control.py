@@ -147,6 +147,8 @@ def run(
         RunFolder(out).check(resolved)
     if not running(federation.server):
         raise ConfigError("E128", "the server is not running", fix=f"rescene deploy server {federation.path}")
+    if resolved.recipe.tasks.drift is not None:
+        raise ConfigError("E167", "only a simulation can let classes drift in", where="tasks.drift", fix="leave it out")
     num_clients = resolved.recipe.federation.num_clients
     if num_clients > len(federation.sites):
         raise ConfigError(

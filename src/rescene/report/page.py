@@ -15,7 +15,16 @@ from typing import Any
 
 from rescene import __version__
 from rescene.errors import DataError
-from rescene.report import facts, plots_cost, plots_curves, plots_grids, plots_privacy, plots_retention, plots_theory
+from rescene.report import (
+    facts,
+    plots_cost,
+    plots_curves,
+    plots_grids,
+    plots_privacy,
+    plots_retention,
+    plots_stream,
+    plots_theory,
+)
 from rescene.report.audits import audits
 from rescene.report.canvas import Figure, Plot, render
 from rescene.report.costs import cost_rows, cost_titles
@@ -147,6 +156,7 @@ def _figures(groups: Sequence[Group], head: Group | None, told: Run, plots: Path
         plots_retention.forgetting_bars(groups),
         plots_curves.rounds_curve(groups),
         plots_curves.matching_curve(groups),
+        plots_stream.stream(head),
         plots_grids.confusion(head) if head else None,
         plots_grids.sites_by_class(told),
         plots_grids.participation(told),

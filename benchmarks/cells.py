@@ -1,0 +1,41 @@
+"""A matrix of small experiments in a pool of processes: one JSON line per cell, cells that are in the file are skipped."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+Cell = dict[str, Any]
+
+
+def arguments(about: str, seeds: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--out", type=Path, required=True, help="JSON lines; a file that is there is continued")
+    parser.add_argument("--jobs", type=int, default=1, help="processes, one torch thread each")
+    parser.add_argument("--seeds", default=seeds, help="comma-separated")
+    found = parser.parse_args()
+    found.seeds = [int(seed) for seed in found.seeds.split(",")]
+    return found
+
+
+def run_cells(cells: Iterable[Cell], work: Callable[[Cell], Cell], out: Path, jobs: int) -> None:
+    """``work`` of each cell, appended to ``out`` as it ends; a cell that fails is told and left out."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # children inherit it before torch is loaded
+    out.parent.mkdir(parents=True, exist_ok=True)
+    lines = out.read_text().splitlines() if out.exists() else []
+    done = [json.loads(line)["cell"] for line in lines]
+    left = [cell for cell in cells if cell not in done]
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        futures = {pool.submit(work, cell): cell for cell in left}
+        for number, future in enumerate(as_completed(futures), 1):
+            cell, error = futures[future], future.exception()
+            print(f"{number}/{len(left)} {cell}" + (f": {error}" if error else ""), flush=True)
+            if error is None:
+                with out.open("a") as file:
+                    file.write(json.dumps({"cell": cell} | future.result()) + "\n")
