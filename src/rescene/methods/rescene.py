@@ -113,7 +113,7 @@ class ReSCENE(SurrogateMethod):
         if not task.announced:
             return self._close(state, pool.labels.unique(), federation, rng)
         chosen = self._herded(pool, task.classes, federation.num_rounds, state.model, federation, rng)
-        return replace(state, pool=(), buffers=(*state.buffers, chosen))
+        return replace(state, pool=(), buffers=state.buffers + (chosen,))
 
     def _herded(
         self,
