@@ -86,6 +86,8 @@ def test_nothing_of_it_is_left_and_the_others_stay(which, request, tmp_path):
     stored = b"".join(files(out).values())
     assert all(image in b"".join(untouched.values()) for image in own)
     assert not any(image in stored for image in own)
+    samples = [RunFolder(folder).checkpoints.load().tree["leakage"]["samples"].values() for folder in (source, out)]
+    assert [GONE in [k for part in parts for k in part["clients"].tolist()] for parts in samples] == [True, False]
     assert files(source) == untouched
     assert record["num_images"] == len(own) and record["num_images_left"] == len(others)
     assert sum(row["buffer"] + row["pool"] for row in record["removed"]) == len(own)
