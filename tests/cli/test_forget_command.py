@@ -37,6 +37,7 @@ def test_what_it_did_and_what_remains_is_told(run):
     assert "forgotten" not in rescene.load(never).values
     check = json.loads((place / "withdrawal.json").read_text())
     assert check["aa"]["never"] == rescene.load(never).aa and check["aa"]["after"] == rescene.load(place).aa
+    assert "Withdrawn: site 2" in (place / "MODEL_CARD.md").read_text()
     page = (place / "report.html").read_text()
     assert "Sites that withdrew" in page and "Never saw the site" in page
     assert invoke(app, ["report", str(place), str(never), "--out", str(run.parent / "r.html")]).exit_code == 0

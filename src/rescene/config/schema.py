@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from rescene.config.plan import SitesSection
 from rescene.config.privacy import PrivacySection, Promise, promise_of
-from rescene.methods import Method, method_class
+from rescene.methods import Method, method_class, method_names
 from rescene.steps import Training
 
 
@@ -170,7 +170,7 @@ class Recipe(Section):
         if not method.open_ended:
             raise ValueError(
                 f"tasks.drift: {method.title} must be told when a task begins or ends, and here nobody says so; "
-                f"tasks.drift=null, or a method that needs no boundaries (rescene list methods)"
+                f"tasks.drift=null, or one of {', '.join(n for n in method_names() if method_class(n).open_ended)}"
             )
         if self.privacy.mechanism != "none":
             raise ValueError(
