@@ -24,6 +24,13 @@ def arguments(about: str, seeds: str) -> argparse.Namespace:
     return found
 
 
+def fill(page: Path, mark: str, text: str) -> None:
+    """Put a table between ``<!-- mark -->`` and ``<!-- end -->`` of a page."""
+    head, begin, rest = page.read_text().partition(f"<!-- {mark} -->\n")
+    assert begin, f"{page} has no <!-- {mark} -->"
+    page.write_text(f"{head}{begin}{text}\n<!-- end -->{rest.partition('<!-- end -->')[2]}")
+
+
 def run_cells(cells: Iterable[Cell], work: Callable[[Cell], Cell], out: Path, jobs: int) -> None:
     """``work`` of each cell, appended to ``out`` as it ends; a cell that fails is told and left out."""
     os.environ["OMP_NUM_THREADS"] = "1"  # children inherit it before torch is loaded

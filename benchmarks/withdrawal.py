@@ -3,7 +3,7 @@
     python benchmarks/withdrawal.py --out results/withdrawal/cells.jsonl --jobs 16
 
 The demo (fashion-mini, five tasks of two classes, ten sites); of each seed the site whose uploads the server holds most of.
-`python benchmarks/withdrawal.py --table results/withdrawal/cells.jsonl` prints the table of docs/withdrawal.md.
+`python benchmarks/withdrawal.py --table results/withdrawal/cells.jsonl` puts the table into docs/withdrawal.md.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from cells import Cell, arguments, run_cells
+from cells import Cell, arguments, fill, run_cells
 
 
 def work(cell: Cell) -> dict[str, Any]:
@@ -68,7 +68,9 @@ def table(path: Path) -> str:
 
 if __name__ == "__main__":
     if "--table" in sys.argv:
-        print(table(Path(sys.argv[sys.argv.index("--table") + 1])))
+        made = table(Path(sys.argv[sys.argv.index("--table") + 1]))
+        fill(Path(__file__).parents[1] / "docs" / "withdrawal.md", "withdrawal: table", made)
+        print(made)
     else:
         told = arguments(__doc__ or "", "0,1,2,3")
         run_cells([{"seed": seed} for seed in told.seeds], work, told.out, told.jobs)
