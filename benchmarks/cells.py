@@ -1,7 +1,4 @@
-"""A matrix of runs in a pool of processes: one line of JSON per cell, appended as it is done; cells already in the file are skipped.
-
-python benchmarks/poisoning.py --out results/trust/poisoning.jsonl --jobs 16 [--seeds 10,11,12]
-"""
+"""A matrix of small experiments in a pool of processes: one JSON line per cell, cells that are in the file are skipped."""
 
 from __future__ import annotations
 
@@ -17,24 +14,35 @@ from typing import Any
 Cell = dict[str, Any]
 
 
-def each(
-    about: str, out: str, seeds: str, cells: Callable[[int], Iterable[Cell]], work: Callable[[Cell], Cell]
-) -> None:
-    """``cells(seed)`` lists settings, ``work(cell)`` gives what to add to them; it is called in a fresh process."""
+def arguments(about: str, seeds: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results" / "trust" / out)
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--seeds", default=seeds)
-    asked = parser.parse_args()
-    done = [json.loads(line) for line in asked.out.read_text().splitlines()] if asked.out.exists() else []
-    wanted = [cell for seed in map(int, asked.seeds.split(",")) for cell in cells(seed)]
-    todo = [cell for cell in wanted if not any(cell.items() <= line.items() for line in done)]
-    asked.out.parent.mkdir(parents=True, exist_ok=True)
-    os.environ["OMP_NUM_THREADS"] = "1"
-    with ProcessPoolExecutor(asked.jobs, multiprocessing.get_context("spawn")) as pool:
-        waiting = {pool.submit(work, cell): cell for cell in todo}
-        for number, future in enumerate(as_completed(waiting), start=1):
-            line = json.dumps(waiting[future] | future.result())
-            print(f"{number}/{len(todo)} {line}", flush=True)
-            with asked.out.open("a") as file:
-                file.write(line + "\n")
+    parser.add_argument("--out", type=Path, required=True, help="JSON lines; a file that is there is continued")
+    parser.add_argument("--jobs", type=int, default=1, help="processes, one torch thread each")
+    parser.add_argument("--seeds", default=seeds, help="comma-separated")
+    found = parser.parse_args()
+    found.seeds = [int(seed) for seed in found.seeds.split(",")]
+    return found
+
+
+def fill(page: Path, mark: str, text: str) -> None:
+    """Put a table between ``<!-- mark -->`` and ``<!-- end -->`` of a page."""
+    head, begin, rest = page.read_text().partition(f"<!-- {mark} -->\n")
+    assert begin, f"{page} has no <!-- {mark} -->"
+    page.write_text(f"{head}{begin}{text}\n<!-- end -->{rest.partition('<!-- end -->')[2]}")
+
+
+def run_cells(cells: Iterable[Cell], work: Callable[[Cell], Cell], out: Path, jobs: int) -> None:
+    """``work`` of each cell, appended to ``out`` as it ends; a cell that fails is told and left out."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # children inherit it before torch is loaded
+    out.parent.mkdir(parents=True, exist_ok=True)
+    lines = out.read_text().splitlines() if out.exists() else []
+    done = [json.loads(line) for line in lines]
+    left = [cell for cell in cells if not any(cell.items() <= line.items() for line in done)]
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        futures = {pool.submit(work, cell): cell for cell in left}
+        for number, future in enumerate(as_completed(futures), 1):
+            cell, error = futures[future], future.exception()
+            print(f"{number}/{len(left)} {cell}" + (f": {error}" if error else ""), flush=True)
+            if error is None:
+                with out.open("a") as file:
+                    file.write(json.dumps(cell | future.result()) + "\n")

@@ -1,6 +1,6 @@
 """Sites that are lost in a round or too slow for it: whether runs complete, and what it costs in accuracy and time.
 
-python benchmarks/dropouts.py [--out FILE.jsonl] [--jobs N] [--seeds 0,1,2]
+python benchmarks/dropouts.py --out results/trust/dropouts.jsonl [--jobs N] [--seeds 0,1,2]
 
 Five of ten sites are asked in a round. Time is counted in answers of an ordinary site.
 """
@@ -69,6 +69,7 @@ def measure(cell: Cell) -> Cell:
 
 
 if __name__ == "__main__":
-    from cells import each
+    from cells import arguments, run_cells
 
-    each(__doc__ or "", "dropouts.jsonl", SEEDS, cells, measure)
+    told = arguments(__doc__ or "", SEEDS)
+    run_cells([cell for seed in told.seeds for cell in cells(seed)], measure, told.out, told.jobs)

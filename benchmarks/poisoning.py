@@ -1,6 +1,6 @@
 """One site of ten attacks: what it achieves, what the screen catches, and how often the screen hits honest sites.
 
-python benchmarks/poisoning.py [--out FILE.jsonl] [--jobs N] [--seeds 10,11,12]
+python benchmarks/poisoning.py --out results/trust/poisoning.jsonl [--jobs N] [--seeds 10,11,12]
 
 The attacker is the site that holds most images. Seeds 1 and 2 were used to choose the screen's limit and are not measured.
 """
@@ -92,6 +92,7 @@ def screened(found: Any, adversary: Any, honest: Any) -> Cell:
 
 
 if __name__ == "__main__":
-    from cells import each
+    from cells import arguments, run_cells
 
-    each(__doc__ or "", "poisoning.jsonl", SEEDS, cells, measure)
+    told = arguments(__doc__ or "", SEEDS)
+    run_cells([cell for seed in told.seeds for cell in cells(seed)], measure, told.out, told.jobs)

@@ -103,5 +103,5 @@ def load(folder: str | Path) -> Result:
 def default_folder(resolved: Resolved) -> Path:
     """runs/<recipe>/<method>-s<seed>-<hash>: the same experiment has the same folder, a different one never shares it."""
     root = Path(os.environ.get("RESCENE_RUNS", "runs"))
-    recipe = resolved.recipe
-    return root / resolved.name / f"{recipe.method['name']}-s{recipe.seed}-{resolved.digest()}"
+    recipe, name = resolved.recipe, f"{resolved.recipe.method['name']}-s{resolved.recipe.seed}-{resolved.digest()}"
+    return root / resolved.name / "-without-".join([name, *map(str, recipe.federation.exclude or ())])

@@ -134,7 +134,7 @@ def test_what_a_killed_write_left_behind_is_removed(tmp_path):
 
 def test_a_format_from_the_future_is_refused_and_left_alone(tmp_path, monkeypatch):
     with monkeypatch.context() as future:
-        future.setattr("rescene.engine.checkpoint.CHECKPOINT", 2)
+        future.setattr("rescene.engine.checkpoint.CHECKPOINT", 99)
         saved(tmp_path)
     with pytest.raises(RunError, match="E414") as caught:
         Checkpoints(tmp_path).load()

@@ -326,6 +326,26 @@ def rerun(
     interruptible(work, "the same command")
 
 
+@app.command()
+@verb
+def forget(
+    folder: Annotated[Path, typer.Argument(help="run folder; also one of a federation's server")],
+    client: Annotated[str, typer.Option("--client", help="the site that leaves: its number, or its name")],
+    check: Annotated[
+        bool, typer.Option("--check", help="also run the recipe as if the site had never been there, and compare")
+    ] = False,
+    out: Annotated[Path | None, typer.Option("--out", help="new run folder (default: RUN-forgot-<site>)")] = None,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+    plugin: Plugin = None,
+) -> None:
+    """A site withdraws: remove its uploads, train anew on what remains; it is never asked again."""
+    load_plugins(plugin)
+    from rescene.cli.forgetting import forget as withdraw
+
+    interruptible(lambda: withdraw(folder, client, check, out, quiet, as_json), "the same command")
+
+
 @app.command("list")
 @verb
 def list_things(

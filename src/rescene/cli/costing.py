@@ -49,7 +49,7 @@ def price(resolved: Resolved) -> Priced:
         raise ConfigError(
             NO_FORECAST,
             f"the cost of {experiment.method.name!r} is not known in advance",
-            why="only the methods of this package have a forecast, without a privacy mechanism",
+            why="only the methods of this package have a forecast, without a privacy mechanism and without drift",
             fix="run it with tasks.limit=1 federation.num_rounds=1 and read the cost in results.json",
         )
     return Priced(experiment, found, measured_rates(experiment), missing)

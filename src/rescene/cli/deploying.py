@@ -94,8 +94,10 @@ def run(
     from rescene.deploy.folder import Federation
     from rescene.deploy.letters import Patience
     from rescene.deploy.operator import watch_sites
+    from rescene.deploy.withdrawal import without_left
 
-    federation, resolved = Federation.open(folder), resolve(recipe, overrides or [])
+    federation = Federation.open(folder)
+    resolved = without_left(federation, resolve(recipe, overrides or []))
     place = out or federation.server / "runs" / default_folder(resolved).name
     if federation.plan.exists():
         if out is not None:

@@ -17,6 +17,10 @@ EXAMPLES = {
     ],
     "resume": ["rescene resume runs/demo/rescene"],
     "rerun": ["rescene rerun runs/demo/rescene"],
+    "forget": [
+        "rescene forget runs/demo/rescene --client 3 --check",
+        "rescene forget clinic/server/runs/plan --client south",
+    ],
     "report": ["rescene report runs/demo --open"],
     "table": ["rescene table runs/demo --metric aa,aia,forgetting --out table.tex"],
     "plot": ["rescene plot runs/demo --kind curves --out curves.pdf"],

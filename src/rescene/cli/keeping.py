@@ -135,6 +135,14 @@ def rerun(folder: Path, out: Path | None, quiet: bool, as_json: bool) -> bool:
         raise ConfigError(
             "E108", "not a run folder", where=str(folder), why="it has no config.yaml", fix="rescene runs"
         )
+    if before.values.get("forgotten"):
+        raise ConfigError(
+            "E163",
+            "a run that forgot a site cannot be repeated from its recipe alone",
+            where=str(folder),
+            why="its recipe is that of a run which never saw the site",
+            fix="rescene rerun the run it was made from, then rescene forget",
+        )
     target = out or _beside(folder)
     if target.resolve() == folder.resolve():
         raise ConfigError("E186", "a run cannot be repeated in its own folder", where="--out", fix="another --out")

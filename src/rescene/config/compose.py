@@ -25,6 +25,7 @@ from rescene.steps import Training
 
 SHORTHANDS = {"method": "method.name", "model": "model.name", "data": "data.name"}
 TASK_PLANS = {"tasks.per_task", "tasks.count", "tasks.sizes", "tasks.plan"}
+NEWER = (("tasks", "drift"), ("method", "close_after"))  # keys of later versions: where they say nothing, names stay
 Flat = dict[str, Any]
 
 
@@ -42,10 +43,14 @@ class Resolved:
     def digest(self) -> str:
         """Eight hex digits that identify the experiment, whatever it is called.
 
-        A plan's tasks do not count: a federation that opens another task is the same federation.
+        A plan's tasks and sites that left do not count: a federation that changes like that is the same federation.
         """
         left_out: dict[str, Any] = {"device": True, "sites": {"tasks"} if self.recipe.sites else True}
-        text = json.dumps(self.recipe.model_dump(mode="json", exclude=left_out), sort_keys=True)
+        told = self.recipe.model_dump(mode="json", exclude=left_out | {"federation": {"exclude"}})
+        for section, key in NEWER:
+            if told[section].get(key) is None:
+                told[section].pop(key, None)
+        text = json.dumps(told, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 

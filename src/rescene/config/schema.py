@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from rescene.config.faults import FaultsSection
 from rescene.config.plan import SitesSection
 from rescene.config.privacy import PrivacySection, Promise, promise_of
-from rescene.methods import Method, method_class
+from rescene.methods import Method, method_class, method_names
 from rescene.steps import Training
 
 
@@ -36,12 +36,20 @@ class TasksSection(Section):
     plan: list[list[str]] | None = Field(None, description="classes of each task by name")
     order: Literal["natural", "seeded"] = Field("natural", description="order in which classes arrive")
     limit: int | None = Field(None, ge=1, description="stop after this many tasks")
+    drift: int | None = Field(
+        None,
+        ge=0,
+        description="open-ended: rounds over which each task's classes drift in; no method is told; null: announced",
+    )
 
 
 class FederationSection(Section):
     num_clients: int = Field(20, ge=1, description="N, sites in all")
     per_round: int = Field(10, ge=1, description="K, sites that take part in a round")
     num_rounds: int = Field(20, ge=1, description="R, rounds per task")
+    exclude: list[int] | None = Field(
+        None, description="numbers of sites that are never asked: they left, or never came; others keep their images"
+    )
     partition: Literal["capped", "dirichlet", "iid", "lazy-dirichlet"] = Field(
         "capped", description="how a task's images are split over sites; lazy-dirichlet: drawn on demand, sites overlap"
     )
@@ -126,6 +134,15 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _somebody_is_left(self) -> Recipe:
+        gone, num_clients = self.federation.exclude or [], self.federation.num_clients
+        if len(set(gone)) != len(gone) or not all(0 <= client < num_clients for client in gone):
+            raise ValueError(f"federation.exclude: {gone} must name sites of 0 to {num_clients - 1}, each once")
+        if len(gone) == num_clients:
+            raise ValueError("federation.exclude: no site is left")
+        return self
+
+    @model_validator(mode="after")
     def _mechanism_fits_method(self) -> Recipe:
         method, kind = method_class(self.method["name"]), self.privacy.mechanism
         if kind not in method.mechanisms:
@@ -160,6 +177,29 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _drift_is_possible(self) -> Recipe:
+        drift, method = self.tasks.drift, method_class(self.method["name"])
+        if drift is None:
+            return self
+        if self.sites is not None or self.tasks.scenario != "class":
+            raise ValueError("tasks.drift: only a simulation can let classes drift in, and only classes")
+        if drift >= self.federation.num_rounds:
+            raise ValueError(
+                f"tasks.drift: {drift} rounds of drift leave none of a task's {self.federation.num_rounds} to its own classes"
+            )
+        if not method.open_ended:
+            raise ValueError(
+                f"tasks.drift: {method.title} must be told when a task begins or ends, and here nobody says so; "
+                f"tasks.drift=null, or one of {', '.join(n for n in method_names() if method_class(n).open_ended)}"
+            )
+        if self.privacy.mechanism != "none":
+            raise ValueError(
+                "tasks.drift: an image stays longer than one task, which the mechanism does not reckon with; "
+                "privacy.mechanism=none"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _plan_fits(self) -> Recipe:
         if self.sites is None:
             return self
@@ -174,6 +214,12 @@ class Recipe(Section):
 
     def rounds_of(self, task: int) -> int:
         return self.federation.num_rounds if self.sites is None else self.sites.tasks[task].rounds
+
+    def without(self, client: int) -> Recipe:
+        """The recipe in which this site is never asked."""
+        gone = sorted({*(self.federation.exclude or ()), client})
+        federation = self.federation.model_dump(mode="json") | {"exclude": gone}
+        return Recipe.model_validate(self.model_dump(mode="json") | {"federation": federation})
 
     def closing(self, task: int, rounds: int) -> Recipe:
         """The recipe whose plan had only so many rounds in this task."""

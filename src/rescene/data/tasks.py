@@ -20,7 +20,8 @@ from rescene.rng import Rng
 @dataclass(frozen=True, eq=False)
 class Task:
     """One task. ``classes``: labels new in it (class-incremental) or all labels (domain-incremental); labels
-    0..``num_seen``-1 are known during it. ``train``, ``test``: positions into the splits, all clients together."""
+    0..``num_seen``-1 are known during it. ``train``, ``test``: positions into the splits, all clients together.
+    ``announced`` is False for a stream of classes that come and go while nobody says when: it is one task to a method."""
 
     index: int
     classes: tuple[int, ...]
@@ -28,6 +29,7 @@ class Task:
     domain: int | None
     train: Tensor
     test: Tensor
+    announced: bool = True
 
 
 def plan_tasks(

@@ -35,6 +35,7 @@ from rescene.deploy.processes import (
 )
 from rescene.deploy.site import Site
 from rescene.deploy.status import left_out_rows, site_answers, task_rows
+from rescene.deploy.withdrawal import without_left
 from rescene.engine import RunFolder
 from rescene.engine.checkpoint import write_json
 from rescene.errors import ConfigError, RunError
@@ -88,7 +89,7 @@ def _register(federation: Federation) -> None:
     """Make the sites' keys known to the link, each once; it lists nodes by its own numbers, so we keep whose is whose."""
     known, there = registered(federation), {node["node-id"] for node in nodes(federation)}
     for name in federation.sites:
-        if known.get(name) not in there:
+        if known.get(name) not in there and name not in federation.left:
             key = str(federation.site(name) / "node.pub")
             try:
                 known[name] = flwr(federation, "supernode", "register", key, LINK, "--format", "json")["node-id"]
@@ -147,9 +148,13 @@ def run(
     plan = read_plan(federation.plan)
     if plan is not None:
         resolved = with_plan(resolved, plan, len(federation.sites), out)
+    resolved = without_left(federation, resolved)
+    if plan is not None:
         RunFolder(out).check(resolved)
     if not running(federation.server):
         raise ConfigError("E128", "the server is not running", fix=f"rescene deploy server {federation.path}")
+    if resolved.recipe.tasks.drift is not None:
+        raise ConfigError("E167", "only a simulation can let classes drift in", where="tasks.drift", fix="leave it out")
     num_clients = resolved.recipe.federation.num_clients
     if num_clients > len(federation.sites):
         raise ConfigError(
@@ -224,7 +229,7 @@ def status_rows(federation: Federation) -> list[dict[str, Any]]:
     folders = [path.parent for path in sorted((federation.server / "runs").glob("*/status.json"))]
     answers = site_answers(folders, federation.sites)
     for name in federation.sites:
-        state = listed.get(known.get(name, ""), "unknown")
+        state = "left" if name in federation.left else listed.get(known.get(name, ""), "unknown")
         rows.append({"what": "site", "name": name, "state": f"{state}; {answers[name]}" if name in answers else state})
     rows += [{"what": "run", "name": folder.name, "state": progress(folder)} for folder in folders]
     return rows + task_rows(read_plan(federation.plan), federation.plan_run) + left_out_rows(folders, federation.sites)

@@ -111,7 +111,7 @@ class GridFederation(InProcess):
         if seat != reply.client and (seat is not None or reply.client in self._seats.values()):
             return "E344", "its key is another site's; see `client` in its site.yaml"
         if reply.client not in self.clients:
-            return "E344", f"this run has sites 0 to {len(self.clients) - 1}; see `client` in its site.yaml"
+            return "E344", f"this run has sites {_numbers(self.clients)}; it left, or see `client` in its site.yaml"
         if reply.upload["fingerprint"] != self.fingerprint:
             return "E347", "it has other images than this run; see `data` in its site.yaml"
         if self._nodes.setdefault(reply.client, node) != node:
@@ -305,3 +305,11 @@ class GridFederation(InProcess):
 
     def _name(self, node: int) -> str:
         return next((f"site {k}" for k, own in self._nodes.items() if own == node), f"node {node}")
+
+
+def _numbers(clients: Sequence[int]) -> str:
+    """
+    >>> _numbers(range(3)), _numbers([0, 2])
+    ('0 to 2', '0, 2')
+    """
+    return f"0 to {len(clients) - 1}" if isinstance(clients, range) else ", ".join(map(str, clients))

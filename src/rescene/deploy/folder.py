@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -117,6 +117,8 @@ class Federation:
     host: str
     port: int
     sites: list[str]
+    left: list[str] = field(default_factory=list)  # sites that withdrew: their uploads are gone, they are never asked
+    plan_folder: str = "plan"  # name of the plan's run folder; another one once a site has left
 
     @property
     def server(self) -> Path:
@@ -129,7 +131,12 @@ class Federation:
     @property
     def plan_run(self) -> Path:
         """The one run folder of a plan: it grows with it, for months."""
-        return self.server / "runs" / "plan"
+        return self.server / "runs" / self.plan_folder
+
+    @property
+    def exclude(self) -> list[int]:
+        """Numbers of the sites that left."""
+        return [number for number, name in enumerate(self.sites) if name in self.left]
 
     @property
     def app(self) -> Path:

@@ -176,7 +176,7 @@ class Memory:
         path, after = self.folder / "recipe.json", _comparable(recipe)
         if path.exists():
             before = json.loads(path.read_bytes())
-            if before["rest"] != after["rest"] or not grows(before["tasks"], after["tasks"]):
+            if _said(before["rest"]) != after["rest"] or not grows(before["tasks"], after["tasks"]):
                 raise RunError("E355", "the server has changed this run; only new tasks may be added to it")
             if before == after:
                 return
@@ -260,12 +260,21 @@ def client_verb(method: Method, name: str) -> Callable[..., Any]:
 
 
 def _comparable(recipe: str) -> dict[str, Any]:
-    """A recipe as far as it binds the server: its tasks, which may grow, and the rest without what is the site's own."""
+    """A recipe as far as it binds the server: its tasks, which may grow, and the rest without what is the site's own.
+
+    Other sites may leave, and a key that says nothing may be one that an older version did not have.
+    """
     given = json.loads(recipe)
     rest = {key: value for key, value in given.items() if key not in ("data", "device", "sites")}
     plan = given.get("sites") or {}
     rest["sites"] = {key: value for key, value in plan.items() if key not in ("tasks", "test")}
-    return {"rest": rest, "tasks": plan.get("tasks", [])}
+    rest["federation"] = (rest.get("federation") or {}) | {"exclude": None}
+    return {"rest": _said(rest), "tasks": plan.get("tasks", [])}
+
+
+def _said(tree: Any) -> Any:
+    """Without keys that say nothing."""
+    return {key: _said(value) for key, value in tree.items() if value is not None} if isinstance(tree, dict) else tree
 
 
 @contextmanager

@@ -173,6 +173,8 @@ class Checkpoints:
             if hashlib.sha256(data).hexdigest() != digest:
                 raise ValueError(f"chunk {digest[:12]} does not match its checksum")
             chunks.append(load(data))
+        if body["schema"] < 2:
+            _to_2(body["skeleton"], chunks)
         return Saved(body["step"], unpack(body["skeleton"], chunks), body["facts"])
 
     def _manifests(self) -> list[Path]:
@@ -197,6 +199,18 @@ class Checkpoints:
             if path.name not in needed:
                 path.unlink(missing_ok=True)
                 reach("removed", path)
+
+
+def _to_2(skeleton: Any, chunks: list[Chunk]) -> None:
+    """Format 1 did not record who sent a surrogate: nobody knows now, which is -1."""
+    if not isinstance(skeleton, dict | list):
+        return
+    if isinstance(skeleton, dict) and skeleton.get("$record") == "rescene.methods.rescene.Collected":
+        number, name = skeleton["fields"]["labels"]["$tensor"]
+        chunks[number] |= {"clients": torch.full_like(chunks[number][name], -1)}
+        skeleton["fields"]["clients"] = {"$tensor": [number, "clients"]}
+    for inner in skeleton.values() if isinstance(skeleton, dict) else skeleton:
+        _to_2(inner, chunks)
 
 
 def _sha256(path: Path) -> str:

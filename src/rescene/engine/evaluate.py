@@ -30,13 +30,13 @@ def evaluate(net: nn.Module, dataset: Dataset, tasks: Sequence[Task]) -> Evaluat
     """Accuracy after these tasks. A task without test images counts as 0."""
     test, transform = dataset.test, dataset.transform
     index = torch.cat([task.test for task in tasks]).to(test.labels.device)
-    scores = class_scores(net, test.pixels[index], transform.normalise)
+    classes = tasks[-1].num_seen  # a head may know of classes that are still to come
+    scores = class_scores(net, test.pixels[index], transform.normalise)[:, :classes]
     truth = test.labels[index]
     guesses = scores.argmax(dim=1)
     sizes = [len(task.test) for task in tasks]
     right = (guesses == truth).split(sizes)
     within = [_within(*own) for own in zip(scores.split(sizes), truth.split(sizes), tasks, strict=True)]
-    classes = tasks[-1].num_seen
     confusion = torch.bincount(truth * classes + guesses, minlength=classes * classes).reshape(classes, classes)
     return Evaluation([_percent(r) for r in right], within, _percent(guesses == truth), confusion.tolist(), sizes, [])
 

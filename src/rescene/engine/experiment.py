@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -47,10 +49,61 @@ class Experiment:
         return self.recipe.sites is not None and self.recipe.sites.test is None
 
     def shard(
-        self, task: Task, client: int, net: Callable[..., nn.Module], site: Site | None = None, notice: Any = None
+        self,
+        task: Task,
+        client: int,
+        net: Callable[..., nn.Module],
+        site: Site | None = None,
+        notice: Any = None,
+        round: int = -1,
     ) -> Shard:
-        own = self.shards[task.index][client]
-        return Shard(self.dataset.train, own, task, self.dataset.transform, net, site, notice)
+        told, _ = self.told(task, round)
+        return Shard(
+            self.dataset.train, self.held(task, client, round), told, self.dataset.transform, net, site, notice
+        )
+
+    def held(self, task: Task, client: int, round: int) -> Tensor:
+        """The client's images in a round: those of the task; while it drifts in, some of it and some of the one before.
+
+        In drift round j of L (from 0) the share (j + 1) / (L + 1) of the new ones is there and as many old ones are gone.
+        """
+        own, drift = self.shards[task.index][client], self.recipe.tasks.drift or 0
+        if task.index == 0 or not 0 <= round < drift:
+            return own
+        share = (round + 1) / (drift + 1)
+        come, gone = self._in_order(task.index, client), self._in_order(task.index - 1, client)
+        come, gone = come[: math.ceil(share * len(come))], gone[math.ceil(share * len(gone)) :]
+        return torch.cat([gone, come]).sort().values
+
+    def _in_order(self, task: int, client: int) -> Tensor:
+        """The client's images of a task in the order in which they come and go."""
+        own = self.shards[task][client]
+        generator = self.rng.at("drift", task, client).generator()
+        return own[torch.randperm(len(own), generator=generator).to(own.device)]
+
+    def present(self, task: Task) -> Task:
+        """The task with all images that anybody may hold during it."""
+        if not self.recipe.tasks.drift or task.index == 0:
+            return task
+        return replace(task, train=torch.cat([self.tasks[task.index - 1].train, task.train]))
+
+    def told(self, task: Task, round: int) -> tuple[Task, int]:
+        """What a method is told of a place in time: task and round; where nothing is announced one task without end,
+        whose rounds are counted through, and how many classes there are, but not when they come."""
+        if self.recipe.tasks.drift is None:
+            return task, round
+        return self._stream, round if round < 0 else task.index * self.recipe.federation.num_rounds + round
+
+    def rounds_told(self, task: Task) -> int:
+        """Rounds of what a method is told to be the task."""
+        announced = self.recipe.tasks.drift is None
+        return self.recipe.rounds_of(task.index) if announced else len(self.tasks) * self.recipe.federation.num_rounds
+
+    @cached_property
+    def _stream(self) -> Task:
+        num_seen = self.tasks[-1].num_seen
+        train, test = (torch.cat([getattr(task, name) for task in self.tasks]) for name in ("train", "test"))
+        return Task(0, tuple(range(num_seen)), num_seen, None, train, test, announced=False)
 
     def initial_net(self) -> nn.Module:
         """The network before the first task: fresh, or from ``model.init``."""
@@ -60,15 +113,24 @@ class Experiment:
             net = self.arch.restore(self._given_weights(self.recipe.model.init, num_classes))
         return net.to(self.device)
 
+    @property
+    def clients(self) -> Sequence[int]:
+        """Numbers of the sites that may be asked."""
+        everybody, gone = range(self.recipe.federation.num_clients), self.recipe.federation.exclude
+        return [client for client in everybody if client not in gone] if gone else everybody
+
     def participants(self, task: Task, round: int, attempt: int = 0) -> list[int]:
         """K of N without replacement; depends on seed, task and round only, so every method meets the same sites.
 
-        A round that is held again, for want of a quorum, meets others.
+        In the place of a site that left comes the next one drawn: the others' turns stay as they were. A round that is held
+        again, for want of a quorum, meets others.
         """
         federation, again = self.recipe.federation, (attempt,) if attempt else ()
         generator = self.rng.at("participants", task.index, round, *again).generator()
-        drawn = torch.randperm(federation.num_clients, generator=generator)[: federation.per_round]
-        return sorted(drawn.tolist())
+        drawn = torch.randperm(federation.num_clients, generator=generator)
+        if federation.exclude:
+            drawn = drawn[~torch.isin(drawn, torch.tensor(federation.exclude))]
+        return sorted(drawn[: federation.per_round].tolist())
 
     @property
     def is_lazy(self) -> bool:

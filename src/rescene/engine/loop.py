@@ -18,7 +18,7 @@ from safetensors.torch import save
 from rescene.config import Resolved
 from rescene.data import Task
 from rescene.engine.adversary import Adversary
-from rescene.engine.checkpoint import write_atomically, write_json
+from rescene.engine.checkpoint import Saved, write_atomically, write_json
 from rescene.engine.crashpoints import reach
 from rescene.engine.evaluate import Evaluation, evaluate
 from rescene.engine.experiment import Experiment, prepare
@@ -63,6 +63,8 @@ class Facts:
     attack_success: float | None = None
     quarantine: list[dict[str, Any]] = field(default_factory=list)
     judged: dict[str, int] = field(default_factory=dict)  # by client: groups of one class and round that were screened
+    forgotten: list[dict[str, Any]] = field(default_factory=list)  # sites whose uploads were removed (withdrawal.py)
+    closings: list[list[int]] = field(default_factory=list)  # label, round of the stream (stream.py)
     num_client_failures: int = 0
     num_fallbacks: int = 0
     num_withheld: int = 0
@@ -144,11 +146,12 @@ class Run:
             lambda task, client: self.adversary.at(
                 client,
                 e.shard(
-                    task,
+                    e.tasks[self.place[0]],
                     client,
                     self.federation.net,
                     sites.at(task.index, self.place[1], client),
                     self.leakage.see_start,
+                    self.place[1],
                 ),
             ),
             self.ledger,
@@ -162,6 +165,7 @@ class Run:
             quorum=federation.quorum,
             wire=federation.wire,
         )
+        self.federation.clients = self.federation.participants = e.clients
         self.federation.observe = self._observe
         self.federation.absent = lambda clients: self.faults.absent(
             clients, self.place, self.attempt, self.facts.faults, self.note
@@ -221,34 +225,38 @@ class Run:
     def _perform(self, step: Step) -> None:
         task, method, rng = step.task, self.experiment.method, self.experiment.rng.at("server", step.task.index)
         self.place = (task.index, -1 if step.round is None else step.round)
-        self.federation.num_rounds = self.experiment.recipe.rounds_of(task.index)
+        self.federation.num_rounds = self.experiment.rounds_told(task)
         if step.round is not None:
             self._round(task, step.round)
             return
-        self.federation.move(task, None)
+        told, _ = self.experiment.told(task, -1)
+        self.federation.move(told, None)
         if step.ends:
             plan, before = self.experiment.recipe.sites, self.state
             if plan is not None and plan.tasks[task.index].closed:
                 self.note("info", "I340", f"task {task.index} was closed after {plan.tasks[task.index].rounds} rounds")
-            with self.timer.phase("server"):
-                self.state = method.end_task(self.state, task, self.federation, rng.at("end"))
+            if told.announced or task is self.experiment.tasks[-1]:
+                with self.timer.phase("server"):
+                    self.state = method.end_task(self.state, told, self.federation, rng.at("end"))
             if task is self.experiment.tasks[-1]:
                 self._save_model()
             with self.timer.phase("theory"):
                 self.facts.theory += self.theory.task(task, before, self.state)
             self._after_task(task)
             return
-        self.leakage.begin(task)
+        self.leakage.begin(self.experiment.present(task))
         with self.timer.phase("server"):
             if self.state is None:
                 self.state = method.init(self.experiment.initial_net(), self.experiment.rng.at("init"))
-            self.state = method.begin_task(self.state, task, self.federation, rng.at("begin"))
+            if told.announced or task is self.experiment.tasks[0]:
+                self.state = method.begin_task(self.state, told, self.federation, rng.at("begin"))
 
     def _round(self, task: Task, r: int) -> None:
-        e, model, self.leakage.round = self.experiment, self.state.model, r
+        e, before, self.leakage.round = self.experiment, self.state, r
         uploads, self.state = self._held(task, r)
         with self.timer.phase("theory"):
-            self.theory.round(task, r + 1, model, self.state)
+            self.theory.round(task, r + 1, before.model, self.state)
+        self._note_closings(before)
         self.ledger.states(self.state, self.federation.largest_state(), state_bytes(self.state.model))
         every = e.recipe.federation.evaluate_every
         accuracy = self._evaluate(task).overall if every and (r + 1) % every == 0 else None
@@ -276,9 +284,10 @@ class Run:
         A site that is asked again answers the same, because its randomness has the same address.
         """
         e, states = self.experiment, dict(self.federation.client_states)
+        told, number = e.told(task, r)
         for attempt in range(e.recipe.federation.retries + 1):
             self.attempt = attempt
-            self.federation.move(task, r, e.participants(task, r, attempt))
+            self.federation.move(told, number, e.participants(task, r, attempt))
             try:
                 return self._hold(task, r)
             except RunError as error:
@@ -292,30 +301,42 @@ class Run:
     def _hold(self, task: Task, r: int) -> tuple[Uploads, Any]:
         """As in the contract: broadcast, ask, learn."""
         e, rng = self.experiment, self.experiment.rng.at("server", task.index, r)
+        told, number = e.told(task, r)
         self._tell("phase", phase="clients")
         with self.timer.phase("server"):
-            payload = e.method.broadcast(self.state, r, self.federation, rng.at("broadcast"))
+            payload = e.method.broadcast(self.state, number, self.federation, rng.at("broadcast"))
             uploads = self.federation.ask(self.federation.participants, "client_round", payload)
             self._tell("phase", phase="server")
             if e.recipe.federation.screen != "none":
                 net, pool = self.federation.net(self.state.model), getattr(self.state, "pool", ())
-                uploads = self.screen.passed(uploads, net, pool, task, r, self.facts)
-            return uploads, e.method.server_round(self.state, uploads, r, self.federation, rng.at("round"))
+                uploads = self.screen.passed(uploads, net, pool, told, r, self.facts)
+            return uploads, e.method.server_round(self.state, uploads, number, self.federation, rng.at("round"))
+
+    def _note_closings(self, before: Any) -> None:
+        """Buffers that the method has closed by itself, because nobody announces the end of a task."""
+        for label, number in getattr(self.state, "closings", ())[len(getattr(before, "closings", ())) :]:
+            self.facts.closings.append([label, number])
+            name = self.experiment.dataset.classes[label]
+            self.note("info", "I302", f"class {name} stayed away: its buffer closed after round {number} of the stream")
 
     def _after_task(self, task: Task) -> None:
         found = self._evaluate(task)
-        facts, missing = self.facts, len(self.experiment.tasks) - task.index - 1
-        facts.matrix.append(found.per_task + [math.nan] * missing)
-        facts.incremental.append(_overall(found, self.experiment.recipe.tasks.scenario))
-        facts.within_task, facts.confusion = found.within_task, found.confusion
-        facts.recall, facts.test_sizes = found.recall, found.sizes
         if self.adversary.clients:
             net = self.federation.net(self.state.model)
-            facts.attack_success = self.adversary.success(net, self.experiment.tasks[: task.index + 1])
+            self.facts.attack_success = self.adversary.success(net, self.experiment.tasks[: task.index + 1])
         summary = self.leakage.summary()
         if summary is not None:
-            facts.leakage.append({"task": task.index, **summary})
+            self.facts.leakage.append({"task": task.index, **summary})
             self._save_gallery()
+        self._record(task, found)
+
+    def _record(self, task: Task, found: Evaluation) -> None:
+        """What was measured after the newest task."""
+        facts, missing = self.facts, len(self.experiment.tasks) - task.index - 1
+        facts.matrix[task.index :] = [found.per_task + [math.nan] * missing]
+        facts.incremental[task.index :] = [_overall(found, self.experiment.recipe.tasks.scenario)]
+        facts.within_task, facts.confusion = found.within_task, found.confusion
+        facts.recall, facts.test_sizes = found.recall, found.sizes
         row = {"kind": "task", "task": task.index, "accuracy": found.per_task, "aa": facts.incremental[-1]}
         self.folder.append("metrics.jsonl", _plain(row))
         self._tell("task", **row)
@@ -403,28 +424,35 @@ class Run:
             for words in self.experiment.recipe.federation.faults.words:
                 self._keep_early("warning", "W371", f"SIMULATED {words}")
         else:
-            e, there = self.experiment, saved.facts.get("made_on") or self.folder.environment()
-            changed = {key: [there.get(key), now] for key, now in self.made_on.items() if there.get(key) != now}
-            if changed and not self.elsewhere:
-                raise self._refused(changed)
-            self.state = to_device(saved.tree["state"], e.device)
-            self.federation.client_states = {int(k): to_device(v, e.device) for k, v in saved.tree["clients"].items()}
-            self.facts = Facts(**_unplain(saved.facts["facts"]))
-            self._fit_plan(saved.step)
-            self.ledger.restore(saved.facts["ledger"])
-            self.timer.resume(saved.facts["timing"])
-            step = self.steps[saved.step - 1]
-            self.leakage.restore(step.task, saved.tree["leakage"])
-            self.theory.restore(saved.tree.get("theory", {}))
-            self.place = (step.task.index, -1 if step.round is None else step.round)
-            self.early.append({"level": "info", "code": "I401", "message": f"resumed after step {saved.step}"})
-            if changed:
-                self.facts.elsewhere.append({"step": saved.step, "changed": changed})
-                told = f"went on elsewhere after step {saved.step}, not bit for bit: {'; '.join(_changes(changed))}"
-                self._keep_early("warning", "W403", told)
+            self._keep_early("info", "I401", f"resumed after step {saved.step}")
+            self._adopt(saved)
+        self._tell_early()
+        return saved.step if saved else 0
+
+    def _adopt(self, saved: Saved) -> None:
+        """Be where the checkpoint was made."""
+        e, there = self.experiment, saved.facts.get("made_on") or self.folder.environment()
+        changed = {key: [there.get(key), now] for key, now in self.made_on.items() if there.get(key) != now}
+        if changed and not self.elsewhere:
+            raise self._refused(changed)
+        self.state = to_device(saved.tree["state"], e.device)
+        self.federation.client_states = {int(k): to_device(v, e.device) for k, v in saved.tree["clients"].items()}
+        self.facts = Facts(**_unplain(saved.facts["facts"]))
+        self._fit_plan(saved.step)
+        self.ledger.restore(saved.facts["ledger"])
+        self.timer.resume(saved.facts["timing"])
+        step = self.steps[saved.step - 1]
+        self.leakage.restore(e.present(step.task), saved.tree["leakage"])
+        self.theory.restore(saved.tree.get("theory", {}))
+        self.place = (step.task.index, -1 if step.round is None else step.round)
+        if changed:
+            self.facts.elsewhere.append({"step": saved.step, "changed": changed})
+            told = f"went on elsewhere after step {saved.step}, not bit for bit: {'; '.join(_changes(changed))}"
+            self._keep_early("warning", "W403", told)
+
+    def _tell_early(self) -> None:
         for event in self.early:
             self.note(**event)
-        return saved.step if saved else 0
 
     def _refused(self, changed: dict[str, list[Any]]) -> RunError:
         """In the events too: of a run across sites the operator sees those."""

@@ -29,9 +29,10 @@ AVERAGING_METHODS = ("fedavg", "fedewc", "fedlwf", "target", "glfc", "fedcbdr", 
 def nominal_cost(experiment: Experiment) -> dict[str, float] | None:
     """Bytes of one message each way, client state, and the FLOPs of the run on all clients and on the server.
 
-    None where the paper has no convention: for plug-ins, where the images are at the sites, and where sites are drawn lazily.
+    None where the paper has no convention: for plug-ins, where the images are at the sites, where sites are drawn lazily,
+    and where classes drift in.
     """
-    if experiment.is_lazy or not experiment.has_images:
+    if experiment.is_lazy or not experiment.has_images or experiment.recipe.tasks.drift is not None:
         return None
     tasks = experiment.tasks
     largest = max(len(task.classes) for task in tasks)

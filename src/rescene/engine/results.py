@@ -16,6 +16,7 @@ from rescene.engine.checkpoint import write_atomically
 from rescene.engine.experiment import Experiment
 from rescene.engine.ledger import Ledger
 from rescene.engine.nominal import nominal_cost
+from rescene.engine.stream import stream_record
 from rescene.engine.theory import theory_record, theory_tables
 from rescene.errors import ResceneWarning
 from rescene.methods import Method
@@ -74,7 +75,8 @@ def results_of(experiment: Experiment, facts: dict[str, Any], ledger: Ledger) ->
                 "classes_suppressed": facts["num_suppressed"],
             },
             **_at_sites(experiment, facts["recall"]),
-            **({"elsewhere": facts["elsewhere"]} if facts["elsewhere"] else {}),
+            **stream_record(experiment, facts["closings"]),
+            **{name: facts[name] for name in ("elsewhere", "forgotten") if facts[name]},
             **_hazards(experiment, facts),
             "seed": experiment.recipe.seed,
             "config": experiment.recipe.model_dump(mode="json", exclude={"device"}),

@@ -48,7 +48,7 @@ class TheoryWatch:
     def round(self, task: Task, number: int, model: Model, state: Any) -> None:
         """After a round: its uploads and the real images under ``model``, the one they were made with."""
         pool = _joined([part for part in _parts(state, "pool") if len(part.rounds) and int(part.rounds[0]) == number])
-        if pool is None or not self.experiment.has_images:
+        if pool is None or not self.experiment.has_images or self.experiment.recipe.tasks.drift is not None:
             return
         net, sample = self.experiment.arch.restore(model), task.train[self._sample(task)]
         self.rounds[str(number)] = {
@@ -62,7 +62,12 @@ class TheoryWatch:
         watched, self.rounds = self.rounds, {}
         pool = _joined(_parts(before, "pool"))
         kept = _joined(_parts(after, "buffers")[len(_parts(before, "buffers")) :])
-        if pool is None or kept is None or not self.experiment.has_images:
+        if (
+            pool is None
+            or kept is None
+            or not self.experiment.has_images
+            or self.experiment.recipe.tasks.drift is not None
+        ):
             return []
         net = self.experiment.arch.restore(before.model)
         z, real, labels = _features(net, pool.images), self._real_features(net, task.train), self._labels(task.train)

@@ -120,10 +120,11 @@ class LeakageWatch:
 
     def look(self, uploads: Mapping[int, Payload]) -> None:
         """Called with the answers to every ``ask``. The latest round's first images per class are kept as samples."""
-        parts = [(u["images"], u["labels"]) for u in uploads.values() if "images" in u and len(u["images"])]
+        senders = {k: u for k, u in uploads.items() if "images" in u and len(u["images"])}
+        parts = [(u["images"], u["labels"], torch.full_like(u["labels"], k)) for k, u in senders.items()]
         if not parts or self.task is None or self.blind:
             return
-        images, labels = torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+        images, labels, clients = (torch.cat(column) for column in zip(*parts, strict=True))
         real = self.dataset.train.pixels[self.task.train]
         rms, where = nearest_real(images, real, self.dataset.transform)
         decibel = psnr(images, self.dataset.transform.normalise(real[where]), self.dataset.transform)
@@ -134,10 +135,19 @@ class LeakageWatch:
             "surrogates": self.dataset.transform.to_pixels(images[chosen]).cpu(),
             "nearest": real[where[chosen]].cpu(),
             "labels": labels[chosen].cpu(),
+            "clients": clients[chosen].cpu(),
             "rms": rms[chosen].cpu(),
             "psnr": decibel[chosen].cpu(),
             "round": torch.full((len(chosen),), self.round),
         }
+
+    def forget(self, client: int) -> None:
+        """The samples without those of this client; figures of what was sent stay."""
+        for task, part in list(self.samples.items()):
+            left = (
+                part["clients"] != client if "clients" in part else torch.zeros(len(part["labels"]), dtype=torch.bool)
+            )
+            self.samples[task] = {key: value[left] for key, value in part.items()}
 
     def summary(self) -> dict[str, Any] | None:
         """Figures of the current task, None if nobody sent an image."""

@@ -16,7 +16,8 @@ What crosses the wire and what is remembered are trees of tensors and plain valu
 change their arguments. Four conventions let the engine account for a method without knowing it: a state has the global
 model under ``model``; pictures travel under ``images`` (normalised) with their ``labels``; numbers worth logging stand
 under ``notes`` in a state or an upload; a server that keeps pictures has those of the task under ``pool`` and those of
-finished tasks under ``buffers``, as records of ``images``, ``labels`` and ``rounds``.
+finished tasks under ``buffers``, as records of ``images``, ``labels`` and ``rounds``; with ``clients``, who sent each one,
+it can also ``forget`` a client. One that closes buffers itself lists (label, 1-based round) of each under ``closings``.
 """
 
 from __future__ import annotations
@@ -87,6 +88,10 @@ class Method(Hyperparameters):
     sends_pictures_only: ClassVar[bool] = False  # and their labels, so that a round's uploads can be screened
     scenarios: ClassVar[tuple[str, ...]] = ("class", "domain")  # what kinds of task sequence it can learn
 
+    can_forget: ClassVar[bool] = False  # its server keeps what each client sent, and can train on the rest
+
+    open_ended: ClassVar[bool] = False  # learns from a stream whose tasks nobody announces (tasks.drift)
+
     train: Training = Training()
 
     def init(self, net: nn.Module, rng: Rng) -> Any:
@@ -116,3 +121,10 @@ class Method(Hyperparameters):
 
     def end_task(self, state: Any, task: Task, federation: Federation, rng: Rng) -> Any:
         return state
+
+    def forget(self, state: Any, client: int, model: Model, num_rounds: int, federation: Federation, rng: Rng) -> Any:
+        """The state without anything this client sent, its model trained from ``model``, which is fresh, on what remains.
+
+        ``num_rounds`` rounds were held so far: the work that went into the model it replaces.
+        """
+        raise TypeError(f"method {self.name!r} keeps nothing by client that could be taken out")

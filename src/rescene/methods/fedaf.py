@@ -41,6 +41,7 @@ from rescene.steps.sgd import Loss
 class FedAF(SurrogateMethod):
     name: ClassVar[str] = "fedaf"
     title: ClassVar[str] = "FedAF"
+    open_ended: ClassVar[bool] = True
     paper: ClassVar[str] = "Wang et al., CVPR 2024"
     leaves_site: ClassVar[str] = (
         "a few condensed images per class with their labels, near-copies of real images by default; for each class the "

@@ -22,6 +22,7 @@ from rescene.rng import Rng
 class FedAvg(AveragingMethod):
     name: ClassVar[str] = "fedavg"
     title: ClassVar[str] = "FedAvg"
+    open_ended: ClassVar[bool] = True
     paper: ClassVar[str] = "McMahan et al., AISTATS 2017"
     mechanisms: ClassVar[tuple[str, ...]] = ("none", "dp-sgd", "paper-experiment")
 

@@ -21,6 +21,7 @@ from rescene.steps import fit_pool
 class FedDM(SurrogateMethod):
     name: ClassVar[str] = "feddm"
     title: ClassVar[str] = "FedDM"
+    open_ended: ClassVar[bool] = True
     paper: ClassVar[str] = "Xiong et al., CVPR 2023"
     sends_pictures_only: ClassVar[bool] = True
 

@@ -80,12 +80,11 @@ class Local(Method):
         return {"model": weights_of(net), "notes": {"local_loss": final}}, client_state
 
     def _choose(self, federation: Federation, rng: Rng) -> int:
-        num_sites = len(federation.clients)
+        sites = federation.clients
         if self.site is None:
-            drawn = torch.randint(num_sites, (1,), generator=rng.at("site").generator())
-            return federation.clients[int(drawn)]
-        if self.site >= num_sites:
-            raise ConfigError(
-                "E104", f"method.site = {self.site} is not possible", why=f"sites are 0 to {num_sites - 1}"
-            )
-        return federation.clients[self.site]
+            drawn = torch.randint(len(sites), (1,), generator=rng.at("site").generator())
+            return sites[int(drawn)]
+        if self.site not in sites:
+            why = f"sites are {sites[0]} to {sites[-1]}" + ("" if isinstance(sites, range) else ", and some left")
+            raise ConfigError("E104", f"method.site = {self.site} is not possible", why=why)
+        return self.site

@@ -15,7 +15,7 @@ from torch import nn
 
 from rescene.data import Shard, Task
 from rescene.hyperparameters import hyper
-from rescene.methods.base import Federation, Method, Payload, Uploads
+from rescene.methods.base import Federation, Method, Model, Payload, Uploads
 from rescene.methods.forms import Form, Place
 from rescene.methods.registry import register
 from rescene.methods.rescene import ReSCENE, ServerState
@@ -27,9 +27,12 @@ from rescene.rng import Rng
 class RawUpload(Method):
     name: ClassVar[str] = "raw-upload"
     title: ClassVar[str] = "Raw upload"
+    open_ended: ClassVar[bool] = True
     paper: ClassVar[str] = "control, not a method to use: what sharing a few real images would give"
     leaves_site: ClassVar[str] = "real training images with their labels, unchanged"
     sends_pictures_only: ClassVar[bool] = True
+
+    can_forget: ClassVar[bool] = True
 
     ipc: int = hyper(10, "IPC", "App. A", "real images sent per class and round, at most", ge=1)
     surrogates_per_class: Literal["half", "min"] = hyper(
@@ -73,3 +76,8 @@ class RawUpload(Method):
 
     def end_task(self, state: ServerState, task: Task, federation: Federation, rng: Rng) -> ServerState:
         return self._rescene.end_task(state, task, federation, rng)
+
+    def forget(
+        self, state: ServerState, client: int, model: Model, num_rounds: int, federation: Federation, rng: Rng
+    ) -> ServerState:
+        return self._rescene.forget(state, client, model, num_rounds, federation, rng)

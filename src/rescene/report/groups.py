@@ -135,9 +135,15 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     return sorted(_with_unique_slugs(groups), key=_rank)
 
 
+def _setting(run: Run) -> Row:
+    """The recipe, and the sites that were forgotten later: such a run is another one."""
+    gone = [row.get("client") for row in run.results.get("forgotten") or () if isinstance(row, dict)]
+    return flatten(run.config) | {"forgot": gone or None}
+
+
 def _variants(method: str, runs: Sequence[Run]) -> list[Group]:
     """The groups of one method; with several recipes each label names what sets it apart."""
-    flats = [flatten(run.config) for run in runs]
+    flats = [_setting(run) for run in runs]
     apart = setting_apart(flats)
     cells: dict[str, tuple[Row, list[Run]]] = {}
     for run, flat in zip(runs, flats, strict=True):

@@ -95,6 +95,12 @@ def _privacy(run: Run) -> str:
         missing = table(run.results, "not_measured").get("leakage")
         lines.append(f"Leakage: {missing or 'no images were uploaded, so none were compared'}.")
     lines.append(f"What leaves a site: {look_of(run.method).sends or 'see the page of the method'}.")
+    gone = [row for row in run.results.get("forgotten") or () if isinstance(row, dict)]
+    if gone:
+        names = ", ".join(_escaped(row.get("name") or row.get("client")) for row in gone)
+        lines.append(
+            f"Withdrawn: site {names}. Its uploads were removed and the model was trained anew; this is no proof of unlearning."
+        )
     return "## Privacy\n\n" + "\n\n".join(lines)
 
 

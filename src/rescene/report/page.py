@@ -15,7 +15,16 @@ from typing import Any
 
 from rescene import __version__
 from rescene.errors import DataError
-from rescene.report import facts, plots_cost, plots_curves, plots_grids, plots_privacy, plots_retention, plots_theory
+from rescene.report import (
+    facts,
+    plots_cost,
+    plots_curves,
+    plots_grids,
+    plots_privacy,
+    plots_retention,
+    plots_stream,
+    plots_theory,
+)
 from rescene.report.audits import audits
 from rescene.report.canvas import Figure, Plot, render
 from rescene.report.costs import cost_rows, cost_titles
@@ -27,6 +36,7 @@ from rescene.report.sites import sites_view
 from rescene.report.surrogates import gallery
 from rescene.report.tables import METRICS, PAGE, downloads, figures, page_cells, shown
 from rescene.report.theory import theory_rows, theory_view
+from rescene.report.withdrawn import withdrawals
 from rescene.report.words import departure, percent, verdict
 
 
@@ -97,6 +107,7 @@ def _view(runs: Sequence[Run], plots: Path) -> dict[str, Any]:
         "galleries": [found for group in groups if (found := gallery(group, plots))],
         "federation": sites_view(runs),
         "theory": theory_view(theory_rows(head)),
+        "withdrawals": withdrawals(groups),
         "costs": cost_rows(groups),
         "cost_titles": cost_titles(),
         "setting": facts.setting(told, runs),
@@ -147,6 +158,7 @@ def _figures(groups: Sequence[Group], head: Group | None, told: Run, plots: Path
         plots_retention.forgetting_bars(groups),
         plots_curves.rounds_curve(groups),
         plots_curves.matching_curve(groups),
+        plots_stream.stream(head),
         plots_grids.confusion(head) if head else None,
         plots_grids.sites_by_class(told),
         plots_grids.participation(told),

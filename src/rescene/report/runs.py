@@ -11,7 +11,7 @@ import json
 import math
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ class Run:
     command: str
     problems: tuple[str, ...]
     audit: Row  # what attacks on it showed, if somebody made them (rescene audit)
+    withdrawal: Row = field(default_factory=dict)  # a comparison with the run that never saw a site (rescene forget)
 
     @property
     def finished(self) -> bool:
@@ -171,6 +172,7 @@ def load_run(folder: Path) -> Run:
         command=text_of(folder / "command.txt"),
         problems=tuple(problems),
         audit=audit,
+        withdrawal=json_object(folder / "withdrawal.json", problems),
     )
 
 

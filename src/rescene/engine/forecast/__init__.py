@@ -62,12 +62,13 @@ class Forecast:
 
 
 def forecast(experiment: Experiment, stands_for: float = 1) -> Forecast | None:
-    """Price every step of the schedule; None for what nobody has written a pricer for: plug-ins, privacy mechanisms.
+    """Price every step of the schedule; None for what nobody has written a pricer for: plug-ins, privacy mechanisms, drift.
 
     ``stands_for``: sites that each participant stands for in the server's pool, for federations too large to draw in full.
     """
     pricer_class = PRICERS.get(experiment.method.name)
-    if pricer_class is None or experiment.recipe.privacy.mechanism != "none":
+    recipe = experiment.recipe
+    if pricer_class is None or recipe.privacy.mechanism != "none" or recipe.tasks.drift is not None:
         return None
     world = World(experiment, stands_for)
     pricer = pricer_class(world)

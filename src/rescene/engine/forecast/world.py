@@ -64,7 +64,7 @@ class World:
         self._held: dict[tuple[int, int], dict[int, int]] = {}
         self.tasks, self.train = experiment.tasks, experiment.recipe.train
         self.num_rounds = experiment.recipe.federation.num_rounds
-        self.clients = range(experiment.recipe.federation.num_clients)
+        self.clients = experiment.clients
         self.image_values = 3 * experiment.arch.image_size**2
         smallest = experiment.arch.skeleton(1)
         self.feature_size = smallest.feature_size

@@ -1,0 +1,72 @@
+"""rescene forget on the command line: what it says, what it refuses."""
+
+import json
+import os
+import shutil
+
+import pytest
+from typer.testing import CliRunner
+
+import rescene
+from rescene.cli.app import app
+
+SMALL = {
+    "federation.num_rounds": 2,
+    "method.num_steps": 1,
+    "model.width": 8,
+    "tasks.limit": 1,
+    "federation.per_round": 3,
+}
+invoke = CliRunner().invoke
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return rescene.run("smoke", out=tmp_path_factory.mktemp("forget-command") / "run", **SMALL).folder
+
+
+def test_what_it_did_and_what_remains_is_told(run):
+    told = invoke(app, ["forget", str(run), "--client", "2", "--check"])
+    assert told.exit_code == 0, told.output
+    place, never = run.with_name("run-forgot-2"), run.with_name("run-never-2")
+    record = rescene.load(place).values["forgotten"][0]
+    assert f"Removed of site 2: {record['num_images']} images" in told.output and record["num_images"]
+    for words in ("never saw the site", "no proof of unlearning", f"{run} still holds everything"):
+        assert words in told.output
+    assert rescene.load(never).values["config"]["federation"]["exclude"] == [2]
+    assert "forgotten" not in rescene.load(never).values
+    check = json.loads((place / "withdrawal.json").read_text())
+    assert check["aa"]["never"] == rescene.load(never).aa and check["aa"]["after"] == rescene.load(place).aa
+    assert "Withdrawn: site 2" in (place / "MODEL_CARD.md").read_text()
+    page = (place / "report.html").read_text()
+    assert "Sites that withdrew" in page and "Never saw the site" in page
+    assert invoke(app, ["report", str(place), str(never), "--out", str(run.parent / "r.html")]).exit_code == 0
+    both = (run.parent / "r.html").read_text()
+    assert "forgot=[2]" in both and "Counted once" not in both  # the same recipe, but not the same run
+    again = invoke(app, ["rerun", str(place)])
+    assert again.exit_code == 2 and "E163" in again.output
+    shown = invoke(app, ["forget", str(run), "--client", "2", "--json"])
+    assert json.loads(shown.output)["forgotten"]["client"] == 2
+
+
+def test_bad_requests_get_an_answer(run, tmp_path):
+    def refused(*words):
+        told = invoke(app, ["forget", *map(str, words)])
+        assert told.exit_code in (2, 4)
+        return told.output
+
+    assert "E166" in refused(run, "--client", "north")
+    assert "E161" in refused(run, "--client", "9")
+    assert "E108" in refused(tmp_path, "--client", "1")
+    assert "E186" in refused(run, "--client", "1", "--out", run)
+    going = shutil.copytree(run, tmp_path / "going")
+    status = json.loads((going / "status.json").read_text()) | {"state": "running", "pid": os.getpid()}
+    (going / "status.json").write_text(json.dumps(status))
+    assert "E421" in refused(going, "--client", "1")
+    (going / "status.json").write_text(json.dumps(status | {"state": "interrupted"}))
+    (going / "results.json").unlink()
+    assert "E164" in refused(going, "--client", "1", "--check")
+    weights = rescene.run("smoke", out=tmp_path / "weights", method="fedavg", **{"tasks.limit": 1}).folder
+    told = refused(weights, "--client", "1")
+    assert "E162" in told and "'federation.exclude=[1]'" in told
+    assert not list(tmp_path.glob("*forgot*"))
