@@ -9,6 +9,7 @@ SHARED = {
     "E104": "a value that is not possible",
     "E106": "an override or a list on the command line that cannot be read",
     "E140": "a table format that is not known",
+    "E145": "a figure whose kind is not named or not known",
     "E152": "a document without a place for a table",
     "E171": "a noise multiplier that is not possible",
     "E174": "a package of the extra `privacy` that is not installed",
