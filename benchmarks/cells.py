@@ -6,6 +6,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import statistics
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
@@ -14,9 +15,10 @@ from typing import Any
 Cell = dict[str, Any]
 
 
-def arguments(about: str, seeds: str) -> argparse.Namespace:
+def arguments(about: str, seeds: str, out: Path | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="JSON lines; a file that is there is continued")
+    parser.add_argument("--out", type=Path, default=out, required=out is None, help="JSON lines; one that is there is continued")
+    parser.add_argument("--table", action="store_true", help="run nothing, print the table")
     parser.add_argument("--jobs", type=int, default=1, help="processes, one torch thread each")
     parser.add_argument("--seeds", default=seeds, help="comma-separated")
     found = parser.parse_args()
@@ -46,3 +48,39 @@ def run_cells(cells: Iterable[Cell], work: Callable[[Cell], Cell], out: Path, jo
             if error is None:
                 with out.open("a") as file:
                     file.write(json.dumps(cell | future.result()) + "\n")
+
+
+def each(
+    about: str,
+    out: str,
+    seeds: str,
+    cells: Callable[[int], Iterable[Cell]],
+    work: Callable[[Cell], Cell],
+    row: Callable[[list[Cell]], Cell],
+) -> None:
+    """``cells(seed)`` lists settings; ``row(lines)`` sums up the lines of one setting, all seeds together."""
+    told = arguments(about, seeds, Path(__file__).parents[1] / "results" / "trust" / out)
+    if told.table:
+        done = [json.loads(line) for line in told.out.read_text().splitlines()]
+        groups = [[x for x in done if {**cell, "seed": x["seed"]}.items() <= x.items()] for cell in cells(0)]
+        print(markdown([row(lines) for lines in groups if lines]))
+    else:
+        run_cells([cell for seed in told.seeds for cell in cells(seed)], work, told.out, told.jobs)
+
+
+def markdown(rows: list[Cell]) -> str:
+    names = list(rows[0])
+    return "\n".join(
+        f"| {' | '.join(map(str, cells))} |" for cells in (names, ["---"] * len(names), *(row.values() for row in rows))
+    )
+
+
+def mean(lines: list[Cell], value: Callable[[Cell], float]) -> str:
+    """Mean, and the deviation where there are several.
+
+    >>> mean([{"aa": 1.0}, {"aa": 3.0}], lambda line: line["aa"])
+    '2.0 ± 1.4'
+    """
+    values = [value(line) for line in lines]
+    spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.1f}{spread}"

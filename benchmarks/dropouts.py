@@ -7,14 +7,13 @@ Five of ten sites are asked in a round. Time is counted in answers of an ordinar
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
+from cells import each, mean
 
 Cell = dict[str, Any]
 SEEDS = "0,1,2"
@@ -68,8 +67,24 @@ def measure(cell: Cell) -> Cell:
     }
 
 
-if __name__ == "__main__":
-    from cells import arguments, run_cells
+def row(lines: list[Cell]) -> Cell:
+    """All seeds of one setting, for the docs."""
+    first, done = lines[0], [line for line in lines if line["completed"]]
+    faults = [line["faults"] for line in done]
+    return {
+        "method": first["method"],
+        "beta": first["beta"],
+        "lost": f"{first['dropout']:.0%}",
+        "quorum": first["quorum"],
+        "slow site": f"yes, deadline {first['deadline']:g}" if first["slow"] else "no",
+        "complete": f"{len(done)} of {len(lines)}",
+        "AA": mean(done, lambda line: line["aa"]),
+        "AIA": mean(done, lambda line: line["aia"]),
+        "rounds held again": sum(found.get("held_again", 0) for found in faults),
+        "late answers": sum(found.get("late", 0) for found in faults),
+        "time a round": f"{sum(found.get('time', 15) for found in faults) / 15 / len(done):.2f}",
+    }
 
-    told = arguments(__doc__ or "", SEEDS)
-    run_cells([cell for seed in told.seeds for cell in cells(seed)], measure, told.out, told.jobs)
+
+if __name__ == "__main__":
+    each(__doc__ or "", "dropouts.jsonl", SEEDS, cells, measure, row)

@@ -7,14 +7,13 @@ The attacker is the site that holds most images. Seeds 1 and 2 were used to choo
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
+from cells import each, mean
 
 Cell = dict[str, Any]
 SEEDS = "10,11,12"
@@ -91,8 +90,29 @@ def screened(found: Any, adversary: Any, honest: Any) -> Cell:
     }
 
 
-if __name__ == "__main__":
-    from cells import arguments, run_cells
+def row(lines: list[Cell]) -> Cell:
+    """All seeds of one setting, for the docs."""
+    first, kinds = lines[0], ("flip", "trigger")
 
-    told = arguments(__doc__ or "", SEEDS)
-    run_cells([cell for seed in told.seeds for cell in cells(seed)], measure, told.out, told.jobs)
+    def share(name: str) -> str:
+        known = [line for line in lines if name in line]
+        return f"{sum(x[name + '_quarantined'] for x in known)} of {sum(x[name] for x in known)}" if known else "–"
+
+    return {
+        "beta": first["beta"],
+        "attack": first["attack"],
+        "screen": first["screen"],
+        "seeds": len(lines),
+        "AA": mean(lines, lambda line: line["aa"]),
+        "AIA": mean(lines, lambda line: line["aia"]),
+        "success, %": " / ".join(
+            mean(lines, lambda line, kind=kind: line["success"][kind])
+            for kind in (kinds if first["attack"] == "none" else [first["attack"]])
+        ),
+        "poisoned groups apart": share("poisoned"),
+        "honest groups apart": share("honest"),
+    }
+
+
+if __name__ == "__main__":
+    each(__doc__ or "", "poisoning.jsonl", SEEDS, cells, measure, row)

@@ -99,7 +99,7 @@ def verdict(groups: Sequence[Group]) -> Verdict:
         if group is not head and group.competes and group.finished and not differing_settings([head, group])
     ]
     rival = max(others, key=_aa) if others else None
-    lines = [_after(head), _seeds(head, rival), _copies(head), _simulated(head)]
+    lines = [_simulated(head), _after(head), _seeds(head, rival), _copies(head)]
     return Verdict(_title(head, aa, rival), tuple(line for line in lines if line))
 
 
