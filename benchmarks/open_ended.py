@@ -62,9 +62,10 @@ def table(path: Path) -> str:
 
     lines = ["| method | boundaries | W | n | AA | AIA | closings | closed while arriving | most images |"]
     lines += ["|---|---|--:|--:|--:|--:|--:|--:|--:|"]
-    for (method, drift, patience), rows in groups.items():
+    order = sorted(groups, key=lambda key: (key[0] != "rescene", -1 if key[1] is None else key[1], key[2] or 0))
+    for (method, drift, patience), rows in ((key, groups[key]) for key in order):
         told = "announced" if drift is None else f"drift {drift}"
-        streams = [row["stream"]["classes"] for row in rows if row["stream"]]
+        streams = [row["stream"]["classes"] for row in rows if row["stream"] and method == "rescene"]
         count = sum(len(one["closed"]) for classes in streams for one in classes) / max(len(streams), 1)
         early = sum(n <= one["leaves"] for classes in streams for one in classes for n in one["closed"])
         early_text, count_text = (f"{early / len(streams):.1f}", f"{count:.1f}") if streams else ("", "")
