@@ -3,14 +3,13 @@
     python benchmarks/open_ended.py --out results/open-ended/cells.jsonl --jobs 16
 
 Classes drift in over two rounds (and at once). ReSCENE closes a class that stayed away for W rounds; W = 99 never closes one.
-`python benchmarks/open_ended.py --table results/open-ended/cells.jsonl` puts the table into docs/open-ended.md.
+`python benchmarks/open_ended.py --table` puts the table into docs/open-ended.md.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
-import sys
 import tempfile
 from collections import defaultdict
 from pathlib import Path
@@ -62,9 +61,10 @@ def table(path: Path) -> str:
 
     lines = ["| method | boundaries | W | n | AA | AIA | closings | closed while arriving | most images |"]
     lines += ["|---|---|--:|--:|--:|--:|--:|--:|--:|"]
-    for (method, drift, patience), rows in groups.items():
+    order = sorted(groups, key=lambda key: (key[0] != "rescene", -1 if key[1] is None else key[1], key[2] or 0))
+    for (method, drift, patience), rows in ((key, groups[key]) for key in order):
         told = "announced" if drift is None else f"drift {drift}"
-        streams = [row["stream"]["classes"] for row in rows if row["stream"]]
+        streams = [row["stream"]["classes"] for row in rows if row["stream"] and method == "rescene"]
         count = sum(len(one["closed"]) for classes in streams for one in classes) / max(len(streams), 1)
         early = sum(n <= one["leaves"] for classes in streams for one in classes for n in one["closed"])
         early_text, count_text = (f"{early / len(streams):.1f}", f"{count:.1f}") if streams else ("", "")
@@ -85,10 +85,10 @@ def table(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    if "--table" in sys.argv:
-        made = table(Path(sys.argv[sys.argv.index("--table") + 1]))
+    told = arguments(__doc__ or "", "0,1,2", Path(__file__).parents[1] / "results" / "open-ended" / "cells.jsonl")
+    if told.table:
+        made = table(told.out)
         fill(Path(__file__).parents[1] / "docs" / "open-ended.md", "open-ended: table", made)
         print(made)
     else:
-        told = arguments(__doc__ or "", "0,1,2")
         run_cells(cells(told.seeds), work, told.out, told.jobs)

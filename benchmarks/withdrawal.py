@@ -3,14 +3,13 @@
     python benchmarks/withdrawal.py --out results/withdrawal/cells.jsonl --jobs 16
 
 The demo (fashion-mini, five tasks of two classes, ten sites); of each seed the site whose uploads the server holds most of.
-`python benchmarks/withdrawal.py --table results/withdrawal/cells.jsonl` puts the table into docs/withdrawal.md.
+`python benchmarks/withdrawal.py --table` puts the table into docs/withdrawal.md.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
-import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -67,10 +66,10 @@ def table(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    if "--table" in sys.argv:
-        made = table(Path(sys.argv[sys.argv.index("--table") + 1]))
+    told = arguments(__doc__ or "", "0,1,2,3", Path(__file__).parents[1] / "results" / "withdrawal" / "cells.jsonl")
+    if told.table:
+        made = table(told.out)
         fill(Path(__file__).parents[1] / "docs" / "withdrawal.md", "withdrawal: table", made)
         print(made)
     else:
-        told = arguments(__doc__ or "", "0,1,2,3")
         run_cells([{"seed": seed} for seed in told.seeds], work, told.out, told.jobs)
