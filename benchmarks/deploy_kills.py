@@ -42,7 +42,7 @@ GIVE_UP_S = 600.0
 FEDERATION = {
     "num_clients": 2,
     "per_round": 2,
-    "num_rounds": 8,
+    "num_rounds": 4,
     "partition": "iid",
     "quorum": 1,
     "engine": "one-by-one",

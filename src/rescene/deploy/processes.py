@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -130,26 +129,28 @@ def _facts(pid: int) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """Below those that the system gives to outgoing connections: a node that keeps calling a server that is away can be given
-    the server's own port, reach itself, and so hold the port until it ends."""
-    for port in random.sample(range(20_000, 32_000), 100):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise RunError("E350", "no free port between 20000 and 32000")
-
-
-def check_port(host: str, port: int) -> None:
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def check_port(host: str, port: int, patience_s: float = 5.0) -> None:
+    """E125 if the port stays taken. A process that was killed holds its port until the last of its threads is gone."""
+    until = time.monotonic() + patience_s
+    while True:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                return probe.bind((host, port))
+            except OSError as error:
+                why = error.strerror
+        if time.monotonic() > until:
             raise ConfigError(
                 "E125",
-                f"cannot listen on {host}:{port}: {error.strerror}",
+                f"cannot listen on {host}:{port}: {why}",
                 fix="rescene deploy stop FOLDER, if it is ours; else another --port",
-            ) from None
+            )
+        time.sleep(0.2)
 
 
 def wait_for_port(one: Started, host: str, port: int, seconds: float = 120.0) -> None:
