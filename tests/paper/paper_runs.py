@@ -6,7 +6,18 @@ FEW = [[90.0, None], [40.0, 60.0]]
 
 
 def write_run(
-    root, cell, seed=0, aa=50.0, aia=60.0, matrix=FEW, *, overrides=(), cost=None, near_copies=None, config=None, rms=None
+    root,
+    cell,
+    seed=0,
+    aa=50.0,
+    aia=60.0,
+    matrix=FEW,
+    *,
+    overrides=(),
+    cost=None,
+    near_copies=None,
+    config=None,
+    rms=None,
 ):
     """A folder with the results.json of this cell of the paper; its name says nothing."""
     folder = root / f"run-{len(list(root.glob('*')))}"
