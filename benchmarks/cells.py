@@ -17,7 +17,9 @@ Cell = dict[str, Any]
 
 def arguments(about: str, seeds: str, out: Path | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=out, required=out is None, help="JSON lines; one that is there is continued")
+    parser.add_argument(
+        "--out", type=Path, default=out, required=out is None, help="JSON lines; one that is there is continued"
+    )
     parser.add_argument("--table", action="store_true", help="run nothing, print the table")
     parser.add_argument("--jobs", type=int, default=1, help="processes, one torch thread each")
     parser.add_argument("--seeds", default=seeds, help="comma-separated")

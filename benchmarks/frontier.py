@@ -3,7 +3,7 @@ in docs/privacy.md.
 
     python benchmarks/frontier.py [PATTERN ...]        of run folders, if not those below
 
-The picture of the same runs: rescene plot frontier results/frontier results/private/dp/{fedavg,fedcbdr,refed}-* --out docs/frontier.png
+The picture of the same runs: rescene plot frontier with the same folders and --out docs/frontier.png
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ from rescene.report.plots_frontier import Point, points_of
 
 ROOT = Path(__file__).parents[1]
 MARKED = re.compile(r"(<!-- benchmarks/frontier.py -->\n).*?(<!-- end -->)", re.DOTALL)
-FOLDERS = ("results/frontier/*", *(f"results/private/dp/{name}-*" for name in ("fedavg", "fedcbdr", "refed")))
+FOLDERS = (
+    "results/frontier/*",
+    *(f"results/private/dp/{name}-*" for name in ("fedavg", "fedcbdr", "refed")),
+    *(f"results/fashion-mini/{name}-*" for name in ("rescene", "raw-upload", "fedavg")),
+)
 
 
 def markdown(points: list[Point]) -> str:

@@ -75,14 +75,11 @@ def plot(
     out: Annotated[Path | None, typer.Option("--out", help="file.png, .pdf or .svg (default: <kind>.png)")] = None,
 ) -> None:
     """A figure for a paper or a talk, and the CSV behind it."""
-    from rescene.report.figure import KINDS, figure
+    from rescene.report.figure import figure
     from rescene.report.groups import differing_settings, group_runs
 
     if not kind:  # rescene plot frontier RUNS
         kind, *folders = str(folders[0]), *folders[1:]
-        if kind not in KINDS or not folders:
-            why = f"the first word or --kind says which: {', '.join(KINDS)}"
-            raise ConfigError("E145", "no kind of figure was named", where="rescene plot", why=why, fix="--kind curves")
     groups = group_runs(loaded(folders))
     out = out or Path(f"{kind}.png")
     with _writing(out):

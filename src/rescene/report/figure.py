@@ -52,7 +52,7 @@ def figure(groups: Groups, kind: str, out: Path) -> list[Path]:
     if kind not in KINDS:
         close = did_you_mean(kind, KINDS)
         what = f"unknown kind of figure {kind!r}" + (f"; did you mean {close}?" if close else "")
-        raise ConfigError("E145", what, where="--kind", why=f"known are {', '.join(KINDS)}")
+        raise ConfigError("E145", what, where="the first word, or --kind", why=f"known are {', '.join(KINDS)}")
     if out.suffix not in ENDINGS:
         why = f"known endings are {', '.join(ENDINGS)}"
         raise ConfigError("E145", f"no figure format ends in '{out.suffix}'", where="--out", why=why)
