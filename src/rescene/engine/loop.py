@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from safetensors.torch import save
@@ -22,6 +22,7 @@ from rescene.engine.checkpoint import Saved, write_atomically, write_json
 from rescene.engine.crashpoints import reach
 from rescene.engine.evaluate import Evaluation, evaluate
 from rescene.engine.experiment import Experiment, prepare
+from rescene.engine.facts import Facts, notes_of, plain, restored
 from rescene.engine.faults import Faults
 from rescene.engine.federation import InProcess
 from rescene.engine.folder import RunFolder, made_on
@@ -44,32 +45,6 @@ class Step:
     task: Task
     round: int | None  # None: begin (ends=False) or end of the task
     ends: bool = False
-
-
-@dataclass
-class Facts:
-    """What the run has found out so far, in plain values; part of every checkpoint."""
-
-    matrix: list[list[float]] = field(default_factory=list)
-    incremental: list[float] = field(default_factory=list)
-    within_task: list[float] = field(default_factory=list)
-    confusion: list[list[int]] = field(default_factory=list)
-    recall: list[float] = field(default_factory=list)
-    test_sizes: list[int] = field(default_factory=list)
-    leakage: list[dict[str, Any]] = field(default_factory=list)
-    theory: list[dict[str, Any]] = field(default_factory=list)
-    elsewhere: list[dict[str, Any]] = field(default_factory=list)  # where the run went on with other code or machine
-    faults: dict[str, float] = field(default_factory=dict)  # counts of what was simulated
-    attack_success: float | None = None
-    quarantine: list[dict[str, Any]] = field(default_factory=list)
-    judged: dict[str, int] = field(default_factory=dict)  # by client: groups of one class and round that were screened
-    forgotten: list[dict[str, Any]] = field(default_factory=list)  # sites whose uploads were removed (withdrawal.py)
-    closings: list[list[int]] = field(default_factory=list)  # label, round of the stream (stream.py)
-    num_client_failures: int = 0
-    num_fallbacks: int = 0
-    num_withheld: int = 0
-    num_declined: int = 0
-    num_suppressed: int = 0
 
 
 def schedule(experiment: Experiment) -> list[Step]:
@@ -270,11 +245,11 @@ class Run:
             "uplink_bytes": up,
             "downlink_bytes": down,
             "sites": self.federation.traffic_by_site(),
-            "notes": _notes(self.state, uploads),
+            "notes": notes_of(self.state, uploads),
         }
         with self.timer.phase("checkpoint"):
             self.writer.wait()  # a round counts as finished once the one before is safe, so at most one is ever run again
-        self.folder.append("metrics.jsonl", _plain(row))
+        self.folder.append("metrics.jsonl", plain(row))
         self.timer.memory_mb.append(memory_mb(e.device))
         self._tell("round", **row)
 
@@ -338,7 +313,7 @@ class Run:
         facts.within_task, facts.confusion = found.within_task, found.confusion
         facts.recall, facts.test_sizes = found.recall, found.sizes
         row = {"kind": "task", "task": task.index, "accuracy": found.per_task, "aa": facts.incremental[-1]}
-        self.folder.append("metrics.jsonl", _plain(row))
+        self.folder.append("metrics.jsonl", plain(row))
         self._tell("task", **row)
 
     def _evaluate(self, task: Task) -> Evaluation:
@@ -391,7 +366,7 @@ class Run:
                 "theory": self.theory.tree(),
             }
             facts = {
-                "facts": _plain(vars(self.facts)),
+                "facts": plain(vars(self.facts)),
                 "ledger": self.ledger.facts(),
                 "lengths": self.folder.lengths(),
                 "timing": self.timer.report(),
@@ -411,7 +386,7 @@ class Run:
     def _status(self, state: str, done: int) -> dict[str, Any]:
         aa = self.facts.incremental[-1] if self.facts.incremental else None
         (task, round), steps = self.place, len(self.steps)
-        place = {"state": state, "task": task, "round": round, "done": done, "steps": steps, "aa": _plain(aa)}
+        place = {"state": state, "task": task, "round": round, "done": done, "steps": steps, "aa": plain(aa)}
         return place | self._setting | {"num_rounds": self.experiment.recipe.rounds_of(task)}
 
     def _restore(self) -> int:
@@ -437,7 +412,7 @@ class Run:
             raise self._refused(changed)
         self.state = to_device(saved.tree["state"], e.device)
         self.federation.client_states = {int(k): to_device(v, e.device) for k, v in saved.tree["clients"].items()}
-        self.facts = Facts(**_unplain(saved.facts["facts"]))
+        self.facts = restored(saved.facts["facts"])
         self._fit_plan(saved.step)
         self.ledger.restore(saved.facts["ledger"])
         self.timer.resume(saved.facts["timing"])
@@ -526,30 +501,3 @@ def _changes(changed: dict[str, list[Any]]) -> list[str]:
 def _overall(found: Evaluation, scenario: str) -> float:
     """Accuracy over all seen test images; the macro mean over domains when tasks are domains."""
     return sum(found.per_task) / len(found.per_task) if scenario == "domain" else found.overall
-
-
-def _notes(state: Any, uploads: Any) -> dict[str, float]:
-    """Numbers worth logging: the server's own, and the mean of each of the clients'."""
-    gathered: dict[str, list[float]] = {}
-    for upload in uploads.values():
-        for key, value in upload.get("notes", {}).items():
-            gathered.setdefault(key, []).append(float(value))
-    means = {key: sum(values) / len(values) for key, values in gathered.items()}
-    return {key: value for key, value in (means | getattr(state, "notes", {})).items() if math.isfinite(value)}
-
-
-def _plain(value: Any) -> Any:
-    """NaN as null, so that JSON stays JSON."""
-    if isinstance(value, dict):
-        return {key: _plain(v) for key, v in value.items()}
-    if isinstance(value, list):
-        return [_plain(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _unplain(facts: dict[str, Any]) -> dict[str, Any]:
-    def back(value: Any) -> Any:
-        return [back(v) for v in value] if isinstance(value, list) else math.nan if value is None else value
-
-    names = ("matrix", "incremental", "within_task", "recall")
-    return facts | {name: back(facts.get(name, [])) for name in names}
