@@ -69,7 +69,7 @@ class TheoryWatch:
         sample = self._sample(task)
         mu, mu_sampled = _class_means(real, labels, task), _class_means(real[sample], labels[sample], task).cpu()
         end = self._sketch(before.model).cpu().double()
-        distances = {r: float((end - seen["sketch"].double()).norm()) for r, seen in watched.items()}
+        distances = {r: float((end - seen["sketch"][: len(end)].double()).norm()) for r, seen in watched.items()}
         rows = []
         for i, label in enumerate(task.classes):
             own, stored = pool.labels == label, kept.labels == label
@@ -124,11 +124,12 @@ class TheoryWatch:
         Everything the features depend on counts, BatchNorm's running statistics included.
         """
         flat = torch.cat([value.detach().float().flatten() for value in model.values() if value.is_floating_point()])
+        size = min(len(flat), SKETCH_SIZE)  # a small model's sketch is no larger than itself
         flat = F.pad(flat, (0, -len(flat) % SKETCH_SIZE))
         if self._signs.shape != flat.shape:
             signs = torch.randint(2, flat.shape, generator=seeded_generator(0), dtype=torch.int8) * 2 - 1
             self._signs = signs.to(flat.device)
-        return (flat * self._signs).reshape(-1, SKETCH_SIZE).sum(dim=0)
+        return (flat * self._signs).reshape(-1, SKETCH_SIZE).sum(dim=0)[:size].clone()
 
 
 def theory_record(experiment: Experiment, rows: list[Row]) -> Row | None:
