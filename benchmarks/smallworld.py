@@ -48,7 +48,7 @@ def fingerprint(folder: Path) -> dict[str, str]:
 
     Left out: what tells that story (events, timing, status) and how the run was started.
     """
-    told = {"events.jsonl", "timing.json", "status.json", "command.txt", "env.json", "report.html"}
+    told = {"events.jsonl", "timing.json", "status.json", "command.txt", "env.json", "report.html", "MODEL_CARD.md"}
     files = [
         path
         for path in sorted(folder.rglob("*"))

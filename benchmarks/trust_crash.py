@@ -148,8 +148,8 @@ def terminated(method: str, root: Path, chance: random.Random, times: int) -> tu
             crashes.found.differ.append(f"{method}: exit code {code} after SIGTERM")
     subprocess.run(command, env=env, check=True, stdout=subprocess.DEVNULL)
     world.run(crashes.data, method, root / "long", **{"federation.num_rounds": 40})
-    if world.fingerprint(folder) != world.fingerprint(root / "long"):
-        crashes.found.differ.append(f"{method}: after SIGTERM")
+    if found := _difference(world.fingerprint(folder), world.fingerprint(root / "long")):
+        crashes.found.differ.append(f"{method}: after SIGTERM: {found}")
     return crashes.found, slowest
 
 

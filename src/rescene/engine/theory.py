@@ -48,8 +48,11 @@ class TheoryWatch:
     def round(self, task: Task, number: int, model: Model, state: Any) -> None:
         """After a round: its uploads and the real images under ``model``, the one they were made with."""
         pool = _joined([part for part in _parts(state, "pool") if len(part.rounds) and int(part.rounds[0]) == number])
-        if pool is None or not self.experiment.has_images or self.experiment.recipe.tasks.drift is not None:
+        recipe = self.experiment.recipe
+        if pool is None or not self.experiment.has_images or recipe.tasks.drift is not None:
             return
+        if recipe.method.get("buffer") == "none":
+            return  # there is, or will be, nothing to tell
         net, sample = self.experiment.arch.restore(model), task.train[self._sample(task)]
         self.rounds[str(number)] = {
             "surrogates": _class_means(_features(net, pool.images), pool.labels, task).cpu(),
@@ -74,7 +77,7 @@ class TheoryWatch:
         sample = self._sample(task)
         mu, mu_sampled = _class_means(real, labels, task), _class_means(real[sample], labels[sample], task).cpu()
         end = self._sketch(before.model).cpu().double()
-        distances = {r: float((end - seen["sketch"].double()).norm()) for r, seen in watched.items()}
+        distances = {r: float((end - seen["sketch"][: len(end)].double()).norm()) for r, seen in watched.items()}
         rows = []
         for i, label in enumerate(task.classes):
             own, stored = pool.labels == label, kept.labels == label
@@ -129,11 +132,13 @@ class TheoryWatch:
         Everything the features depend on counts, BatchNorm's running statistics included.
         """
         flat = torch.cat([value.detach().float().flatten() for value in model.values() if value.is_floating_point()])
-        flat = F.pad(flat, (0, -len(flat) % SKETCH_SIZE))
-        if self._signs.shape != flat.shape:
-            signs = torch.randint(2, flat.shape, generator=seeded_generator(0), dtype=torch.int8) * 2 - 1
+        pad = -len(flat) % SKETCH_SIZE
+        if len(self._signs) != len(flat) + pad:
+            signs = torch.randint(2, (len(flat) + pad,), generator=seeded_generator(0), dtype=torch.int8) * 2 - 1
             self._signs = signs.to(flat.device)
-        return (flat * self._signs).reshape(-1, SKETCH_SIZE).sum(dim=0)
+        if len(flat) <= SKETCH_SIZE:
+            return flat * self._signs[: len(flat)]
+        return (F.pad(flat, (0, pad)) * self._signs).reshape(-1, SKETCH_SIZE).sum(dim=0)
 
 
 def theory_record(experiment: Experiment, rows: list[Row]) -> Row | None:
