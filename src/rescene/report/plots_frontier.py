@@ -166,7 +166,10 @@ def _drawing(points: Sequence[Point], place: Any, axis: Any) -> Callable[[Any], 
 def _kinds(points: Sequence[Point]) -> list[str]:
     """Labels where the axis says epsilon: the kind of mechanism, once for points that differ in the amount of noise only."""
     last = {p.family: p for p in sorted(points, key=lambda p: p.epsilon or 0.0)}
-    return [p.mode.partition(" ε=")[0] if last[p.family] is p and p.mode != NO_NOISE else "" for p in points]
+    return [
+        p.mode.partition(" ε=")[0] if p.mode != NO_NOISE and (p.epsilon is None or last[p.family] is p) else ""
+        for p in points
+    ]
 
 
 def _in_family(pair: tuple[Point, float]) -> tuple[Any, ...]:
