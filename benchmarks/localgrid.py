@@ -13,6 +13,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from rescene.config import Resolved
 from rescene.deploy.flower import client, server
+from rescene.deploy.folder import init
 
 
 class LocalGrid(Grid):
@@ -59,8 +60,10 @@ def site_folders(root: Path, count: int, data: Path) -> list[Path]:
 
 def serve(grid: Grid, resolved: Resolved, root: Path, out: Path, **more: Any) -> None:
     """The server app, with the words that `rescene deploy run` gives it."""
-    recipe = root / "server" / "recipes" / "recipe.yaml"
-    recipe.parent.mkdir(parents=True, exist_ok=True)
+    recipe = root / "federation" / "server" / "recipes" / "recipe.yaml"
+    if not recipe.parent.exists():
+        init(root / "federation", ["somebody"])
+        recipe.parent.mkdir(parents=True, exist_ok=True)
     recipe.write_text(yaml.safe_dump(resolved.recipe.model_dump(mode="json"), sort_keys=False))
     config = {"recipe": str(recipe), "out": str(out), "gather-s": 0.0, "deadline-s": 600.0, "poll-s": 0.0, **more}
     server(grid, Context(1, 0, {}, RecordDict(), config))

@@ -116,7 +116,9 @@ def test_an_error_below_is_a_lost_letter_and_other_refusals_are_raised(tmp_path)
 def serve(grid, resolved, root, out, **more):
     """The server app, with the words that `rescene deploy run` gives it."""
     recipe = root / "fed" / "server" / "recipes" / "r.yaml"
-    recipe.parent.mkdir(parents=True, exist_ok=True)
+    if not recipe.parent.exists():
+        init(root / "fed", ["somebody"])
+        recipe.parent.mkdir(parents=True, exist_ok=True)
     recipe.write_text(yaml.safe_dump(resolved.recipe.model_dump(mode="json")))
     config = {"recipe": str(recipe), "out": str(out), "gather-s": 0.0, "deadline-s": 60.0, "poll-s": 0.0, **more}
     server(grid, Context(1, 0, {}, RecordDict(), config))
