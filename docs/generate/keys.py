@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Iterator
 from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -28,10 +29,18 @@ def page() -> str:
             alone.append(_row(name, field))
             continue
         lines += [f"## {name}", *(["", safe(field.description)] if field.description else []), ""]
-        rows = [_row(f"{name}.{key}", inner) for key, inner in record.model_fields.items()]
-        lines += [table(("key", "default", "values", "meaning"), rows), ""]
+        lines += [table(("key", "default", "values", "meaning"), list(_rows(name, record))), ""]
     lines += ["## At the top", "", table(("key", "default", "values", "meaning"), alone), ""]
     return "\n".join(lines)
+
+
+def _rows(name: str, record: type[BaseModel]) -> Iterator[tuple[str, str, str, str]]:
+    """The keys of a section, and of sections inside it."""
+    for key, field in record.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _rows(f"{name}.{key}", field.annotation)
+        else:
+            yield _row(f"{name}.{key}", field)
 
 
 def _row(key: str, field: FieldInfo) -> tuple[str, str, str, str]:
