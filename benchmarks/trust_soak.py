@@ -33,6 +33,8 @@ from rescene.deploy.site import KEPT
 FILES = 5  # of a site, beside what it remembers: site.yaml, ledger, recipe, answer, model
 # ReSCENE without what it keeps of each round by design: its pool, and a sketch of the model for the buffer's theory
 STEADY = {"rescene": {"method.accumulate": False, "method.buffer": "none"}, "refed": {}}
+# oneDNN keeps 1,024 compiled convolutions by default, one for each number of images: until it has them, that is growth
+FEW_CONVOLUTIONS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16", "LRU_CACHE_CAPACITY": "16"}
 PER_ROUND_MB = 0.02  # how fast memory may grow, once everything is loaded
 Sample = dict[str, Any]
 
@@ -256,6 +258,7 @@ def loopback(seed: int) -> None:
 
 def main() -> None:
     asked = options(__doc__ or "")
+    os.environ.update(FEW_CONVOLUTIONS)
     for method in world.METHODS:
         many_rounds(method, asked.full, asked.seed)
     large_model(asked.full, asked.seed)
