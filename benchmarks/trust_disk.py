@@ -19,6 +19,7 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -178,9 +179,13 @@ def healed(root: Path, data: Path, whole: dict[str, str], chance: random.Random,
     """Every file of both kept checkpoints damaged at once, in the middle of a run: it begins again, and is then safe again."""
     wrong = []
     for number in range(times):
-        folder = root / f"healed{number}"
-        with suppress(RunError), Disk(folder, chance.randrange(150, 250), errno.ENOSPC).watched():
-            world.run(data, "rescene", folder)
+        for at in count(chance.randrange(150, 250)):  # a run goes on if it cannot make a folder that is there already
+            folder = root / f"healed{number}-{at}"
+            try:
+                with Disk(folder, at, errno.ENOSPC).watched():
+                    world.run(data, "rescene", folder)
+            except RunError:
+                break
         for path in (folder / "checkpoints").iterdir():
             changed = bytearray(path.read_bytes())
             changed[len(changed) // 2] ^= 1
