@@ -19,6 +19,7 @@ OUT = ROOT / "results" / "newcomers"
 SHOWN = 22  # lines of an answer
 
 SMALL = "tasks.count=3 federation.num_clients=2 federation.per_round=2"
+STOP = "for part in works works/sites/north works/sites/south; do rescene deploy stop $part; done"
 SITES = "federation.per_round=2 federation.evaluate_every=0 train.server_epochs=5 model.width=32 device=cpu"
 
 
@@ -32,7 +33,9 @@ def installed(extras: str = "") -> list[str]:
 
 def at_site(name: str) -> str:
     """What the person at a site writes into site.yaml."""
-    return f"sed -i 's|^holds:.*|holds: own|; s|^data:.*|data: {{path: '$PWD/{name}'}}|' works/sites/{name}/site.yaml"
+    return (
+        f"sed -i 's|^# holds: own|holds: own|; s|^data:.*|data: {{path: '$PWD/{name}'}}|' works/sites/{name}/site.yaml"
+    )
 
 
 PATHS: dict[str, tuple[str, list[str]]] = {
@@ -65,13 +68,14 @@ PATHS: dict[str, tuple[str, list[str]]] = {
             "cp -r images north && cp -r images south && rm north/*/*[02468].png south/*/*[13579].png",
             f"{at_site('north')} && {at_site('south')}",
             "rescene deploy add-classes works circle,cross --rounds 1 --image-size 32",
-            "rescene deploy check works/sites/north --no-trial || true   # 5: the server is not up yet",
+            "cat works/sites/north/site.yaml | head -n 8",
             "rescene deploy server works && rescene deploy site works/sites/north && rescene deploy site works/sites/south",
-            f"rescene deploy run works demo {SITES}",
+            "rescene deploy check works/sites/north --no-trial",
+            f"rescene deploy run works demo {SITES} --deadline 120",
             "rescene deploy add-classes works star --rounds 1            # a month later",
-            f"rescene deploy run works demo {SITES}",
+            f"rescene deploy run works demo {SITES} --deadline 120",
             "rescene deploy status works",
-            "for part in works works/sites/north works/sites/south; do rescene deploy stop $part; done",
+            STOP,
         ],
     ),
     "reviewer": (
@@ -121,6 +125,8 @@ def walk(about: str, lines: list[str], home: Path) -> tuple[str, bool]:
             break
         if line.startswith(("git clone", "python3 -m venv")):
             before = f"cd {home}/rescene" if "clone" in line else f"{before} && . .venv/bin/activate"
+    if not ok:  # end what was started
+        subprocess.run(["bash", "-c", f"{before} && {STOP}"], cwd=home, stdout=subprocess.DEVNULL)
     text = clean("\n".join(told), home)
     return f"# {about}\n\n{len(lines)} commands, {total / 60:.1f} minutes in all.\n\n```text\n{text}```\n", ok
 
