@@ -226,6 +226,19 @@ def test_a_site_of_another_version_is_left_out_by_name(tmp_path):
     assert noted[0] == ("E343", "site 1 cannot take part: this site has rescene 0.0.1") and noted[1][0] == "E348"
 
 
+def test_nobody_waits_for_a_site_that_cannot_take_part(tmp_path, monkeypatch):
+    post = LocalPost(sites(tmp_path))
+    asked, payload, noted = federation(tmp_path, post, Patience(gather_s=600, deadline_s=600, poll_s=0, attempts=1))
+    post.change = lambda node, data: changed(data, upload=None, problem=("E356", "no images")) if node == 999 else data
+
+    def waits(seconds):
+        raise AssertionError("it waits")
+
+    monkeypatch.setattr("rescene.deploy.federation.time.sleep", waits)
+    assert list(asked.ask([0, 1, 2], "client_round", payload)) == [0, 2]
+    assert noted[0] == ("E356", "site 1 cannot take part: no images")
+
+
 def test_what_does_not_change_travels_once(tmp_path):
     post = LocalPost(sites(tmp_path))
     asked, payload, noted = federation(tmp_path, post)

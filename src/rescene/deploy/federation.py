@@ -67,6 +67,7 @@ class GridFederation(InProcess):
         self.journal, self._seats = journal, dict(seats or {})
         self._nodes: dict[int, int] = {}  # client -> node
         self._refused: set[int] = set()
+        self._away: set[int] = set()  # clients that cannot take part before they are mended and the run is started again
         self.waiting: Callable[[dict[str, Any]], None] = lambda facts: None  # told whenever somebody has answered
         self._told: dict[str, Any] = {}
         self._asked = ""  # when the letters of the exchange under way were sent
@@ -79,10 +80,10 @@ class GridFederation(InProcess):
         self.journal.turn(task.index, self.round)
 
     def _gather(self, clients: Sequence[int]) -> None:
-        """Find out which node is which client. The first time we wait for all that are asked; later for nobody."""
+        """Find out which node is which client. The first time we wait for all that are asked and can come; later for nobody."""
         end = time.monotonic() + (0 if self._nodes else self._patience.gather_s)
         self._greet()
-        while set(clients) - self._nodes.keys() and time.monotonic() < end:
+        while set(clients) - self._nodes.keys() - self._away and time.monotonic() < end:
             time.sleep(self._patience.poll_s)
             self._greet()
 
@@ -99,6 +100,7 @@ class GridFederation(InProcess):
             problem = reply.problem or self._misfit(reply, node)
             if problem:
                 self._refused.add(node)
+                self._away.add(self._seats.get(node, reply.client))
                 self.note("error", problem[0], f"site {reply.client} cannot take part: {problem[1]}")
                 continue
             if reply.upload["torch"] != torch.__version__:
