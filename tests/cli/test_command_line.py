@@ -205,7 +205,15 @@ def test_a_signal_ends_politely_and_the_run_can_go_on(tmp_path, number, code):
         str(folder),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    before = signal.signal(
+        number, signal.default_int_handler
+    )  # where the tests were started in the background it is ignored
+    try:
+        process = subprocess.Popen(
+            command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+        )
+    finally:
+        signal.signal(number, before)
     while process.poll() is None and len(list((folder / "checkpoints").glob("step-*"))) < 2:
         time.sleep(0.02)
     process.send_signal(number)
