@@ -64,7 +64,7 @@ class Killed(BaseException):
     pass
 
 
-@pytest.mark.parametrize("at", [7, 12])
+@pytest.mark.parametrize("at", [7, pytest.param(12, marks=pytest.mark.slow)])
 def test_a_server_that_dies_goes_on_from_its_checkpoint_with_the_same_bits(tmp_path, at):
     resolved = resolve("smoke", [*TINY, "method=fedewc"])
     in_process(resolved, tmp_path / "here")

@@ -183,6 +183,7 @@ def test_a_foreign_folder_is_left_alone(tmp_path):
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
+@pytest.mark.slow  # every place; five random ones are below, and all named ones in make trust
 def test_interrupted_anywhere_the_end_is_the_same(tmp_path, monkeypatch):
     """Stop after every single step once; each continuation must end with the same bytes."""
     whole = run(tmp_path / "whole")
