@@ -15,17 +15,23 @@ from typing import Any
 Cell = dict[str, Any]
 
 
-def arguments(about: str, seeds: str, out: Path | None = None) -> argparse.Namespace:
+def options(about: str, seeds: str, out: Path) -> argparse.ArgumentParser:
+    """What every matrix understands."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--out", type=Path, default=out, required=out is None, help="JSON lines; one that is there is continued"
-    )
-    parser.add_argument("--table", action="store_true", help="run nothing, print the table")
+    parser.add_argument("--out", type=Path, default=out, help="JSON lines; one that is there is continued")
     parser.add_argument("--jobs", type=int, default=1, help="processes, one torch thread each")
-    parser.add_argument("--seeds", default=seeds, help="comma-separated")
-    found = parser.parse_args()
-    found.seeds = [int(seed) for seed in found.seeds.split(",")]
-    return found
+    parser.add_argument("--seeds", type=_numbers, default=seeds, help="comma-separated")
+    return parser
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def arguments(about: str, seeds: str, out: Path) -> argparse.Namespace:
+    parser = options(about, seeds, out)
+    parser.add_argument("--table", action="store_true", help="run nothing, print the table")
+    return parser.parse_args()
 
 
 def fill(page: Path, mark: str, text: str) -> None:
@@ -68,6 +74,25 @@ def each(
         print(markdown([row(lines) for lines in groups if lines]))
     else:
         run_cells([cell for seed in told.seeds for cell in cells(seed)], work, told.out, told.jobs)
+
+
+def page(
+    about: str,
+    seeds: str,
+    name: str,
+    cells: Callable[[list[int]], list[Cell]],
+    work: Callable[[Cell], Cell],
+    table: Callable[[Path], str],
+) -> None:
+    """Fill results/<name>/cells.jsonl, or with --table the table of docs/<name>.md from it."""
+    root = Path(__file__).parents[1]
+    told = arguments(about, seeds, root / "results" / name / "cells.jsonl")
+    if told.table:
+        made = table(told.out)
+        fill(root / "docs" / f"{name}.md", f"{name}: table", made)
+        print(made)
+    else:
+        run_cells(cells(told.seeds), work, told.out, told.jobs)
 
 
 def markdown(rows: list[Cell]) -> str:

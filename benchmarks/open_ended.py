@@ -15,7 +15,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from cells import Cell, arguments, fill, run_cells
+from cells import Cell, page
 
 SETTING = {"federation.num_rounds": 5, "federation.evaluate_every": 0, "method.budget": 50, "device": "cpu"}
 PATIENCES = (1, 2, 3, 99)
@@ -85,10 +85,4 @@ def table(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    told = arguments(__doc__ or "", "0,1,2", Path(__file__).parents[1] / "results" / "open-ended" / "cells.jsonl")
-    if told.table:
-        made = table(told.out)
-        fill(Path(__file__).parents[1] / "docs" / "open-ended.md", "open-ended: table", made)
-        print(made)
-    else:
-        run_cells(cells(told.seeds), work, told.out, told.jobs)
+    page(__doc__ or "", "0,1,2", "open-ended", cells, work, table)

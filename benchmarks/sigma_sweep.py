@@ -8,16 +8,13 @@ One process and one thread per run. Each run is a line of JSON, and a folder bes
 
 from __future__ import annotations
 
-import argparse
-import json
-import multiprocessing
-import os
 import shutil
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
-from typing import Any
+
+from cells import Cell, options, run_cells
 
 KEPT = ("results.json", "config.yaml", "env.json", "timing.json", "metrics.jsonl")
 NOISE, PAPER = "method.start=noise", "privacy.mechanism=paper-experiment"
@@ -42,13 +39,14 @@ CELLS: dict[str, tuple[str, ...]] = {  # the costly ones first, so that no proce
 }  # fmt: skip
 
 
-def measure(name: str, seed: int, keep: Path) -> dict[str, Any]:
-    """Run one cell, keep its small files, and return its line."""
+def measure(cell: Cell, keep: Path) -> Cell:
+    """Run one cell, keep its small files below ``keep``, and return what to add to its line."""
     from rescene.api import execute
     from rescene.config import resolve
 
-    recipe, *overrides = CELLS[name]
-    overrides = [*overrides, f"seed={seed}", "device=cpu", "federation.evaluate_every=0"]
+    recipe, *overrides = CELLS[cell["cell"]]
+    keep /= f"{cell['cell']}-s{cell['seed']}"
+    overrides = [*overrides, f"seed={cell['seed']}", "device=cpu", "federation.evaluate_every=0"]
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
@@ -59,8 +57,6 @@ def measure(name: str, seed: int, keep: Path) -> dict[str, Any]:
     (keep / "command.txt").write_text(f"rescene run {' '.join([recipe, *overrides])}\n")
     leakage, privacy, events = found.get("leakage") or {}, found["privacy"], found.get("events_summary") or {}
     return {
-        "cell": name,
-        "seed": seed,
         "settings": [recipe, *overrides],
         **{key: found[key] for key in ("aa", "aia", "old", "recent", "within_task")},
         "per_task": found["accuracy_matrix"][-1],
@@ -72,32 +68,11 @@ def measure(name: str, seed: int, keep: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--seeds", default="0,1,2")
+    parser = options(__doc__ or "", "0,1,2", Path(__file__).parents[1] / "results" / "frontier.jsonl")
     parser.add_argument("--only", nargs="*", choices=CELLS, default=list(CELLS))
-    asked = parser.parse_args()
-    out: Path = asked.out
-    lines = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-    done = {(line["cell"], line["seed"]) for line in lines}
-    wanted = [(name, int(seed)) for name in asked.only for seed in asked.seeds.split(",")]
-    out.parent.mkdir(parents=True, exist_ok=True)
-    os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded in the processes
-    with ProcessPoolExecutor(asked.jobs, multiprocessing.get_context("spawn")) as pool:
-        going = {
-            pool.submit(measure, name, seed, out.with_suffix("") / f"{name}-s{seed}"): (name, seed)
-            for name, seed in wanted
-            if (name, seed) not in done
-        }
-        for finished in as_completed(going):
-            if finished.exception():
-                print(*going[finished], "failed:", repr(finished.exception()), flush=True)
-                continue
-            line = finished.result()
-            with out.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-            print(f"{line['cell']} seed {line['seed']}: AA {line['aa']:.1f}, {line['seconds']:.0f} s", flush=True)
+    told = parser.parse_args()
+    wanted = [{"cell": name, "seed": seed} for name in told.only for seed in told.seeds]
+    run_cells(wanted, partial(measure, keep=told.out.with_suffix("")), told.out, told.jobs)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from cells import Cell, arguments, fill, run_cells
+from cells import Cell, page
 
 
 def work(cell: Cell) -> dict[str, Any]:
@@ -66,10 +66,4 @@ def table(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    told = arguments(__doc__ or "", "0,1,2,3", Path(__file__).parents[1] / "results" / "withdrawal" / "cells.jsonl")
-    if told.table:
-        made = table(told.out)
-        fill(Path(__file__).parents[1] / "docs" / "withdrawal.md", "withdrawal: table", made)
-        print(made)
-    else:
-        run_cells([{"seed": seed} for seed in told.seeds], work, told.out, told.jobs)
+    page(__doc__ or "", "0,1,2,3", "withdrawal", lambda seeds: [{"seed": seed} for seed in seeds], work, table)

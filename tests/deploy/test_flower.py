@@ -11,7 +11,6 @@ import threading
 import weakref
 
 import pytest
-import yaml
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'rescene[deploy]'")
 
@@ -25,7 +24,7 @@ from rescene.config import resolve
 from rescene.deploy import control
 from rescene.deploy.control import run as run_deployed
 from rescene.deploy.control import start_server, start_site
-from rescene.deploy.flower import FlowerPost, client, server
+from rescene.deploy.flower import FlowerPost, client
 from rescene.deploy.folder import Federation, init
 from rescene.deploy.letters import Letter, Patience, Undelivered
 from rescene.deploy.processes import alive, check_port, environment, free_port, running, start, stop
@@ -113,18 +112,9 @@ def test_an_error_below_is_a_lost_letter_and_other_refusals_are_raised(tmp_path)
         post.nodes()
 
 
-def serve(grid, resolved, root, out, **more):
-    """The server app, with the words that `rescene deploy run` gives it."""
-    recipe = root / "fed" / "server" / "recipes" / "r.yaml"
-    if not recipe.parent.exists():
-        init(root / "fed", ["somebody"])
-        recipe.parent.mkdir(parents=True, exist_ok=True)
-    recipe.write_text(yaml.safe_dump(resolved.recipe.model_dump(mode="json")))
-    config = {"recipe": str(recipe), "out": str(out), "gather-s": 0.0, "deadline-s": 60.0, "poll-s": 0.0, **more}
-    server(grid, Context(1, 0, {}, RecordDict(), config))
-
-
 def test_the_server_app_goes_on_elsewhere_only_if_it_is_told_to(tmp_path, monkeypatch):
+    from localgrid import serve
+
     monkeypatch.setattr(sys, "argv", sys.argv)  # the app writes its own
     resolved = resolve("smoke", [*TINY, "method=fedewc", "tasks.limit=1"])
     grid, out = LocalGrid(sites(tmp_path)), tmp_path / "run"

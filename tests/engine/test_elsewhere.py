@@ -4,33 +4,21 @@ import json
 
 import pytest
 import torch
+from stopping import stopped_after
 from typer.testing import CliRunner
 
 import rescene
 from rescene.cli.app import app
-from rescene.engine import crashpoints, loop
+from rescene.engine import loop
 from rescene.engine.folder import MADE_ON, made_on
 from rescene.errors import RunError
 from rescene.report import write_report
 
 
-class Stop(BaseException):
-    pass
-
-
-def stop(folder, monkeypatch, steps=3):
+def stop(folder, steps=3):
     """A run that ends after so many steps."""
-    left = [steps]
-
-    def watch(place):
-        left[0] -= place == "step done"
-        if not left[0]:
-            raise Stop
-
-    monkeypatch.setattr(crashpoints, "watcher", watch)
-    with pytest.raises(Stop):
+    with stopped_after(steps):
         rescene.run("smoke", out=folder)
-    monkeypatch.setattr(crashpoints, "watcher", None)
 
 
 def move(monkeypatch, **there):
@@ -48,7 +36,7 @@ def test_env_json_says_what_the_bits_depend_on(tmp_path):
 
 @pytest.mark.parametrize("key", MADE_ON)
 def test_elsewhere_is_refused_with_what_differs(tmp_path, monkeypatch, key):
-    stop(tmp_path / "r", monkeypatch)
+    stop(tmp_path / "r")
     move(monkeypatch, **{key: "other"})
     with pytest.raises(RunError, match="E416") as caught:
         rescene.run("smoke", out=tmp_path / "r")
@@ -58,12 +46,10 @@ def test_elsewhere_is_refused_with_what_differs(tmp_path, monkeypatch, key):
 
 
 def test_told_to_go_on_it_does_and_says_so_even_if_it_dies_again(tmp_path, monkeypatch):
-    stop(tmp_path / "r", monkeypatch)
+    stop(tmp_path / "r")
     move(monkeypatch, torch="9.9", threads=64)
-    monkeypatch.setattr(crashpoints, "watcher", _raise_at("step done"))
-    with pytest.raises(Stop):  # before anything was written here
+    with stopped_after(1):  # before anything was written here
         rescene.run("smoke", out=tmp_path / "r", elsewhere=True)
-    monkeypatch.setattr(crashpoints, "watcher", None)
     with pytest.raises(RunError, match="E416"):
         rescene.run("smoke", out=tmp_path / "r")
     stopped = rescene.run("smoke", out=tmp_path / "r", elsewhere=True)
@@ -74,25 +60,16 @@ def test_told_to_go_on_it_does_and_says_so_even_if_it_dies_again(tmp_path, monke
 
 
 def test_after_a_step_here_it_goes_on_here_without_being_told(tmp_path, monkeypatch):
-    stop(tmp_path / "r", monkeypatch)
+    stop(tmp_path / "r")
     move(monkeypatch, torch="9.9")
-    left = [3]
-
-    def watch(place):
-        left[0] -= place == "step done"
-        if not left[0]:
-            raise Stop
-
-    monkeypatch.setattr(crashpoints, "watcher", watch)
-    with pytest.raises(Stop):
+    with stopped_after(3):
         rescene.run("smoke", out=tmp_path / "r", elsewhere=True)
-    monkeypatch.setattr(crashpoints, "watcher", None)
     assert len(rescene.run("smoke", out=tmp_path / "r").values["elsewhere"]) == 1
 
 
 def test_without_a_record_of_where_it_began_it_is_refused(tmp_path, monkeypatch):
     """A checkpoint of an earlier version tells nothing; then env.json does, if it can be read."""
-    stop(tmp_path / "r", monkeypatch)
+    stop(tmp_path / "r")
     monkeypatch.setattr("rescene.engine.checkpoint.Checkpoints.load", _without("made_on"))
     (tmp_path / "r/env.json").write_text("{")
     with pytest.raises(RunError, match="E416") as caught:
@@ -101,20 +78,12 @@ def test_without_a_record_of_where_it_began_it_is_refused(tmp_path, monkeypatch)
 
 
 def test_on_the_command_line(tmp_path, monkeypatch):
-    stop(tmp_path / "r", monkeypatch)
+    stop(tmp_path / "r")
     move(monkeypatch, code="f" * 64)
     refused = CliRunner().invoke(app, ["resume", str(tmp_path / "r"), "-q"])
     assert refused.exit_code == 4 and "E416" in refused.output and "-> ffffffffffff" in refused.output
     assert CliRunner().invoke(app, ["resume", str(tmp_path / "r"), "-q", "--elsewhere"]).exit_code == 0
     assert json.loads((tmp_path / "r/results.json").read_text())["elsewhere"][0]["step"] in (2, 3)
-
-
-def _raise_at(name):
-    def watch(place):
-        if place == name:
-            raise Stop
-
-    return watch
 
 
 def _without(key):

@@ -6,20 +6,16 @@ import pytest
 import smallworld
 import trust_faults
 import yaml
+from stopping import stopped_after
 from typer.testing import CliRunner
 
 import rescene
 from rescene.cli.app import app
 from rescene.config import resolve
 from rescene.config.faults import FaultsSection
-from rescene.engine import crashpoints
 from rescene.engine.faults import Faults
 from rescene.errors import ConfigError, RunError
 from rescene.rng import Rng
-
-
-class Stop(BaseException):
-    pass
 
 
 @pytest.fixture(scope="module")
@@ -101,21 +97,12 @@ def test_a_round_held_again_meets_other_sites(data, tmp_path):
 
 
 @pytest.mark.parametrize("steps", [2, 6])
-def test_interrupted_under_faults_and_attack_it_ends_with_the_same_bits(data, tmp_path, monkeypatch, steps):
+def test_interrupted_under_faults_and_attack_it_ends_with_the_same_bits(data, tmp_path, steps):
     hard = {"faults.dropout": 0.4, "quorum": 0.6, "retries": 30, "screen": "features"}
     hard |= {"faults.attack": "flip", "faults.attackers": [0], "faults.slow": [1], "faults.deadline": 3.0}
     trust_faults.run(data, tmp_path / "whole", **hard)
-    left = [steps]
-
-    def watch(place):
-        left[0] -= place == "step done"
-        if not left[0]:
-            raise Stop
-
-    monkeypatch.setattr(crashpoints, "watcher", watch)
-    with pytest.raises(Stop):
+    with stopped_after(steps):
         trust_faults.run(data, tmp_path / "cut", **hard)
-    monkeypatch.setattr(crashpoints, "watcher", None)
     trust_faults.run(data, tmp_path / "cut", **hard)
     assert smallworld.fingerprint(tmp_path / "cut") == smallworld.fingerprint(tmp_path / "whole")
 

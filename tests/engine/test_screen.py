@@ -7,11 +7,11 @@ import pytest
 import torch
 import trust_faults
 from safetensors.torch import load_file
+from stopping import stopped_after
 from typer.testing import CliRunner
 
 from rescene.cli.app import app
 from rescene.data import Dataset
-from rescene.engine import crashpoints
 from rescene.engine.adversary import Adversary, stamp
 from rescene.engine.folder import RunFolder
 from rescene.engine.screen import Screen
@@ -19,10 +19,6 @@ from rescene.report import load_run, write_report
 from rescene.report.model_card import model_card
 
 HOSTILE = {"faults.attack": "flip", "faults.attackers": [0], "screen": "features"}
-
-
-class Stop(BaseException):
-    pass
 
 
 @pytest.fixture(scope="module")
@@ -148,24 +144,12 @@ def test_a_changed_file_is_not_admitted(world, tmp_path):
     assert screen._with_admitted({}, world.task, 1, [row]) == {} and told == ["W372", "E372"]
 
 
-def test_a_person_can_list_show_and_admit(data, tmp_path, monkeypatch):
+def test_a_person_can_list_show_and_admit(data, tmp_path):
     """The run stands still after its first round, as one across sites does between rounds."""
-    left, folder = [2], tmp_path / "r"
-
-    def watch(place):
-        left[0] -= place == "step done"
-        if not left[0]:
-            raise Stop
-
-    monkeypatch.setattr(crashpoints, "watcher", watch)
-    with pytest.raises(Stop):
-        trust_faults.run(data, folder, **HOSTILE)
-    monkeypatch.setattr(crashpoints, "watcher", None)
-    with pytest.raises(Stop):
-        left[0] = 2
-        monkeypatch.setattr(crashpoints, "watcher", watch)
-        trust_faults.run(data, folder, **HOSTILE)
-    monkeypatch.setattr(crashpoints, "watcher", None)
+    folder = tmp_path / "r"
+    for _ in range(2):
+        with stopped_after(2):
+            trust_faults.run(data, folder, **HOSTILE)
     rows = json.loads(command(folder, "--json").output)
     name = next(row["name"] for row in rows if row["client"] == 0)
     assert command(folder, "--sheet", tmp_path / "s.png").exit_code == 0 and (tmp_path / "s.png").stat().st_size > 500
