@@ -73,13 +73,15 @@ class _Turn:
 TURN = _Turn()
 
 
-def recorded(work: Callable[[], None], warm_up: int = WARM_UP) -> Callable[[], None]:
+def recorded(work: Callable[[], None], warm_up: int = WARM_UP, *, search: bool = True) -> Callable[[], None]:
     """``work`` as a graph that can be replayed, or ``work`` itself (with a warning) where recording is refused.
+
+    ``search`` tries every algorithm of each convolution first, a second or more for shapes that were not seen before.
 
     ``work`` reads and writes fixed tensors; it is run a few times before it is recorded. The recording has a stream of its
     own, because libraries keep work space per stream and two graphs that share it must not run side by side.
     """
-    benchmark, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, True
+    benchmark, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, search
     try:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())

@@ -79,20 +79,21 @@ class Repeated:
         size = len(batch.y)
         if size not in self.places:
             place = Batch(batch.x.clone(), batch.y.clone(), batch.index.clone())
-            self.places[size], self.steps[size] = place, self._recorded(lambda: self._step(place))
+            often = size == self.settings.batch_size  # the last batch of an epoch has another size at every site
+            self.places[size], self.steps[size] = place, self._recorded(lambda: self._step(place), search=often)
         place = self.places[size]
         place.x.copy_(batch.x)
         place.y.copy_(batch.y)
         place.index.copy_(batch.index)
         self.steps[size]()
 
-    def _recorded(self, work: Callable[[], None]) -> Callable[[], None]:
+    def _recorded(self, work: Callable[[], None], *, search: bool) -> Callable[[], None]:
         if self.device.type != "cuda":
             return work
         state = [*self.parameters, *self.net.buffers(), *self.velocity, self.total]
         before, told = [value.detach().clone() for value in state], list[int]()
         with flops_to(told.append):
-            graph = recorded(work, warm_up=1)
+            graph = recorded(work, warm_up=1, search=search)
         with torch.no_grad():  # warming up was a step too
             for value, old in zip(state, before, strict=True):
                 value.copy_(old)
