@@ -25,7 +25,6 @@ MARKED = re.compile(r"(<!-- benchmarks/frontier.py -->\n).*?(<!-- end -->)", re.
 FOLDERS = (
     "results/frontier/*",
     *(f"results/private/dp/{name}-*" for name in ("fedavg", "fedcbdr", "refed")),
-    *(f"results/fashion-mini/{name}-*" for name in ("rescene", "raw-upload", "fedavg")),
 )
 
 
