@@ -313,7 +313,7 @@ def test_student_rate_falls_by_a_cosine_over_student_rounds():
     learning, pixels = StudentTraining(small_net(), student, TRANSFORM, settings), torch.zeros(4, 3, SIZE, SIZE)
     rates = []
     for _ in range(3):
-        rates.append(learning.optimiser.param_groups[0]["lr"])
+        rates.append(learning.rate())
         learning.round(pixels.to(torch.uint8), seeded())
     assert rates == pytest.approx([0.2, 0.1, 0.0])
 

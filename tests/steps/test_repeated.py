@@ -1,10 +1,11 @@
 """Training with a recorded loss is plain training. (Here without a GPU: run, not recorded.)"""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from rescene.methods import method_class
 from rescene.steps import Training, fit, repeatable
 from rescene.steps.repeated import fit_repeated
 from rescene.steps.sgd import Batch, cosine_rate, cross_entropy
@@ -12,15 +13,17 @@ from rescene.steps.sgd import Batch, cosine_rate, cross_entropy
 SETTINGS = Training(batch_size=8, lr=0.05, precision="float32")
 
 
-def parts(world, seed):
+def parts(world, seed, beside=None):
     shard, generator = world["shards"][2], torch.Generator().manual_seed(seed)
+    sizes = itertools.cycle(beside or [0])
 
     def plan():
         return shard.index[torch.randperm(len(shard), generator=generator)]
 
     def fetch(index):
         x = shard.transform.augment(shard.pictures(index), generator)
-        return Batch(x, shard.images.labels[index], index)
+        other = torch.randn(next(sizes), *x.shape[1:], generator=generator) if beside else None
+        return Batch(x, shard.images.labels[index], index, other)
 
     return plan, fetch
 
@@ -35,22 +38,37 @@ def test_it_agrees_with_the_plain_loop(tiny_world, cosine):
             targets = teacher(batch.x).softmax(dim=1)
         return F.cross_entropy(net(batch.x), batch.y) + 0.5 * F.cross_entropy(net.features(batch.x)[:, :2], targets)
 
-    plain, fast = (tiny_world["arch"].restore(tiny_world["net"].state_dict()) for _ in range(2))
-    a = fit(plain, *parts(tiny_world, 1), loss, SETTINGS, epochs=3, cosine=cosine)
+    assert_agree(tiny_world, loss, cosine=cosine)
+
+
+def test_it_agrees_where_the_loss_looks_beside_the_batch(tiny_world):
+    @repeatable
+    def loss(net, batch):
+        return F.cross_entropy(net(batch.x), batch.y) + net(batch.beside).square().mean()
+
+    assert_agree(tiny_world, loss, beside=[3, 5])  # sizes that do not follow the batch's
+
+
+def assert_agree(world, loss, *, cosine=False, beside=None):
+    """Loss, weights, and what is seen after each epoch, of three epochs of both."""
+    plain, fast = (world["arch"].restore(world["net"].state_dict()) for _ in range(2))
+    seen = {True: [], False: []}
+
+    def look(net):
+        return lambda epoch: seen[net is fast].append((epoch, net.training, net.head.bias.detach().clone()))
+
+    a = fit(plain, *parts(world, 1, beside), loss, SETTINGS, epochs=3, cosine=cosine, after_epoch=look(plain))
     rates = [cosine_rate(SETTINGS.lr, epoch, 3) if cosine else SETTINGS.lr for epoch in range(3)]
-    b = fit_repeated(fast, *parts(tiny_world, 1), loss, SETTINGS, rates)
+    b = fit_repeated(fast, *parts(world, 1, beside), loss, SETTINGS, rates, look(fast))
     assert abs(a - b) < 1e-4
     for key, value in plain.state_dict().items():
         assert torch.allclose(value.float(), fast.state_dict()[key].float(), atol=1e-4), key
+    for (epoch, training, bias), other in zip(seen[False], seen[True], strict=True):
+        assert (epoch, training) == other[:2]
+        assert torch.allclose(bias, other[2], atol=1e-4)
+    assert [epoch for epoch, *_ in seen[False]] == [1, 2, 3]
+    assert not any(training for _, training, _ in seen[False])
 
 
-def test_which_losses_say_they_are_repeatable(tiny_world):
-    """TARGET's draws new images inside, so it must not."""
-    import inspect
-
+def test_plain_cross_entropy_is_repeatable():
     assert cross_entropy.is_repeatable
-    marked = {
-        name: "@repeatable" in inspect.getsource(inspect.getmodule(method_class(name)))
-        for name in ("fedewc", "fedlwf", "fedcbdr", "glfc", "target")
-    }
-    assert marked == {"fedewc": True, "fedlwf": True, "fedcbdr": True, "glfc": True, "target": False}

@@ -36,7 +36,10 @@ from rescene.record import Tree, record
 from rescene.rng import Rng
 from rescene.steps import Batch, fit_shard, repeatable
 
-CHUNK = {"cpu": 32, "cuda": 256}  # images whose gradients are held at once (ResNet-18: 45 MB each); bounds memory, not results
+CHUNK = {
+    "cpu": 32,
+    "cuda": 256,
+}  # images whose gradients are held at once (ResNet-18: 45 MB each); bounds memory, not results
 
 
 @record

@@ -28,7 +28,7 @@ from rescene.methods.forms import Form, Place, fields, whole
 from rescene.methods.registry import register
 from rescene.record import Tree
 from rescene.rng import Rng
-from rescene.steps import Batch, fit_shard
+from rescene.steps import Batch, fit_shard, repeatable
 from rescene.steps.synthesis import Synthesis, shuffled_batches, synthesise
 
 
@@ -96,35 +96,40 @@ class TARGET(Synthesis, AveragingMethod):
         net = shard.net(payload["model"])
         # Domain-incremental tasks bring all labels, so that "new" is everything there.
         first = min(shard.task.classes) if self.local_ce == "new" else 0
-        remind = self._reminder(shard, client_state, rng)
+        past = client_state if self.kd_weight > 0 else None  # None too if nothing was received: first task, joined late
+        teacher = None if past is None else shard.net(past["teacher"]).eval().requires_grad_(False)
 
+        @repeatable
         def loss(net: nn.Module, batch: Batch) -> Tensor:
             learned = F.cross_entropy(net(batch.x)[:, first:], batch.y - first)
-            return learned if remind is None else learned + self.kd_weight * remind(net)
+            if teacher is None or batch.beside is None:
+                return learned
+            return learned + self.kd_weight * self._reminder(net, teacher, batch.beside)
 
-        final = fit_shard(net, shard, self.train, rng.at("sgd").generator(), loss)
+        beside = None if past is None else self._past_batches(past["pixels"], shard, rng.at("synthetic"))
+        final = fit_shard(net, shard, self.train, rng.at("sgd").generator(shard.device), loss, beside=beside)
         upload = {"model": weights_of(net), "num_images": len(shard), "notes": {"local_loss": final}}
         return upload, client_state
 
-    def _reminder(self, shard: Shard, client_state: Tree, rng: Rng) -> Callable[[nn.Module], Tensor] | None:
-        """KD on the next synthetic batch; None for a client that has received nothing (first task, joined late)."""
-        if client_state is None or self.kd_weight == 0:
-            return None
-        teacher = shard.net(client_state["teacher"]).eval()
-        source = rng.at("synthetic").generator()
-        batches = shuffled_batches(client_state["pixels"], self.synthetic_batch, source)
+    def _past_batches(self, pixels: Tensor, shard: Shard, rng: Rng) -> Callable[[], Tensor]:
+        """The next batch of synthetic images each time, ready for the network."""
+        source = rng.generator()
+        batches = shuffled_batches(pixels, self.synthetic_batch, source)
 
-        def remind(net: nn.Module) -> Tensor:
+        def beside() -> Tensor:
             x = shard.transform.normalise(next(batches))
-            x = shard.transform.augment(x, source) if self.train.augment else x
-            with torch.no_grad():
-                targets = teacher(x)
-            # A client with a single image learns it in eval mode; its synthetic batch is large enough for BatchNorm,
-            # and at this weight only batch statistics keep the weights from running away.
-            was_training = net.training
-            net.train()
-            loss = distillation_loss(net(x), targets, self.kd_temperature, self.kd_t2)
-            net.train(was_training)
-            return loss
+            return shard.transform.augment(x, source) if self.train.augment else x
 
-        return remind
+        return beside
+
+    def _reminder(self, net: nn.Module, teacher: nn.Module, x: Tensor) -> Tensor:
+        """KD on a synthetic batch."""
+        with torch.no_grad():
+            targets = teacher(x)
+        # A client with a single image learns it in eval mode; its synthetic batch is large enough for BatchNorm,
+        # and at this weight only batch statistics keep the weights from running away.
+        was_training = net.training
+        net.train()
+        loss = distillation_loss(net(x), targets, self.kd_temperature, self.kd_t2)
+        net.train(was_training)
+        return loss

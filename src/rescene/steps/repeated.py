@@ -8,13 +8,14 @@ and everything around it in float32. The mathematics is that of ``rescene.steps.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 
 import torch
 from torch import Tensor, nn
 
 from rescene.nets import flops_to, tell_flops
 from rescene.steps.recording import TURN, recorded
-from rescene.steps.sgd import Batch, Training
+from rescene.steps.sgd import AfterEpoch, Batch, Training
 
 
 def fit_repeated(
@@ -24,19 +25,22 @@ def fit_repeated(
     loss: Callable[[nn.Module, Batch], Tensor],
     settings: Training,
     rates: list[float],
+    after_epoch: AfterEpoch | None = None,
 ) -> float:
     """Train ``net`` in place for one epoch at each of ``rates``; returns the mean loss of the last one."""
     steps, mean = Repeated(net, loss, settings), 0.0
-    for rate in rates:
+    for epoch, rate in enumerate(rates, 1):
         steps.lr.fill_(rate)
         steps.total.zero_()
         batches = plan().split(settings.batch_size)
-        net.train(len(batches[0]) > 1)
+        steps.seen.train(len(batches[0]) > 1)
         kept = [index for index in batches if len(index) > 1 or len(batches) == 1]
         for index in kept:
             steps.train(fetch(index))
         mean = float(steps.total) / max(len(kept), 1)
-    net.eval()
+        steps.seen.eval()
+        if after_epoch is not None:
+            after_epoch(epoch)
     return mean
 
 
@@ -60,6 +64,13 @@ class HalfPrecision(nn.Module):
         return self.head(self.features(x))
 
 
+def _place(batch: Batch) -> Batch:
+    """Room for batches of this size; pictures with the channels last, which convolutions in bfloat16 want."""
+    x, beside = (None if p is None else p.clone(memory_format=torch.channels_last) for p in (batch.x, batch.beside))
+    assert x is not None
+    return Batch(x, batch.y.clone(), batch.index.clone(), beside)
+
+
 class Repeated:
     """One network, one loss; a recorded step for each batch size."""
 
@@ -71,20 +82,19 @@ class Repeated:
         self.seen = HalfPrecision(net, half)
         self.velocity = [torch.zeros_like(p) for p in self.parameters]
         self.lr, self.total = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
-        self.places: dict[int, Batch] = {}
-        self.steps: dict[int, Callable[[], None]] = {}
+        self.places: dict[tuple[int, int], Batch] = {}
+        self.steps: dict[tuple[int, int], Callable[[], None]] = {}
 
     def train(self, batch: Batch) -> None:
         """One step on this batch."""
-        size = len(batch.y)
-        if size not in self.places:
-            place = Batch(batch.x.clone(), batch.y.clone(), batch.index.clone())
-            often = size == self.settings.batch_size  # the last batch of an epoch has another size at every site
-            self.places[size], self.steps[size] = place, self._recorded(lambda: self._step(place), search=often)
-        place = self.places[size]
-        place.x.copy_(batch.x)
-        place.y.copy_(batch.y)
-        place.index.copy_(batch.index)
+        size = (len(batch.y), 0 if batch.beside is None else len(batch.beside))
+        if size not in self.steps:
+            self.places[size] = place = _place(batch)
+            often = size[0] == self.settings.batch_size  # the last batch of an epoch has another size at every site
+            self.steps[size] = self._recorded(lambda: self._step(place), search=often)
+        for field in fields(Batch):
+            if (own := getattr(self.places[size], field.name)) is not None:
+                own.copy_(getattr(batch, field.name))
         self.steps[size]()
 
     def _recorded(self, work: Callable[[], None], *, search: bool) -> Callable[[], None]:

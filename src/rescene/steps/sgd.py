@@ -29,6 +29,7 @@ class Batch:
     x: Tensor
     y: Tensor
     index: Tensor
+    beside: Tensor | None = None  # what a method's loss looks at beside the batch
 
 
 WORTH_RECORDING = 4  # epochs of a call at least: a recording costs about as much as a dozen plain steps
@@ -36,6 +37,7 @@ WORTH_RECORDING = 4  # epochs of a call at least: a recording costs about as muc
 Plan = Callable[[], Tensor]
 Fetch = Callable[[Tensor], Batch]
 Loss = Callable[[nn.Module, Batch], Tensor]
+AfterEpoch = Callable[[int], None]  # called with 1, 2, ..., the network in eval mode
 
 
 class Training(Hyperparameters):
@@ -86,7 +88,15 @@ def cross_entropy_from(first_class: int) -> Loss:
 
 
 def fit(
-    net: nn.Module, plan: Plan, fetch: Fetch, loss: Loss, settings: Training, *, epochs: int, cosine: bool = False
+    net: nn.Module,
+    plan: Plan,
+    fetch: Fetch,
+    loss: Loss,
+    settings: Training,
+    *,
+    epochs: int,
+    cosine: bool = False,
+    after_epoch: AfterEpoch | None = None,
 ) -> float:
     """Train ``net`` in place for ``epochs`` and return the mean loss of the last epoch.
 
@@ -97,7 +107,7 @@ def fit(
         from rescene.steps.repeated import fit_repeated
 
         rates = [cosine_rate(settings.lr, epoch, epochs) if cosine else settings.lr for epoch in range(epochs)]
-        return fit_repeated(net, plan, fetch, loss, settings, rates)
+        return fit_repeated(net, plan, fetch, loss, settings, rates, after_epoch)
     parameters = [p for p in net.parameters() if p.requires_grad]
     optimiser = torch.optim.SGD(
         parameters, settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay, fused=True
@@ -118,7 +128,9 @@ def fit(
             optimiser.step()
             losses.append(value.detach())
         total, count = float(torch.stack(losses).sum()), len(losses)
-    net.eval()
+        net.eval()
+        if after_epoch is not None:
+            after_epoch(epoch + 1)
     return total / max(count, 1)
 
 
@@ -154,12 +166,14 @@ def fit_shard(
     loss: Loss | None = None,
     *,
     first_class: int = 0,
+    beside: Callable[[], Tensor] | None = None,
+    after_epoch: AfterEpoch | None = None,
 ) -> float:
     """Local training of one client on its own images for E epochs, reshuffled each epoch; returns the last mean loss.
 
     Without a ``loss`` of one's own it is cross-entropy over the outputs from ``first_class`` on, and on a GPU the step is
     replayed as a CUDA graph. The images stay where they are: a batch is gathered from the device tensor by index,
-    normalised and augmented there.
+    normalised and augmented there. ``beside`` and ``after_epoch`` are for a loss of one's own.
     """
     index = shard.index
     if loss is None and is_recorded(shard.images.pixels, index):
@@ -175,11 +189,11 @@ def fit_shard(
 
     def fetch(index: Tensor) -> Batch:
         x = shard.pictures(index)
-        return Batch(
-            shard.transform.augment(x, generator) if settings.augment else x, shard.images.labels[index], index
-        )
+        x = shard.transform.augment(x, generator) if settings.augment else x
+        return Batch(x, shard.images.labels[index], index, None if beside is None else beside())
 
-    return fit(net, plan, fetch, loss or cross_entropy_from(first_class), settings, epochs=settings.local_epochs)
+    loss = loss or cross_entropy_from(first_class)
+    return fit(net, plan, fetch, loss, settings, epochs=settings.local_epochs, after_epoch=after_epoch)
 
 
 def is_recorded(images: Tensor, labels: Tensor) -> bool:

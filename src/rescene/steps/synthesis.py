@@ -9,6 +9,7 @@ for each synthesis round:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from rescene.hyperparameters import Hyperparameters, hyper
 from rescene.nets import tell_flops
 from rescene.rng import Rng
 from rescene.steps.generator import add_gradients, fresh_generator, generator_flops, reptile_gradients
+from rescene.steps.repeated import Repeated
+from rescene.steps.sgd import Batch, Training
 
 BETAS = (0.5, 0.999)  # of every Adam here
 NORM_STD = 0.02  # spread of the student's first BatchNorm weights around 1
@@ -213,31 +216,37 @@ class StudentTraining:
     """Distillation of the student: T^2 KL(teacher || student), SGD whose rate falls by a cosine over student rounds."""
 
     def __init__(self, teacher: nn.Module, student: nn.Module, transform: Transform, settings: Synthesis) -> None:
-        s = settings
-        self.teacher, self.student, self.transform, self.settings = teacher, student, transform, settings
-        self.optimiser = torch.optim.SGD(
-            student.parameters(), s.student_lr, momentum=s.student_momentum, weight_decay=s.student_weight_decay
-        )
-        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(
-            self.optimiser, s.student_lr_period, eta_min=s.student_lr_min
-        )
+        s, self.student, self.transform, self.settings = settings, student, transform, settings
+        student.requires_grad_(True)
+
+        def loss(net: nn.Module, batch: Batch) -> Tensor:
+            with torch.no_grad():
+                targets = teacher(batch.x)
+            return distillation_loss(net(batch.x), targets, s.student_temperature, t2=True)
+
+        sgd = Training(batch_size=s.synthesis_batch, momentum=s.student_momentum, weight_decay=s.student_weight_decay)
+        self.steps = Repeated(student, loss, sgd)
+        self.rounds = 0
 
     def round(self, pixels: Tensor, source: torch.Generator) -> float:
         """``student_steps`` steps on shuffled batches of the pool; returns the mean loss."""
-        self.student.train().requires_grad_(True)
+        self.student.requires_grad_(True)
+        self.steps.seen.train()
+        self.steps.total.zero_()
+        self.steps.lr.fill_(self.rate())
         batches = shuffled_batches(pixels, self.settings.synthesis_batch, source)
-        total = torch.zeros((), device=pixels.device)
         for _ in range(self.settings.student_steps):
             x = self.transform.augment(self.transform.normalise(next(batches)), source)
-            with torch.no_grad():
-                targets = self.teacher(x)
-            loss = distillation_loss(self.student(x), targets, self.settings.student_temperature, t2=True)
-            self.optimiser.zero_grad()
-            loss.backward()
-            self.optimiser.step()
-            total += loss.detach()
-        self.schedule.step()
-        return float(total) / self.settings.student_steps
+            none = torch.zeros(len(x), dtype=torch.long, device=x.device)  # the teacher says what they are
+            self.steps.train(Batch(x, none, none))
+        self.rounds += 1
+        return float(self.steps.total) / self.settings.student_steps
+
+    def rate(self) -> float:
+        """The learning rate of the next round."""
+        s = self.settings
+        wave = 0.5 * (1 + math.cos(math.pi * self.rounds / s.student_lr_period))
+        return s.student_lr_min + (s.student_lr - s.student_lr_min) * wave
 
 
 def shuffled_batches(items: Tensor, size: int, source: torch.Generator) -> Iterator[Tensor]:
