@@ -17,7 +17,6 @@ F_pending into F at once, so that the penalty pulls towards its previous partici
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar, Literal
 
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from rescene.data import Shard, Task
-from rescene.functional.fisher import blend_fisher, fisher_diagonal, quadratic_penalty
+from rescene.functional.fisher import MeanLoss, blend_fisher, fisher_diagonal, quadratic_penalty
 from rescene.hyperparameters import hyper
 from rescene.methods.averaging import AveragingMethod
 from rescene.methods.base import Federation, Model, ModelState, Payload, weights_of
@@ -35,11 +34,7 @@ from rescene.methods.registry import register
 from rescene.record import Tree, record
 from rescene.rng import Rng
 from rescene.steps import Batch, fit_shard, repeatable
-
-CHUNK = {
-    "cpu": 32,
-    "cuda": 256,
-}  # images whose gradients are held at once (ResNet-18: 45 MB each); bounds memory, not results
+from rescene.steps.per_image import chunks, is_layered, mean_squared_gradients
 
 
 @record
@@ -118,25 +113,33 @@ class FedEWC(AveragingMethod):
         upload = {"model": weights_of(net), "num_images": len(shard), "notes": notes}
         return upload, self._remembered(memory, self._fisher(net, shard, rng.at("fisher")), net, shard.task)
 
-    def _task_loss(self, logits: Tensor, labels: Tensor, task: Task) -> Tensor:
+    def _task_loss(self, logits: Tensor, labels: Tensor, task: Task, reduction: str = "mean") -> Tensor:
         first = min(task.classes) if self.local_ce == "new" else 0
-        return F.cross_entropy(logits[:, first:], labels - first)
+        return F.cross_entropy(logits[:, first:], labels - first, reduction=reduction)
 
     def _fisher(self, net: nn.Module, shard: Shard, rng: Rng) -> Model:
         """F of the client's images, not augmented, at its trained model with BatchNorm's running statistics (App. A)."""
         net.eval()
-        index, size = shard.index, CHUNK.get(shard.device.type, 32)
-        if self.fisher == "batch_mean":  # here the batches matter, so they are drawn as in training
-            order = torch.randperm(len(index), generator=rng.generator())
-            index, size = index[order.to(index.device)], self.train.batch_size
-
-        def loss(parameters: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-            return self._task_loss(functional_call(net, dict(parameters), x), y, shard.task)
-
-        batches = ((shard.pictures(rows), shard.images.labels[rows]) for rows in torch.split(index, size))
-        found = fisher_diagonal(loss, _trainable(net), batches, per_sample=self.fisher == "per_sample")
+        found = self._batch_fisher(net, shard, rng) if self.fisher == "batch_mean" else self._image_fisher(net, shard)
         limit = math.inf if self.fisher_clip is None else self.fisher_clip
         return {name: value.clamp(max=limit) for name, value in found.items()}
+
+    def _image_fisher(self, net: nn.Module, shard: Shard) -> Model:
+        parts = (shard.index[rows] for rows in chunks(net, len(shard), shard.device))
+        batches = ((shard.pictures(rows), shard.images.labels[rows]) for rows in parts)
+        if not is_layered(net):
+            return fisher_diagonal(self._loss_in(net, shard.task), _trainable(net), batches)
+        return mean_squared_gradients(net, batches, lambda z, y: self._task_loss(z, y, shard.task, "sum"))
+
+    def _batch_fisher(self, net: nn.Module, shard: Shard, rng: Rng) -> Model:
+        """Here the batches matter, so they are drawn as in training."""
+        order = torch.randperm(len(shard), generator=rng.generator()).to(shard.index.device)
+        parts = torch.split(shard.index[order], self.train.batch_size)
+        batches = ((shard.pictures(rows), shard.images.labels[rows]) for rows in parts)
+        return fisher_diagonal(self._loss_in(net, shard.task), _trainable(net), batches, per_sample=False)
+
+    def _loss_in(self, net: nn.Module, task: Task) -> MeanLoss:
+        return lambda theta, x, y: self._task_loss(functional_call(net, dict(theta), x), y, task)
 
     def _remembered(self, memory: Memory, pending: Model, net: nn.Module, task: Task) -> Memory:
         if self.anchor == "task_end":

@@ -19,11 +19,9 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from rescene.data import Shard, Task
 from rescene.functional.importance import (
-    gradient_norms,
     last_layer_gradient_norms,
     most_important,
     proximal_coefficient,
@@ -36,6 +34,7 @@ from rescene.methods.registry import register
 from rescene.record import Tree, record
 from rescene.rng import Rng
 from rescene.steps import Batch, Training, cross_entropy, embed, fit_shard, repeatable, with_replay
+from rescene.steps.per_image import gradient_norms
 
 
 @record
@@ -110,16 +109,17 @@ class ReFed(AveragingMethod):
 
         x, y = pool.pictures(pool.index), pool.labels
         importance = torch.zeros(len(pool), device=pool.device)
-        settings, generator = self._pim_epoch(), rng.at("pim").generator(pool.device)
-        for p in range(1, self.pim_epochs + 1):
-            fit_shard(net, pool, settings, generator, loss)
-            importance += self._norms(net, x, y) / p
+
+        def weigh(p: int) -> None:
+            importance.add_(self._norms(net, x, y) / p)
+
+        fit_shard(net, pool, self._pim_training(), rng.at("pim").generator(pool.device), loss, after_epoch=weigh)
         return importance
 
-    def _pim_epoch(self) -> Training:
-        """One epoch of the update rule, which is plain gradient descent; pictures are augmented as in local training."""
+    def _pim_training(self) -> Training:
+        """The update rule is plain gradient descent; pictures are augmented as in local training."""
         return Training(
-            local_epochs=1,
+            local_epochs=self.pim_epochs,
             batch_size=self.pim_batch_size,
             lr=self.pim_lr,
             momentum=0.0,
@@ -132,9 +132,7 @@ class ReFed(AveragingMethod):
         if self.importance == "last-layer":
             features = embed(net, x)
             return last_layer_gradient_norms(features, net.head(features).detach(), y)  # type: ignore[operator]
-        return gradient_norms(
-            lambda v, x: functional_call(net, v, (x,)), {name: p.detach() for name, p in net.named_parameters()}, x, y
-        )
+        return gradient_norms(net, x, y)
 
     def client_round(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
         memory = _memory(client_state, shard)
