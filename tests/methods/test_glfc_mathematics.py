@@ -129,10 +129,10 @@ def test_labels_are_recovered_for_every_class():
 def one_layer_objective(weight, wanted, labels):
     """Distance between gradients of the cross-entropy of W x: (softmax(W x) - onehot) x^T."""
 
-    def objective(points, rows):
+    def objective(points):
         x = points.detach().requires_grad_(True)
-        error = (x @ weight.T).softmax(dim=1) - F.one_hot(labels[rows], len(weight))
-        values = (error.unsqueeze(2) * x.unsqueeze(1) - wanted[rows]).square().sum(dim=(1, 2))
+        error = (x @ weight.T).softmax(dim=1) - F.one_hot(labels, len(weight))
+        values = (error.unsqueeze(2) * x.unsqueeze(1) - wanted).square().sum(dim=(1, 2))
         return values.detach(), torch.autograd.grad(values.sum(), x)[0]
 
     return objective
@@ -155,7 +155,7 @@ def test_every_row_goes_the_way_of_torch_lbfgs():
     """A curved valley per row, some of which converge early; the history of 5 is overwritten many times."""
     tilt = torch.tensor([1.0, 3.0, 20.0, 0.5], dtype=torch.float64)
 
-    def objective(points, rows):
+    def objective(points, rows=slice(None)):
         x = points.detach().requires_grad_(True)
         a, b = x[:, 0], x[:, 1]
         values = (1 - a) ** 2 + tilt[rows] * (b - a**2) ** 2 + x[:, 2:].square().sum(dim=1)
@@ -170,7 +170,7 @@ def test_every_row_goes_the_way_of_torch_lbfgs():
         for call in range(6):
 
             def closure(x=x, row=row):
-                value, gradient = objective(x.unsqueeze(0), torch.tensor([row]))
+                value, gradient = objective(x.unsqueeze(0), [row])
                 x.grad = gradient[0]
                 return value[0]
 

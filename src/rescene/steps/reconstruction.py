@@ -21,6 +21,7 @@ from rescene.data import Transform
 from rescene.hyperparameters import Hyperparameters, hyper
 from rescene.nets import counted_flops, tell_flops
 from rescene.rng import seeded_generator
+from rescene.steps.recording import repeated
 
 CHUNK = 32  # prototypes searched for at once; bounds memory, not results
 CHANNELS, KERNEL, STRIDES = 12, 5, (2, 2, 1)
@@ -30,7 +31,7 @@ INVERSION_PASSES = 7  # for the gradient of a distance between such gradients wi
 GRADIENT_TOLERANCE, CHANGE_TOLERANCE, LEAST_CURVATURE = 1e-7, 1e-9, 1e-10
 
 Encoder = Mapping[str, Tensor]
-Objective = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # points [r, d], rows [r] -> values [r], gradients [r, d]
+Objective = Callable[[Tensor], tuple[Tensor, Tensor]]  # points [p, d], a problem each -> values [p], gradients [p, d]
 
 
 class Inversion(Hyperparameters):
@@ -165,11 +166,10 @@ def _gradient_distance(
 ) -> Objective:
     """Squared distance between the encoder gradients of candidate pictures and the wanted ones, with its gradient."""
 
-    def objective(points: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def objective(points: Tensor) -> tuple[Tensor, Tensor]:
         x = points.detach().requires_grad_(True)
-        found = encoder_gradients(encoder, x.reshape(-1, 3, *shape), labels[rows])
-        terms = [(found[name] - wanted[name][rows]).square().flatten(1).sum(dim=1) for name in found]
-        values = torch.stack(terms).sum(dim=0)
+        found = encoder_gradients(encoder, x.reshape(-1, 3, *shape), labels)
+        values = torch.stack([(found[name] - wanted[name]).square().flatten(1).sum(dim=1) for name in found]).sum(dim=0)
         (slope,) = torch.autograd.grad(values.sum(), x)
         forward = encoder_flops(len(encoder["head.bias"]), *shape)
         tell_flops((INVERSION_PASSES - GRADIENT_PASSES) * len(points) * forward)
@@ -190,54 +190,57 @@ def minimise(objective: Objective, start: Tensor, settings: Inversion) -> tuple[
     for _ in range(settings.num_inversions):
         moving = moving and search.call()  # once no row moves, none ever will
         last.append(search.point.clone())
-    values, _ = objective(search.point, torch.arange(len(start), device=start.device))
-    return torch.stack(tuple(last), dim=1), values
+    return torch.stack(tuple(last), dim=1), search.value
 
 
 class _Search:
-    """All rows of one minimisation: where they are, the last move, and the gradient from which it was made."""
+    """All rows of one minimisation: where they are, the last move, and the gradient from which it was made.
+
+    A step treats all rows alike and leaves those as they were that pause, so that on a GPU it is recorded and replayed.
+    """
 
     def __init__(self, objective: Objective, start: Tensor, settings: Inversion) -> None:
         self.objective, self.lr, self.max_steps = objective, settings.inversion_lr, settings.inversion_steps
         self.point = start.detach().clone()
-        self.move = torch.zeros_like(self.point)
-        self.gradient = torch.zeros_like(self.point)
-        self.fresh = torch.ones(len(start), dtype=torch.bool, device=start.device)
+        self.value, self.slope = objective(self.point)
+        self.move, self.gradient = torch.zeros_like(start), torch.zeros_like(start)
+        self.fresh, self.going, self.moved = (start.new_ones(len(start), dtype=torch.bool) for _ in range(3))
         memory = min(settings.inversion_history, settings.num_inversions * settings.inversion_steps)
         self.curvature = _Curvature(start, memory)
+        own = (self.point, self.value, self.slope, self.move, self.gradient, self.fresh, self.going, self.moved)
+        self.step = repeated(self._step, [*own, *self.curvature.state])
 
     def call(self) -> bool:
         """Up to ``max_steps`` steps of every row that has not converged; whether any row moved."""
-        rows = torch.arange(len(self.point), device=self.point.device)
-        value, gradient = self.objective(self.point, rows)
-        going = gradient.abs().amax(dim=1) > GRADIENT_TOLERANCE
-        moved = False
-        for step in range(self.max_steps):
-            rows, value, gradient = rows[going], value[going], gradient[going]
-            downhill, move = self._moves(rows, gradient)
-            rows, value, move = rows[downhill], value[downhill], move[downhill]
-            if len(rows) == 0:
+        self.going.copy_(self.slope.abs().amax(dim=1) > GRADIENT_TOLERANCE)
+        self.moved.zero_()
+        for _ in range(self.max_steps):
+            self.step()
+            if not (self.point.is_cuda or self.going.any()):  # asking a GPU would cost more than it saves
                 break
-            moved = True
-            self.point[rows] += move
-            self.move[rows], self.fresh[rows] = move, False
-            if step == self.max_steps - 1:
-                break
-            before = value
-            value, gradient = self.objective(self.point[rows], rows)
-            going = (gradient.abs().amax(dim=1) > GRADIENT_TOLERANCE) & (move.abs().amax(dim=1) > CHANGE_TOLERANCE)
-            going &= (value - before).abs() >= CHANGE_TOLERANCE
-        return moved
+        return bool(self.moved.any())
 
-    def _moves(self, rows: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    def _step(self) -> None:
+        downhill, move = self._moves()
+        active = self.going & downhill
+        self.moved |= active
+        self.fresh &= ~active
+        self.move.copy_(_chosen(active, move, self.move))
+        self.point.copy_(_chosen(active, self.point + move, self.point))
+        value, slope = self.objective(self.point)
+        going = active & (slope.abs().amax(dim=1) > GRADIENT_TOLERANCE) & (move.abs().amax(dim=1) > CHANGE_TOLERANCE)
+        self.going.copy_(going & ((value - self.value).abs() >= CHANGE_TOLERANCE))
+        self.value.copy_(value)
+        self.slope.copy_(slope)
+
+    def _moves(self) -> tuple[Tensor, Tensor]:
         """Which rows still go downhill, and the next move of each."""
-        self.curvature.learn(rows, self.move[rows], gradient - self.gradient[rows])
-        self.gradient[rows] = gradient
-        direction = -self.curvature.inverse_times(rows, gradient)
-        length = torch.full_like(gradient[:, 0], self.lr)
-        first = (1 / gradient.abs().sum(dim=1)).clamp(max=1) * self.lr  # the very first step knows no scale
-        length = torch.where(self.fresh[rows], first, length)
-        downhill = (gradient * direction).sum(dim=1) <= -CHANGE_TOLERANCE
+        self.curvature.learn(self.going, self.move, self.slope - self.gradient)
+        self.gradient.copy_(_chosen(self.going, self.slope, self.gradient))
+        direction = -self.curvature.inverse_times(self.slope)
+        first = (1 / self.slope.abs().sum(dim=1)).clamp(max=1) * self.lr  # the very first step knows no scale
+        length = torch.where(self.fresh, first, self.lr)
+        downhill = (self.slope * direction).sum(dim=1) <= -CHANGE_TOLERANCE
         return downhill, length.unsqueeze(1) * direction
 
 
@@ -254,36 +257,43 @@ class _Curvature:
         self.sy, self.yy = start.new_zeros(p, memory, memory), start.new_zeros(p, memory, memory)
         self.scale = start.new_ones(p)
         self.oldest = torch.zeros(p, dtype=torch.long, device=start.device)
+        self.state = (self.s, self.y, self.sy, self.yy, self.scale, self.oldest)
 
-    def learn(self, rows: Tensor, s: Tensor, y: Tensor) -> None:
+    def learn(self, going: Tensor, s: Tensor, y: Tensor) -> None:
         """Remember the last move of these rows, unless the function did not curve upwards along it."""
         curve = (s * y).sum(dim=1)
-        good = curve > LEAST_CURVATURE
-        rows, s, y = rows[good], s[good], y[good]
-        place = self.oldest[rows]
-        self.scale[rows] = curve[good] / y.square().sum(dim=1)
-        self.s[rows, place], self.y[rows, place] = s, y
-        self.sy[rows, :, place] = _products(_take(self.s, rows), y)
-        self.yy[rows, :, place] = self.yy[rows, place, :] = _products(_take(self.y, rows), y)
-        self.oldest[rows] = (place + 1) % self.s.shape[1]
+        good = going & (curve > LEAST_CURVATURE)
+        self.scale.copy_(torch.where(good, curve / y.square().sum(dim=1), self.scale))
+        for kept, new in ((self.s, s), (self.y, y)):
+            self._put(kept, 1, good, new)
+        self._put(self.sy, 2, good, _products(self.s, y))
+        for dim in (1, 2):
+            self._put(self.yy, dim, good, _products(self.y, y))
+        self.oldest.copy_(torch.where(good, (self.oldest + 1) % self.s.shape[1], self.oldest))
 
-    def inverse_times(self, rows: Tensor, g: Tensor) -> Tensor:
-        """H g for these rows: [r, d] -> [r, d]."""
-        s, y, scale = _take(self.s, rows), _take(self.y, rows), self.scale[rows].unsqueeze(1)
-        time = (self.oldest[rows].unsqueeze(1) + torch.arange(s.shape[1], device=g.device)) % s.shape[1]
-        upper = _in_order(self.sy[rows], time).triu()
+    def _put(self, kept: Tensor, dim: int, good: Tensor, new: Tensor) -> None:
+        """In the good rows, ``new`` [p, ...] into the oldest place along ``dim``."""
+        new = new.unsqueeze(dim)
+        place = self.oldest.view(-1, 1, 1).expand_as(new)
+        kept.scatter_(dim, place, torch.where(good.view(-1, 1, 1), new, kept.gather(dim, place)))
+
+    def inverse_times(self, g: Tensor) -> Tensor:
+        """H g for every row: [p, d] -> [p, d]."""
+        s, y, scale = self.s, self.y, self.scale.unsqueeze(1)
+        time = (self.oldest.unsqueeze(1) + torch.arange(s.shape[1], device=g.device)) % s.shape[1]
+        upper = _in_order(self.sy, time).triu()
         curve = upper.diagonal(dim1=1, dim2=2)
         upper = upper + torch.diag_embed((curve == 0).to(g))  # an empty place must not make the system singular
         u = _solve(upper, _products(s, g).gather(1, time), upper=True)
-        changes = torch.einsum("pij,pj->pi", _in_order(self.yy[rows], time), u) - _products(y, g).gather(1, time)
+        changes = torch.einsum("pij,pj->pi", _in_order(self.yy, time), u) - _products(y, g).gather(1, time)
         v = _solve(upper.transpose(1, 2), curve * u + scale * changes, upper=False)
         u, v = (torch.zeros_like(w).scatter(1, time, w) for w in (u, v))  # from order of time to order of places
         return scale * (g - _sums(y, u)) + _sums(s, v)
 
 
-def _take(values: Tensor, rows: Tensor) -> Tensor:
-    """These rows (ascending), without a copy when they are all rows."""
-    return values if len(rows) == len(values) else values[rows]
+def _chosen(rows: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    """``new`` in these rows, ``old`` in the others: [p], [p, d], [p, d] -> [p, d]."""
+    return torch.where(rows.unsqueeze(1), new, old)
 
 
 def _products(vectors: Tensor, g: Tensor) -> Tensor:

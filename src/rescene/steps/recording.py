@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from rescene.errors import ResceneWarning
+from rescene.nets import flops_to, tell_flops
 
 WARM_UP = 3  # times a piece of work is run before it is recorded
 
@@ -101,3 +103,25 @@ def recorded(work: Callable[[], None], warm_up: int = WARM_UP, *, search: bool =
         return work
     finally:
         torch.backends.cudnn.benchmark = benchmark
+
+
+def repeated(work: Callable[[], None], state: Sequence[Tensor], *, search: bool = True) -> Callable[[], None]:
+    """``work``, on a GPU as a recording that leaves ``state`` as it was; each replay tells the FLOPs that ``work`` tells."""
+    if not state[0].is_cuda:
+        return work
+    before, told = [value.detach().clone() for value in state], list[int]()
+    with flops_to(told.append):
+        graph = recorded(work, warm_up=1, search=search)
+    with torch.no_grad():  # warming up was a run too
+        for value, old in zip(state, before, strict=True):
+            value.copy_(old)
+    if graph is work:
+        return work
+    flops = sum(told) // 2  # once in warming up, once in recording; a replay calls no hooks
+
+    def replay() -> None:
+        with TURN.given_up():
+            graph()
+        tell_flops(flops)
+
+    return replay

@@ -13,8 +13,7 @@ from dataclasses import fields
 import torch
 from torch import Tensor, nn
 
-from rescene.nets import flops_to, tell_flops
-from rescene.steps.recording import TURN, recorded
+from rescene.steps.recording import repeated
 from rescene.steps.sgd import AfterEpoch, Batch, Training
 
 
@@ -91,32 +90,12 @@ class Repeated:
         if size not in self.steps:
             self.places[size] = place = _place(batch)
             often = size[0] == self.settings.batch_size  # the last batch of an epoch has another size at every site
-            self.steps[size] = self._recorded(lambda: self._step(place), search=often)
+            state = [*self.parameters, *self.net.buffers(), *self.velocity, self.total]
+            self.steps[size] = repeated(lambda: self._step(place), state, search=often)
         for field in fields(Batch):
             if (own := getattr(self.places[size], field.name)) is not None:
                 own.copy_(getattr(batch, field.name))
         self.steps[size]()
-
-    def _recorded(self, work: Callable[[], None], *, search: bool) -> Callable[[], None]:
-        if self.device.type != "cuda":
-            return work
-        state = [*self.parameters, *self.net.buffers(), *self.velocity, self.total]
-        before, told = [value.detach().clone() for value in state], list[int]()
-        with flops_to(told.append):
-            graph = recorded(work, warm_up=1, search=search)
-        with torch.no_grad():  # warming up was a step too
-            for value, old in zip(state, before, strict=True):
-                value.copy_(old)
-        if graph is work:
-            return work
-        flops = sum(told) // 2  # once in warming up, once in recording; a replay calls no hooks
-
-        def replay() -> None:
-            with TURN.given_up():
-                graph()
-            tell_flops(flops)
-
-        return replay
 
     def _step(self, batch: Batch) -> None:
         value = self.loss(self.seen, batch)
