@@ -13,13 +13,13 @@ from glfc_world import (
 from rescene.functional.compensation import compensation_loss, compensation_weights, mean_entropy, relation_loss
 from rescene.record import num_bytes
 from rescene.rng import seeded_generator
+from rescene.steps.lbfgs import minimise
 from rescene.steps.reconstruction import (
     Inversion,
     encode,
     encoder_gradients,
     encoder_weights,
     labels_from_gradients,
-    minimise,
     reconstruct,
 )
 
@@ -144,8 +144,7 @@ def test_inversion_recovers_the_input_of_a_one_layer_network():
     x, labels = torch.rand(5, 4, generator=generator, dtype=torch.float64), torch.tensor([0, 1, 2, 0, 1])
     error = (x @ weight.T).softmax(dim=1) - F.one_hot(labels, 3)
     objective = one_layer_objective(weight, error.unsqueeze(2) * x.unsqueeze(1), labels)
-    settings = Inversion(num_inversions=100, num_iterates=3)
-    found, values = minimise(objective, torch.full_like(x, 0.5), settings)
+    found, values = minimise(objective, torch.full_like(x, 0.5), lr=0.1, calls=100, steps=20, history=100, keep=3)
     assert found.shape == (5, 3, 4)
     assert values.max().item() < 1e-7
     assert (found[:, -1] - x).abs().max().item() < 0.01
@@ -162,8 +161,7 @@ def test_every_row_goes_the_way_of_torch_lbfgs():
         return values.detach(), torch.autograd.grad(values.sum(), x)[0]
 
     start = torch.tensor([[-1.0, 1.0, 3.0], [0.5, 0.0, 1.0], [1.1, 1.3, 0.2], [1.0, 1.0, 0.0]], dtype=torch.float64)
-    settings = Inversion(num_inversions=6, inversion_steps=7, inversion_history=5, num_iterates=6, inversion_lr=0.3)
-    found, values = minimise(objective, start, settings)
+    found, values = minimise(objective, start, lr=0.3, calls=6, steps=7, history=5, keep=6)
     for row in range(4):
         x = start[row].clone().requires_grad_(True)
         optimiser = torch.optim.LBFGS([x], lr=0.3, max_iter=7, history_size=5)
