@@ -75,24 +75,45 @@ class _Turn:
 TURN = _Turn()
 
 
-def recorded(work: Callable[[], None], warm_up: int = WARM_UP, *, search: bool = True) -> Callable[[], None]:
+class _ShortLived(threading.local):
+    """Where this thread's short-lived recordings are made: one stream, and memory that the next one takes over.
+
+    By itself a recording asks the driver for fresh memory, after all that is cached was given back; for one that serves a
+    single call that is most of its cost. They may share memory since one is replayed after the other and none leaves
+    anything in it.
+    """
+
+    stream: torch.cuda.Stream | None = None
+    pool: torch.cuda.MemPool | None = None
+
+    def place(self) -> tuple[torch.cuda.Stream, tuple[int, int]]:
+        if self.stream is None or self.pool is None:
+            self.stream, self.pool = torch.cuda.Stream(), torch.cuda.MemPool()
+        return self.stream, self.pool.id
+
+
+_SHORT_LIVED = _ShortLived()
+
+
+def recorded(
+    work: Callable[[], None], warm_up: int = WARM_UP, *, search: bool = True, short_lived: bool = False
+) -> Callable[[], None]:
     """``work`` as a graph that can be replayed, or ``work`` itself (with a warning) where recording is refused.
 
     ``search`` tries every algorithm of each convolution first, a second or more for shapes that were not seen before.
-
     ``work`` reads and writes fixed tensors; it is run a few times before it is recorded. The recording has a stream of its
     own, because libraries keep work space per stream and two graphs that share it must not run side by side.
     """
     benchmark, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, search
     try:
-        stream = torch.cuda.Stream()
+        stream, pool = _SHORT_LIVED.place() if short_lived else (torch.cuda.Stream(), None)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(warm_up):
                 work()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        with _capture(graph, stream, pool):
             work()
         return graph.replay
     except RuntimeError as error:
@@ -105,13 +126,32 @@ def recorded(work: Callable[[], None], warm_up: int = WARM_UP, *, search: bool =
         torch.backends.cudnn.benchmark = benchmark
 
 
+@contextmanager
+def _capture(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: tuple[int, int] | None) -> Iterator[None]:
+    """What runs inside goes into the graph. Without a pool cached memory is given back first, as torch does it."""
+    if pool is None:
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            yield
+        return
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # type: ignore[arg-type]
+        try:
+            yield
+        finally:
+            graph.capture_end()
+
+
 def repeated(work: Callable[[], None], state: Sequence[Tensor], *, search: bool = True) -> Callable[[], None]:
-    """``work``, on a GPU as a recording that leaves ``state`` as it was; each replay tells the FLOPs that ``work`` tells."""
+    """``work``, on a GPU as a recording of a short life that leaves ``state`` as it was and keeps nothing but ``state``.
+
+    Each replay tells the FLOPs that ``work`` tells.
+    """
     if not state[0].is_cuda:
         return work
     before, told = [value.detach().clone() for value in state], list[int]()
     with flops_to(told.append):
-        graph = recorded(work, warm_up=1, search=search)
+        graph = recorded(work, warm_up=1, search=search, short_lived=True)
     with torch.no_grad():  # warming up was a run too
         for value, old in zip(state, before, strict=True):
             value.copy_(old)
