@@ -2,18 +2,19 @@
 
 import pytest
 
+from rescene.config import resolve
 from rescene.deploy import control
 from rescene.deploy.folder import Federation
 from rescene.deploy.processes import Started
-from rescene.errors import RunError
+from rescene.errors import ConfigError, DataError, ResceneError, RunError
 
 
 @pytest.mark.parametrize(
     ("details", "ended"),
     [
-        ({"status": "finished:completed", "status-details": ""}, "finished:completed"),
-        ({"status": "finished:failed", "status-details": "No module"}, "finished:failed (No module)"),
-        ({"status": "finished:stopped"}, "finished:stopped"),
+        ({"status": "finished:completed", "status-details": ""}, ("finished:completed", "")),
+        ({"status": "finished:failed", "status-details": "No module"}, ("finished:failed", "No module")),
+        ({"status": "finished:stopped"}, ("finished:stopped", "")),
     ],
 )
 def test_a_run_that_ended_says_how_and_why(tmp_path, monkeypatch, details, ended):
@@ -32,3 +33,45 @@ def test_a_run_that_ended_says_how_and_why(tmp_path, monkeypatch, details, ended
     federation = Federation(tmp_path, "clinic", "127.0.0.1", 9000, ["north"])
     assert control._watch(federation, 7, tmp_path, told.append, 0) == ended
     assert told == ["starting"] and not answers
+
+
+REFUSALS = [
+    RunError("E416", "other code", where="runs/x", why="threads: 1 -> 2\ntorch: 2.9 -> 3.0", fix="add --elsewhere"),
+    RunError("E405", "another recipe"),
+    ConfigError("E167", "no drift here", fix="leave it out"),
+    DataError("E201", "no images"),
+]
+PASSING = [str(RunError("E320", "only 1 of 3 sites answered")), str(RunError("E410", "disk full")), "out of memory", ""]
+
+
+def submitted(tmp_path, monkeypatch, why):
+    """How often a run was submitted whose server app ends with these words, and the error it was given up with."""
+    submissions = []
+
+    def flwr(federation, *words):
+        submissions.append(words)
+        return {"run-id": "7"}
+
+    details = f"ServerApp failed with exception: {why}" if why else ""
+    listed = [{"run-id": "7", "status": "finished:failed", "status-details": details}]
+    monkeypatch.setattr(control, "require_flower", lambda: None)
+    monkeypatch.setattr(control, "flwr", flwr)
+    monkeypatch.setattr(control, "runs", lambda federation: listed)
+    monkeypatch.setattr(control, "running", lambda folder: [Started(n, 1, "", "") for n in ("link", "executor")])
+    federation = Federation(tmp_path, "clinic", "127.0.0.1", 9000, ["a", "b", "c"])
+    federation.server.mkdir(parents=True)
+    with pytest.raises(ResceneError) as caught:
+        control.run(federation, resolve("smoke", ["federation.num_clients=3"]), tmp_path / "run", look_s=0)
+    return len(submissions), caught.value
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda error: error.code)
+def test_what_a_server_app_refuses_for_good_is_submitted_once_and_told_in_its_own_words(tmp_path, monkeypatch, refusal):
+    count, error = submitted(tmp_path, monkeypatch, str(refusal))
+    assert (count, type(error), str(error)) == (1, type(refusal), str(refusal))
+
+
+@pytest.mark.parametrize("why", PASSING)
+def test_what_may_pass_is_submitted_again(tmp_path, monkeypatch, why):
+    count, error = submitted(tmp_path, monkeypatch, why)
+    assert count == control.SUBMISSIONS and error.code == "E351" and why in str(error)

@@ -38,12 +38,13 @@ from rescene.deploy.status import left_out_rows, site_answers, task_rows
 from rescene.deploy.withdrawal import without_left
 from rescene.engine import RunFolder
 from rescene.engine.checkpoint import write_json
-from rescene.errors import ConfigError, RunError
+from rescene.errors import ConfigError, ResceneError, RunError, error_in
 
 LINK = "here"  # the name of our link in Flower's own configuration
 LOOK_S = 5.0
 SUBMISSIONS = 3
 COMPLETED = "finished:completed"
+DISK = "E410"
 RETURN_S = 600.0  # for a server that ended to be started again
 
 
@@ -173,11 +174,15 @@ def run(
     text = " ".join(f"{key}={json.dumps(value)}" for key, value in config.items())
     for number in range(1, SUBMISSIONS + 1):
         answer = flwr(federation, "run", str(federation.app), LINK, "--format", "json", "--run-config", text)
-        status = _watch(federation, int(answer["run-id"]), out, tell, look_s)
+        status, why = _watch(federation, int(answer["run-id"]), out, tell, look_s)
         results = out / "results.json"
         if status == COMPLETED and results.is_file():
             found: dict[str, Any] = json.loads(results.read_text(encoding="utf-8"))
             return found
+        error = error_in(why)
+        if error and not _may_pass(error):
+            raise error
+        status = f"{status} ({why})" if why else status
         tell(f"submission {number} of {SUBMISSIONS} ended as {status}")
     raise RunError(
         "E351",
@@ -188,8 +193,17 @@ def run(
     )
 
 
-def _watch(federation: Federation, run_id: int, out: Path, tell: Callable[[str], None], look_s: float) -> str:
-    """Until the run is listed as finished; tells each step once. A link that is gone may come back, and the run with it."""
+def _may_pass(error: ResceneError) -> bool:
+    """Sites come back and disks get room again; what else a server app refuses, it refuses every time."""
+    return error.code.startswith("E3") or error.code == DISK
+
+
+def _watch(
+    federation: Federation, run_id: int, out: Path, tell: Callable[[str], None], look_s: float
+) -> tuple[str, str]:
+    """Until the run is listed as finished: as what, and why. Tells each step once. A link that is gone may come back,
+    and the run with it.
+    """
     told, lost_at = "", 0.0
     while True:
         gone = {"link", "executor"} - {one.name for one in running(federation.server)}
@@ -200,12 +214,12 @@ def _watch(federation: Federation, run_id: int, out: Path, tell: Callable[[str],
             told = line
         lost_at = (lost_at or time.monotonic()) if gone else 0.0
         if gone and time.monotonic() - lost_at > RETURN_S:
-            return "lost with the server"
+            return "lost with the server", ""
         with contextlib.suppress(RunError):  # the link is busy, or away
             found = next((r for r in runs(federation) if str(r["run-id"]) == str(run_id)), {})
-            status, why = str(found.get("status", "")), found.get("status-details")
+            status = str(found.get("status", ""))
             if status.startswith("finished"):
-                return f"{status} ({why})" if why and status != COMPLETED else status
+                return status, str(found.get("status-details") or "")
         time.sleep(look_s)
 
 
