@@ -76,7 +76,7 @@ class Disturbed:
 
     def __init__(self, federation: Federation, resolved: Resolved, out: Path, chance: random.Random) -> None:
         self.federation, self.out, self.chance, self.kills = federation, out, chance, list[Kill]()
-        self.commands = 0  # `rescene deploy run` gives up after three submissions; the operator gives it again
+        self.commands = 0  # more than one if `rescene deploy run` gave up and the operator gave it again
 
         def go() -> None:
             while not (out / "results.json").exists():
@@ -191,6 +191,7 @@ def main() -> int:
                 disturbed.thread.join()
                 hashes = [sha256(root / f"{name}-{number}") for name in ("across", "in-one-process")]
                 row = {"run": number, "method": method, "seed": seed, "same_bits": hashes[0] == hashes[1]}
+                row |= {"code": json.loads((disturbed.out / "env.json").read_text())["code"]}
                 row |= {"commands": disturbed.commands, "sha256": hashes, "kills": list(map(asdict, disturbed.kills))}
                 with open(asked.out, "a") as file:
                     file.write(json.dumps(row) + "\n")

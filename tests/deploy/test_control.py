@@ -1,5 +1,7 @@
 """Watching a run: judged by its listed status, explained with what Flower knows."""
 
+import json
+
 import pytest
 
 from rescene.config import resolve
@@ -44,7 +46,7 @@ REFUSALS = [
 PASSING = [str(RunError("E320", "only 1 of 3 sites answered")), str(RunError("E410", "disk full")), "out of memory", ""]
 
 
-def submitted(tmp_path, monkeypatch, why):
+def submitted(tmp_path, monkeypatch, why, runs=None):
     """How often a run was submitted whose server app ends with these words, and the error it was given up with."""
     submissions = []
 
@@ -56,7 +58,7 @@ def submitted(tmp_path, monkeypatch, why):
     listed = [{"run-id": "7", "status": "finished:failed", "status-details": details}]
     monkeypatch.setattr(control, "require_flower", lambda: None)
     monkeypatch.setattr(control, "flwr", flwr)
-    monkeypatch.setattr(control, "runs", lambda federation: listed)
+    monkeypatch.setattr(control, "runs", runs or (lambda federation: listed))
     monkeypatch.setattr(control, "running", lambda folder: [Started(n, 1, "", "") for n in ("link", "executor")])
     federation = Federation(tmp_path, "clinic", "127.0.0.1", 9000, ["a", "b", "c"])
     federation.server.mkdir(parents=True)
@@ -75,3 +77,23 @@ def test_what_a_server_app_refuses_for_good_is_submitted_once_and_told_in_its_ow
 def test_what_may_pass_is_submitted_again(tmp_path, monkeypatch, why):
     count, error = submitted(tmp_path, monkeypatch, why)
     assert count == control.SUBMISSIONS and error.code == "E351" and why in str(error)
+
+
+def test_only_submissions_that_finish_no_step_count_and_a_link_that_was_away_is_waited_for(tmp_path, monkeypatch):
+    steps, away, out = [1, 2, 2, 2, 3, 3, 3, 3], [True] * 3, tmp_path / "run"
+    out.mkdir()
+    given = list(steps)
+
+    def listed(federation):
+        if away:
+            away.pop()
+            raise RunError("E352", "no link")
+        return [{"run-id": "7", "status": "finished:failed"}]
+
+    def watch(federation, *rest):
+        (out / "status.json").write_text(json.dumps({"done": given.pop(0)}))
+        return "finished:failed", ""
+
+    monkeypatch.setattr(control, "_watch", watch)
+    count, error = submitted(tmp_path, monkeypatch, "", listed)
+    assert (count, error.code, given, away) == (len(steps), "E351", [], [])

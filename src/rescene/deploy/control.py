@@ -26,6 +26,7 @@ from rescene.deploy.processes import (
     Started,
     alive,
     check_port,
+    end_orphans,
     environment,
     free_port,
     program,
@@ -42,8 +43,8 @@ from rescene.errors import ConfigError, ResceneError, RunError, error_in
 
 LINK = "here"  # the name of our link in Flower's own configuration
 LOOK_S = 5.0
-SUBMISSIONS = 3
-COMPLETED = "finished:completed"
+SUBMISSIONS = 3  # in a row that finish no step
+COMPLETED, LOST = "finished:completed", "lost with the server"
 DISK = "E410"
 RETURN_S = 600.0  # for a server that ended to be started again
 
@@ -125,6 +126,7 @@ def start_site(folder: Path) -> Started:
     if missing or not site.section.server:
         lacks = missing[0] if missing else "server: host:port in site.yaml"
         raise ConfigError("E127", f"the site's folder lacks {lacks}", where=str(folder), fix="ask the operator for it")
+    end_orphans(folder)  # of a node that was killed
     return start(folder, "node", [
         program("flower-supernode"), "--superlink", site.section.server, "--root-certificates", str(folder / "ca.crt"),
         "--auth-supernode-private-key", str(folder / "node.key"), "--node-config", f"folder={json.dumps(str(folder))}",
@@ -172,7 +174,9 @@ def run(
     config |= {"plan": str(federation.plan)} if plan else {}
     config |= {"elsewhere": True} if elsewhere else {}
     text = " ".join(f"{key}={json.dumps(value)}" for key, value in config.items())
-    for number in range(1, SUBMISSIONS + 1):
+    fruitless = 0
+    while fruitless < SUBMISSIONS:
+        done = _json(out / "status.json").get("done", 0)
         answer = flwr(federation, "run", str(federation.app), LINK, "--format", "json", "--run-config", text)
         status, why = _watch(federation, int(answer["run-id"]), out, tell, look_s)
         results = out / "results.json"
@@ -183,7 +187,11 @@ def run(
         if error and not _may_pass(error):
             raise error
         status = f"{status} ({why})" if why else status
-        tell(f"submission {number} of {SUBMISSIONS} ended as {status}")
+        fruitless = fruitless + 1 if _json(out / "status.json").get("done", 0) <= done else 0
+        tell(f"ended as {status}; submissions in a row without a finished step: {fruitless} of {SUBMISSIONS}")
+        if status == LOST:
+            break
+        _wait_for_link(federation, look_s)
     raise RunError(
         "E351",
         f"the run ended as {status}",
@@ -191,6 +199,16 @@ def run(
         why=_last_events(out),
         fix=f"see {federation.server / 'logs' / 'executor.log'}; the same command goes on from the last round",
     )
+
+
+def _wait_for_link(federation: Federation, look_s: float) -> None:
+    """A server that ended and took the run with it may come back; if not, the next command says so."""
+    until = time.monotonic() + RETURN_S
+    while time.monotonic() < until:
+        with contextlib.suppress(RunError):
+            runs(federation)
+            return
+        time.sleep(look_s)
 
 
 def _may_pass(error: ResceneError) -> bool:
@@ -214,7 +232,7 @@ def _watch(
             told = line
         lost_at = (lost_at or time.monotonic()) if gone else 0.0
         if gone and time.monotonic() - lost_at > RETURN_S:
-            return "lost with the server", ""
+            return LOST, ""
         with contextlib.suppress(RunError):  # the link is busy, or away
             found = next((r for r in runs(federation) if str(r["run-id"]) == str(run_id)), {})
             status = str(found.get("status", ""))
