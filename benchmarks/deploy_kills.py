@@ -82,7 +82,7 @@ class Disturbed:
             while not (out / "results.json").exists():
                 self.commands += 1
                 try:
-                    run(federation, resolved, out, Patience(300, 240), say, look_s=2)
+                    run(federation, resolved, out, Patience(300, 240), say, look_s=10)
                 except RunError as error:
                     say(str(error))
 

@@ -142,8 +142,11 @@ def sent_to_all(num_sites: int, seed: int) -> Sample:
     return facts | {"peak_mb": peak, "before_mb": before, "seconds": time.monotonic() - begin}
 
 
-def as_processes(num_sites: int, num_rounds: int, seed: int) -> dict[str, list[Sample]]:
-    """What link, executor, server app and nodes hold after each round, and the files in Flower's temporary folder."""
+def as_processes(num_sites: int, num_rounds: int, seed: int, run_folder: str = "") -> dict[str, list[Sample]]:
+    """What link, executor, server app and nodes hold after each round, and the files in Flower's temporary folder.
+
+    A site's app is a new process for every letter; of it, the most that it held in a round.
+    """
     from rescene.deploy.control import run, start_server, start_site
     from rescene.deploy.folder import init
     from rescene.deploy.letters import Patience
@@ -153,6 +156,7 @@ def as_processes(num_sites: int, num_rounds: int, seed: int) -> dict[str, list[S
         root = Path(spare)
         (root / "tmp").mkdir()
         os.environ["TMPDIR"] = str(root / "tmp")
+        out = Path(run_folder) if run_folder else root / "run"
         data = images(root / "images.npz", 2, 2 * num_sites, seed)
         rounds = {"tasks.limit": 1, "federation.num_rounds": num_rounds}
         resolved = recipe(data, "rescene", num_sites, seed, **rounds, **STEADY["rescene"])
@@ -162,12 +166,13 @@ def as_processes(num_sites: int, num_rounds: int, seed: int) -> dict[str, list[S
             path = site / "site.yaml"
             path.write_text(path.read_text().replace("{name: auto}", f"{{path: {data}}}"))
         found: dict[str, list[Sample]] = {}
+        apps: dict[str, dict[int, Sample]] = {}
         ended = threading.Event()
 
         def watch() -> None:
             while not ended.wait(1):
                 try:
-                    done = json.loads((root / "run" / "status.json").read_text())["done"]
+                    done = json.loads((out / "status.json").read_text())["done"]
                 except (OSError, ValueError):
                     continue
                 pids = {f"{place.name} {one.name}": one.pid for place in places for one in running(place)}
@@ -177,6 +182,12 @@ def as_processes(num_sites: int, num_rounds: int, seed: int) -> dict[str, list[S
                     if now := held_by(pid):
                         row = {"round": done - 1, **now, "temporary": len(os.listdir(root / "tmp"))}
                         found.setdefault(name, []).append(row)
+                for name in [name for name in pids if name.endswith(" node")]:
+                    held = [now for pid in _descendants(pids[name]) if is_app(pid) and (now := held_by(pid))]
+                    rounds = apps.setdefault(name.replace(" node", " app"), {})
+                    for now in held:
+                        before = rounds.get(done - 1, {"round": done - 1, **now})
+                        rounds[done - 1] = {key: max(before[key], value) for key, value in (before | now).items()}
 
         thread = threading.Thread(target=watch, daemon=True)
         try:
@@ -184,12 +195,20 @@ def as_processes(num_sites: int, num_rounds: int, seed: int) -> dict[str, list[S
             for site in places[1:]:
                 start_site(site)
             thread.start()
-            run(federation, resolved, root / "run", Patience(300, 600), lambda line: print(line, file=sys.stderr))
+            run(federation, resolved, out, Patience(300, 600), lambda line: print(line, file=sys.stderr))
         finally:
             ended.set()
             for place in places:
                 stop(place)
-        return {name: last_of_each_round(samples) for name, samples in found.items()}
+        found = {name: last_of_each_round(samples) for name, samples in found.items()}
+        return found | {name: list(rounds.values()) for name, rounds in apps.items()}
+
+
+def is_app(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip() == "flwr-clientapp"
+    except OSError:
+        return False
 
 
 def last_of_each_round(samples: list[Sample]) -> list[Sample]:
