@@ -266,13 +266,17 @@ def large_model(full: bool, seed: int) -> None:
 
 
 def loopback(seed: int) -> None:
-    for name, samples in apart(as_processes, 3, 30, seed).items():
-        found = judged(samples, 10)
+    num_rounds = 30
+    for name, samples in apart(as_processes, 3, num_rounds, seed).items():
+        # the end of the task begins before its last round is told
+        found = judged([one for one in samples if one["round"] < num_rounds - 1], 10)
         keep(f"on loopback, {name}", {"seed": seed, **found, "samples": samples}, full=True)
         counts = ", ".join(f"{key} {found['first'][key]} to {found['last'][key]}" for key in found["last"])
         figure = f"{len(samples)} rounds x 3 sites: {found['mb_per_round']:+.4f} MB a round; {counts}"
-        # too few rounds to judge memory, and all of these but the app are Flower's own
-        tell(f"loopback: {name} holds no more files or threads", figure, flat({**found, "mb_per_round": 0.0}))
+        if name.endswith(" app"):
+            tell(f"loopback: {name}, nothing grows", figure, flat(found))
+        else:  # in link, executor and nodes only Flower's code runs
+            tell(f"loopback: {name} holds no more files or threads", figure, flat({**found, "mb_per_round": 0.0}))
 
 
 def main() -> None:
