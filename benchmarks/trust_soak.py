@@ -221,7 +221,7 @@ def judged(samples: list[Sample], begin: int) -> dict[str, Any]:
     The least, because a checkpoint is written by a thread of its own, into a temporary file, while a round goes on.
     """
     later = [one for one in samples if one["round"] >= begin]
-    tenth = max(1, len(later) // 10)
+    tenth = max(min(5, len(later)), len(later) // 10)  # one sample alone has no least
     counted = [key for key in later[0] if key not in ("round", "mb")]
     first, last = ({key: min(one[key] for one in part) for key in counted} for part in (later[:tenth], later[-tenth:]))
     memory = {"mb_per_round": slope(later), "mb_begin": later[0]["mb"], "mb_end": later[-1]["mb"]}
