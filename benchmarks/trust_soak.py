@@ -142,7 +142,7 @@ def sent_to_all(num_sites: int, seed: int) -> Sample:
     return facts | {"peak_mb": peak, "before_mb": before, "seconds": time.monotonic() - begin}
 
 
-def as_processes(num_sites: int, num_rounds: int, seed: int, run_folder: str = "") -> dict[str, list[Sample]]:
+def as_processes(num_sites: int, num_rounds: int, seed: int) -> dict[str, list[Sample]]:
     """What link, executor, server app and nodes hold after each round, and the files in Flower's temporary folder.
 
     A site's app is a new process for every letter; of it, the most that it held in a round.
@@ -156,7 +156,6 @@ def as_processes(num_sites: int, num_rounds: int, seed: int, run_folder: str = "
         root = Path(spare)
         (root / "tmp").mkdir()
         os.environ["TMPDIR"] = str(root / "tmp")
-        out = Path(run_folder) if run_folder else root / "run"
         data = images(root / "images.npz", 2, 2 * num_sites, seed)
         rounds = {"tasks.limit": 1, "federation.num_rounds": num_rounds}
         resolved = recipe(data, "rescene", num_sites, seed, **rounds, **STEADY["rescene"])
@@ -172,7 +171,7 @@ def as_processes(num_sites: int, num_rounds: int, seed: int, run_folder: str = "
         def watch() -> None:
             while not ended.wait(1):
                 try:
-                    done = json.loads((out / "status.json").read_text())["done"]
+                    done = json.loads((root / "run" / "status.json").read_text())["done"]
                 except (OSError, ValueError):
                     continue
                 pids = {f"{place.name} {one.name}": one.pid for place in places for one in running(place)}
@@ -195,7 +194,7 @@ def as_processes(num_sites: int, num_rounds: int, seed: int, run_folder: str = "
             for site in places[1:]:
                 start_site(site)
             thread.start()
-            run(federation, resolved, out, Patience(300, 600), lambda line: print(line, file=sys.stderr))
+            run(federation, resolved, root / "run", Patience(300, 600), lambda line: print(line, file=sys.stderr))
         finally:
             ended.set()
             for place in places:
