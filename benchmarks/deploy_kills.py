@@ -20,6 +20,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -60,13 +61,13 @@ class Kill:
     back_s: float  # until a step that was begun after it is finished
 
 
-def planned(times: int, seed: int) -> list[tuple[str, signal.Signals]]:
+def planned(times: int, seed: int, parts: Sequence[str] = PARTS) -> list[tuple[str, signal.Signals]]:
     """Which part gets which signal, in order.
 
     >>> len(planned(10, seed=0)), planned(1, seed=0) == planned(1, seed=0)
     (39, True)
     """
-    kills = [(part, number) for part in PARTS for number in [signal.SIGKILL] * times + [signal.SIGTERM] * (times // 3)]
+    kills = [(part, number) for part in parts for number in [signal.SIGKILL] * times + [signal.SIGTERM] * (times // 3)]
     random.Random(seed).shuffle(kills)
     return kills
 
@@ -155,12 +156,13 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=int, default=10, help="kills of each part")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=60.0, help="begin no kill after this time")
     parser.add_argument("--out", type=Path, default=OUT)
     asked = parser.parse_args()
     asked.out.parent.mkdir(parents=True, exist_ok=True)
-    until, todo = time.monotonic() + 60 * asked.minutes, planned(asked.times, asked.seed)
+    until, todo = time.monotonic() + 60 * asked.minutes, planned(asked.times, asked.seed, asked.parts)
     for earlier in lines(asked.out):
         for kill in earlier["kills"]:
             with contextlib.suppress(ValueError):  # of a longer plan
