@@ -20,6 +20,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -60,13 +61,13 @@ class Kill:
     back_s: float  # until a step that was begun after it is finished
 
 
-def planned(times: int, seed: int) -> list[tuple[str, signal.Signals]]:
+def planned(times: int, seed: int, parts: Sequence[str] = PARTS) -> list[tuple[str, signal.Signals]]:
     """Which part gets which signal, in order.
 
     >>> len(planned(10, seed=0)), planned(1, seed=0) == planned(1, seed=0)
     (39, True)
     """
-    kills = [(part, number) for part in PARTS for number in [signal.SIGKILL] * times + [signal.SIGTERM] * (times // 3)]
+    kills = [(part, number) for part in parts for number in [signal.SIGKILL] * times + [signal.SIGTERM] * (times // 3)]
     random.Random(seed).shuffle(kills)
     return kills
 
@@ -76,13 +77,13 @@ class Disturbed:
 
     def __init__(self, federation: Federation, resolved: Resolved, out: Path, chance: random.Random) -> None:
         self.federation, self.out, self.chance, self.kills = federation, out, chance, list[Kill]()
-        self.commands = 0  # `rescene deploy run` gives up after three submissions; the operator gives it again
+        self.commands = 0  # more than one if `rescene deploy run` gave up and the operator gave it again
 
         def go() -> None:
             while not (out / "results.json").exists():
                 self.commands += 1
                 try:
-                    run(federation, resolved, out, Patience(300, 240), say, look_s=2)
+                    run(federation, resolved, out, Patience(300, 240), say, look_s=10)
                 except RunError as error:
                     say(str(error))
 
@@ -155,12 +156,13 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=int, default=10, help="kills of each part")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=60.0, help="begin no kill after this time")
     parser.add_argument("--out", type=Path, default=OUT)
     asked = parser.parse_args()
     asked.out.parent.mkdir(parents=True, exist_ok=True)
-    until, todo = time.monotonic() + 60 * asked.minutes, planned(asked.times, asked.seed)
+    until, todo = time.monotonic() + 60 * asked.minutes, planned(asked.times, asked.seed, asked.parts)
     for earlier in lines(asked.out):
         for kill in earlier["kills"]:
             with contextlib.suppress(ValueError):  # of a longer plan
@@ -191,6 +193,7 @@ def main() -> int:
                 disturbed.thread.join()
                 hashes = [sha256(root / f"{name}-{number}") for name in ("across", "in-one-process")]
                 row = {"run": number, "method": method, "seed": seed, "same_bits": hashes[0] == hashes[1]}
+                row |= {"code": json.loads((disturbed.out / "env.json").read_text())["code"]}
                 row |= {"commands": disturbed.commands, "sha256": hashes, "kills": list(map(asdict, disturbed.kills))}
                 with open(asked.out, "a") as file:
                     file.write(json.dumps(row) + "\n")

@@ -6,6 +6,7 @@ Every layer may raise these. The command line prints them without a traceback (`
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 
@@ -53,6 +54,23 @@ class RunError(ResceneError):
     """A run that cannot go on (E3xx) or cannot be resumed (E4xx)."""
 
     exit_code = 4
+
+
+def error_in(text: str) -> ResceneError | None:
+    """The error whose words a text holds, such as the last ones of a process elsewhere; None if it holds none.
+
+    >>> print(error_in(f"Flower says: {RunError('E416', 'elsewhere', why='threads: 1 -> 2', fix='--elsewhere')}"))
+    error[E416] elsewhere
+      why    threads: 1 -> 2
+      fix    --elsewhere
+    """
+    found = re.search(r"error\[(E(\d)\d\d)\] (.*)", text)
+    if not found:
+        return None
+    code, kind, what = found.groups()
+    parts = re.findall(r"^  (where|why|fix) +(.*(?:\n {9}.*)*)", text[found.end() :], re.MULTILINE)
+    more = {label: words.replace("\n" + " " * 9, "\n") for label, words in parts}
+    return {"1": ConfigError, "2": DataError}.get(kind, RunError)(code, what, **more)
 
 
 class ResceneWarning(UserWarning):

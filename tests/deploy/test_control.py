@@ -1,19 +1,22 @@
 """Watching a run: judged by its listed status, explained with what Flower knows."""
 
+import json
+
 import pytest
 
+from rescene.config import resolve
 from rescene.deploy import control
 from rescene.deploy.folder import Federation
 from rescene.deploy.processes import Started
-from rescene.errors import RunError
+from rescene.errors import ConfigError, DataError, ResceneError, RunError
 
 
 @pytest.mark.parametrize(
     ("details", "ended"),
     [
-        ({"status": "finished:completed", "status-details": ""}, "finished:completed"),
-        ({"status": "finished:failed", "status-details": "No module"}, "finished:failed (No module)"),
-        ({"status": "finished:stopped"}, "finished:stopped"),
+        ({"status": "finished:completed", "status-details": ""}, ("finished:completed", "")),
+        ({"status": "finished:failed", "status-details": "No module"}, ("finished:failed", "No module")),
+        ({"status": "finished:stopped"}, ("finished:stopped", "")),
     ],
 )
 def test_a_run_that_ended_says_how_and_why(tmp_path, monkeypatch, details, ended):
@@ -32,3 +35,65 @@ def test_a_run_that_ended_says_how_and_why(tmp_path, monkeypatch, details, ended
     federation = Federation(tmp_path, "clinic", "127.0.0.1", 9000, ["north"])
     assert control._watch(federation, 7, tmp_path, told.append, 0) == ended
     assert told == ["starting"] and not answers
+
+
+REFUSALS = [
+    RunError("E416", "other code", where="runs/x", why="threads: 1 -> 2\ntorch: 2.9 -> 3.0", fix="add --elsewhere"),
+    RunError("E405", "another recipe"),
+    ConfigError("E167", "no drift here", fix="leave it out"),
+    DataError("E201", "no images"),
+]
+PASSING = [str(RunError("E320", "only 1 of 3 sites answered")), str(RunError("E410", "disk full")), "out of memory", ""]
+
+
+def submitted(tmp_path, monkeypatch, why, runs=None):
+    """How often a run was submitted whose server app ends with these words, and the error it was given up with."""
+    submissions = []
+
+    def flwr(federation, *words):
+        submissions.append(words)
+        return {"run-id": "7"}
+
+    details = f"ServerApp failed with exception: {why}" if why else ""
+    listed = [{"run-id": "7", "status": "finished:failed", "status-details": details}]
+    monkeypatch.setattr(control, "require_flower", lambda: None)
+    monkeypatch.setattr(control, "flwr", flwr)
+    monkeypatch.setattr(control, "runs", runs or (lambda federation: listed))
+    monkeypatch.setattr(control, "running", lambda folder: [Started(n, 1, "", "") for n in ("link", "executor")])
+    federation = Federation(tmp_path, "clinic", "127.0.0.1", 9000, ["a", "b", "c"])
+    federation.server.mkdir(parents=True)
+    with pytest.raises(ResceneError) as caught:
+        control.run(federation, resolve("smoke", ["federation.num_clients=3"]), tmp_path / "run", look_s=0)
+    return len(submissions), caught.value
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda error: error.code)
+def test_what_a_server_app_refuses_for_good_is_submitted_once_and_told_in_its_own_words(tmp_path, monkeypatch, refusal):
+    count, error = submitted(tmp_path, monkeypatch, str(refusal))
+    assert (count, type(error), str(error)) == (1, type(refusal), str(refusal))
+
+
+@pytest.mark.parametrize("why", PASSING)
+def test_what_may_pass_is_submitted_again(tmp_path, monkeypatch, why):
+    count, error = submitted(tmp_path, monkeypatch, why)
+    assert count == control.SUBMISSIONS and error.code == "E351" and why in str(error)
+
+
+def test_only_submissions_that_finish_no_step_count_and_a_link_that_was_away_is_waited_for(tmp_path, monkeypatch):
+    steps, away, out = [1, 2, 2, 2, 3, 3, 3, 3], [True] * 3, tmp_path / "run"
+    out.mkdir()
+    given = list(steps)
+
+    def listed(federation):
+        if away:
+            away.pop()
+            raise RunError("E352", "no link")
+        return [{"run-id": "7", "status": "finished:failed"}]
+
+    def watch(federation, *rest):
+        (out / "status.json").write_text(json.dumps({"done": given.pop(0)}))
+        return "finished:failed", ""
+
+    monkeypatch.setattr(control, "_watch", watch)
+    count, error = submitted(tmp_path, monkeypatch, "", listed)
+    assert (count, error.code, given, away) == (len(steps), "E351", [], [])

@@ -4,6 +4,7 @@ import base64
 import gc
 import json
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -21,13 +22,13 @@ from flwr.serverapp import Grid
 from local_sites import PATIENT, TINY, across, events, hashes, in_process, sites, without_starts
 
 from rescene.config import resolve
-from rescene.deploy import control
+from rescene.deploy import control, processes
 from rescene.deploy.control import run as run_deployed
 from rescene.deploy.control import start_server, start_site
 from rescene.deploy.flower import FlowerPost, client
 from rescene.deploy.folder import Federation, init
 from rescene.deploy.letters import Letter, Patience, Undelivered
-from rescene.deploy.processes import alive, check_port, environment, free_port, running, start, stop
+from rescene.deploy.processes import alive, check_port, end_orphans, environment, free_port, running, start, stop
 from rescene.engine import RunFolder, crashpoints, loop
 from rescene.engine.folder import made_on
 from rescene.errors import ConfigError, RunError
@@ -205,6 +206,32 @@ def test_a_process_is_ended_with_its_children(tmp_path):
     assert stop(tmp_path) == ["parent"] and not running(tmp_path) and stop(tmp_path) == []
     found = subprocess.run(["ps", "-o", "stat=", "-p", str(child)], capture_output=True, text=True).stdout.strip()
     assert found in ("", "Z")
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="needs /proc")
+@pytest.mark.parametrize("ending", [end_orphans, stop])
+def test_what_a_killed_process_leaves_behind_is_ended_and_nothing_else(tmp_path, ending):
+    """Flower's app of a node that was killed would try for ever to reach it."""
+    env = environment(tmp_path / "flwr")
+    one = start(tmp_path, "node", ["sh", "-c", "sleep 600 & echo $!; exec sleep 600"], env)
+    other = subprocess.Popen(["sleep", "600"], env=env)  # the same home, but nobody's child here
+    log = tmp_path / "logs" / "node.log"
+    while not log.read_text().strip():
+        assert alive(one)
+    child = processes.Started("child", int(log.read_text()), processes._facts(int(log.read_text()))["began"], "")
+    try:
+        end_orphans(tmp_path)
+        assert alive(one) and alive(child)  # it is no orphan yet
+        os.kill(one.pid, signal.SIGKILL)
+        while alive(one):
+            assert alive(child)
+        ending(tmp_path)
+        assert not alive(child) and other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+        if alive(child):
+            os.kill(child.pid, signal.SIGKILL)
 
 
 def secrets_in(folders, federation):

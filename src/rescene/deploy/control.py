@@ -26,6 +26,7 @@ from rescene.deploy.processes import (
     Started,
     alive,
     check_port,
+    end_orphans,
     environment,
     free_port,
     program,
@@ -38,12 +39,13 @@ from rescene.deploy.status import left_out_rows, site_answers, task_rows
 from rescene.deploy.withdrawal import without_left
 from rescene.engine import RunFolder
 from rescene.engine.checkpoint import write_json
-from rescene.errors import ConfigError, RunError
+from rescene.errors import ConfigError, ResceneError, RunError, error_in
 
 LINK = "here"  # the name of our link in Flower's own configuration
 LOOK_S = 5.0
-SUBMISSIONS = 3
-COMPLETED = "finished:completed"
+SUBMISSIONS = 3  # in a row that finish no step
+COMPLETED, LOST = "finished:completed", "lost with the server"
+DISK = "E410"
 RETURN_S = 600.0  # for a server that ended to be started again
 
 
@@ -124,6 +126,7 @@ def start_site(folder: Path) -> Started:
     if missing or not site.section.server:
         lacks = missing[0] if missing else "server: host:port in site.yaml"
         raise ConfigError("E127", f"the site's folder lacks {lacks}", where=str(folder), fix="ask the operator for it")
+    end_orphans(folder)  # of a node that was killed
     return start(folder, "node", [
         program("flower-supernode"), "--superlink", site.section.server, "--root-certificates", str(folder / "ca.crt"),
         "--auth-supernode-private-key", str(folder / "node.key"), "--node-config", f"folder={json.dumps(str(folder))}",
@@ -171,14 +174,24 @@ def run(
     config |= {"plan": str(federation.plan)} if plan else {}
     config |= {"elsewhere": True} if elsewhere else {}
     text = " ".join(f"{key}={json.dumps(value)}" for key, value in config.items())
-    for number in range(1, SUBMISSIONS + 1):
+    fruitless = 0
+    while fruitless < SUBMISSIONS:
+        done = _json(out / "status.json").get("done", 0)
         answer = flwr(federation, "run", str(federation.app), LINK, "--format", "json", "--run-config", text)
-        status = _watch(federation, int(answer["run-id"]), out, tell, look_s)
+        status, why = _watch(federation, int(answer["run-id"]), out, tell, look_s)
         results = out / "results.json"
         if status == COMPLETED and results.is_file():
             found: dict[str, Any] = json.loads(results.read_text(encoding="utf-8"))
             return found
-        tell(f"submission {number} of {SUBMISSIONS} ended as {status}")
+        error = error_in(why)
+        if error and not _may_pass(error):
+            raise error
+        status = f"{status} ({why})" if why else status
+        fruitless = fruitless + 1 if _json(out / "status.json").get("done", 0) <= done else 0
+        tell(f"ended as {status}; submissions in a row without a finished step: {fruitless} of {SUBMISSIONS}")
+        if status == LOST:
+            break
+        _wait_for_link(federation, look_s)
     raise RunError(
         "E351",
         f"the run ended as {status}",
@@ -188,8 +201,27 @@ def run(
     )
 
 
-def _watch(federation: Federation, run_id: int, out: Path, tell: Callable[[str], None], look_s: float) -> str:
-    """Until the run is listed as finished; tells each step once. A link that is gone may come back, and the run with it."""
+def _wait_for_link(federation: Federation, look_s: float) -> None:
+    """A server that ended and took the run with it may come back; if not, the next command says so."""
+    until = time.monotonic() + RETURN_S
+    while time.monotonic() < until:
+        with contextlib.suppress(RunError):
+            runs(federation)
+            return
+        time.sleep(look_s)
+
+
+def _may_pass(error: ResceneError) -> bool:
+    """Sites come back and disks get room again; what else a server app refuses, it refuses every time."""
+    return error.code.startswith("E3") or error.code == DISK
+
+
+def _watch(
+    federation: Federation, run_id: int, out: Path, tell: Callable[[str], None], look_s: float
+) -> tuple[str, str]:
+    """Until the run is listed as finished: as what, and why. Tells each step once. A link that is gone may come back,
+    and the run with it.
+    """
     told, lost_at = "", 0.0
     while True:
         gone = {"link", "executor"} - {one.name for one in running(federation.server)}
@@ -200,12 +232,12 @@ def _watch(federation: Federation, run_id: int, out: Path, tell: Callable[[str],
             told = line
         lost_at = (lost_at or time.monotonic()) if gone else 0.0
         if gone and time.monotonic() - lost_at > RETURN_S:
-            return "lost with the server"
+            return LOST, ""
         with contextlib.suppress(RunError):  # the link is busy, or away
             found = next((r for r in runs(federation) if str(r["run-id"]) == str(run_id)), {})
-            status, why = str(found.get("status", "")), found.get("status-details")
+            status = str(found.get("status", ""))
             if status.startswith("finished"):
-                return f"{status} ({why})" if why and status != COMPLETED else status
+                return status, str(found.get("status-details") or "")
         time.sleep(look_s)
 
 

@@ -62,11 +62,15 @@ def start(folder: Path, name: str, argv: Sequence[str], env: Mapping[str, str]) 
 
 def running(folder: Path) -> list[Started]:
     """Those started from this folder that are still there."""
+    return [one for one in _recorded(folder) if alive(one)]
+
+
+def _recorded(folder: Path) -> list[Started]:
     found = []
     for path in sorted((folder / "processes").glob("*.json")):
         with contextlib.suppress(OSError, ValueError, TypeError):
             found.append(Started(**json.loads(path.read_text(encoding="utf-8"))))
-    return [one for one in found if alive(one)]
+    return found
 
 
 def alive(one: Started) -> bool:
@@ -86,9 +90,24 @@ def stop(folder: Path) -> list[str]:
     ended = running(folder)
     for one in ended:
         _end(one)
+    end_orphans(folder)
     for path in (folder / "processes").glob("*.json"):
         path.unlink(missing_ok=True)
     return [one.name for one in ended]
+
+
+def end_orphans(folder: Path) -> None:
+    """End what outlived the program it belonged to: the app of a node that was killed tries for ever to reach it.
+
+    It is in the session of a program started here, and has its Flower home: a session's number may be used again.
+    """
+    dead = {str(one.pid) for one in _recorded(folder) if not alive(one)}
+    home = f"FLWR_HOME={folder.resolve() / 'flwr'}".encode()
+    for path in Path("/proc").glob("[0-9]*"):
+        facts = _facts(int(path.name))
+        with contextlib.suppress(OSError):  # another's, or gone
+            if facts.get("session") in dead and home in (path / "environ").read_bytes().split(b"\0"):
+                _end(Started("orphan", int(path.name), facts["began"], ""))
 
 
 def _end(one: Started) -> None:
@@ -120,12 +139,12 @@ def _descendants(pid: int) -> list[int]:
 
 
 def _facts(pid: int) -> dict[str, str]:
-    """State, parent and birth of a process, from /proc; nothing if it is gone (or the system has no /proc)."""
+    """State, parent, session and birth of a process, from /proc; nothing if it is gone (or the system has no /proc)."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return {}
-    return {"state": fields[0], "parent": fields[1], "began": fields[19]}
+    return {"state": fields[0], "parent": fields[1], "session": fields[3], "began": fields[19]}
 
 
 def free_port() -> int:
