@@ -15,7 +15,8 @@ from rescene.privacy.mechanism import Mechanism, Site, refuse_batch_statistics
 from rescene.privacy.noise import Noise
 from rescene.rng import Rng
 from rescene.steps import Condensation, condense
-from rescene.steps.private import clipped_gradient_sum, embeddings, noised_sums
+from rescene.steps.private import clipped_gradient_sum
+from rescene.steps.private_embeddings import embeddings, noised_sums
 
 SETTINGS = Condensation(ipc=3, num_steps=4, start="noise")
 RELEASE = Mechanism("release", 0.1, 2.0, Composition(1, 1), kappa=1.0, num_nets=2, threshold=3.0)

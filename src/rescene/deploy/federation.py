@@ -67,7 +67,9 @@ class GridFederation(InProcess):
         self.journal, self._seats = journal, dict(seats or {})
         self._nodes: dict[int, int] = {}  # client -> node
         self._refused: set[int] = set()
-        self._away: set[int] = set()  # clients that cannot take part before they are mended and the run is started again
+        self._away: set[int] = (
+            set()
+        )  # clients that cannot take part before they are mended and the run is started again
         self.waiting: Callable[[dict[str, Any]], None] = lambda facts: None  # told whenever somebody has answered
         self._told: dict[str, Any] = {}
         self._asked = ""  # when the letters of the exchange under way were sent
@@ -210,7 +212,8 @@ class GridFederation(InProcess):
     def _form_of(self, verb: str, payload: Payload) -> Form:
         if verb == EVALUATE:
             return tally_form(self.task.num_seen)
-        return self.method.expects(verb, payload, Place(self.task, self.arch.image_size, self._wire != "float32"))
+        place = Place(self.task, self.arch.image_size, self._wire != "float32", self.mechanism)
+        return self.method.expects(verb, payload, place)
 
     def _decoder(self) -> Callable[[Payload], Payload] | None:
         """Coded pictures are values only once they are decoded."""

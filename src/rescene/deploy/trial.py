@@ -164,7 +164,7 @@ def _round(run: Run, post: NoPost, recipe: str) -> Trial:
     upload = federation.ask([client], "client_round", payload)[client]
     real = here.dataset.train.pixels[here.shards[task.index][client]]
     beside = _beside(upload, real, here.dataset.transform, here.dataset.classes)
-    return Trial(recipe, e.method.title, e.method.leaves_site, post.log, **beside)
+    return Trial(recipe, e.method.title, e.method.leaving(federation.mechanism), post.log, **beside)
 
 
 def _beside(upload: dict[str, Any], real: Tensor, transform: Any, classes: Sequence[str]) -> dict[str, Any]:

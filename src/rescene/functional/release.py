@@ -13,6 +13,8 @@ import math
 import torch
 from torch import Tensor
 
+TAIL = 9.0  # the largest normal number from 52 random bits is 8.2
+
 
 def clip_rows(rows: Tensor, max_norm: float) -> Tensor:
     """Each row scaled to norm at most ``max_norm``, in float64; a row that is not finite becomes 0, so the bound holds for any input.
@@ -39,6 +41,18 @@ def class_sums(psi: Tensor, groups: Tensor, num_groups: int, clip: float, kappa:
     """Sum of u(x) over each group: psi [n, d], groups [n] -> [num_groups, d + 1]. An empty group has sum 0."""
     u = torch.cat([clip_rows(psi, clip), torch.full((len(psi), 1), kappa, dtype=torch.float64, device=psi.device)], 1)
     return u.new_zeros(num_groups, u.shape[1]).index_add(0, groups, u)
+
+
+def honest_sums(sums: Tensor, clip: float, kappa: float, deviation: float, least: float) -> bool:
+    """Whether a site that follows the protocol could have sent these noised sums [g, d + 1] as not suppressed.
+
+    No normal number drawn here is larger than ``TAIL``. So the true count is at most the noised one plus so many deviations,
+    and no coordinate of the sum exceeds what so many clipped records and the noise add up to.
+    """
+    sums = sums.double()
+    tail = TAIL * deviation
+    most = (sums[:, -1:].abs() + tail) / kappa * clip + tail
+    return bool(noised_means(sums, kappa, least)[1].all()) and bool((sums[:, :-1].abs() <= most).all())
 
 
 def noised_means(sums: Tensor, kappa: float, least: float) -> tuple[Tensor, Tensor]:
