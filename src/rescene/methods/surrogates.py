@@ -33,7 +33,8 @@ class SurrogateMethod(Condensation, Method):
     """
 
     leaves_site: ClassVar[str] = (
-        "a few condensed images per class with their labels; near-copies of real images by default"
+        "a few condensed images per class with their labels; near-copies of real images by default "
+        "(noised sums instead: privacy.mechanism=release privacy.send=sums)"
     )
 
     mechanisms: ClassVar[tuple[str, ...]] = ("none", "release", "per-example", "paper-experiment")
