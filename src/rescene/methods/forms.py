@@ -173,12 +173,12 @@ def pictures(place: Place, most_per_class: int = MOST, classes: Collection[int] 
     }
 
 
-def sums(place: Place, mechanism: Mechanism, size: int) -> Form:
+def sums(place: Place, mechanism: Mechanism, size: int, centre: Tensor | None = None) -> Form:
     """Noised sums of ``size`` numbers of the classes that are not suppressed, or that the site declines."""
     num, m = Dim("classes", len(place.task.classes)), mechanism
     rows = both(
         tensor(torch.float32, num, size),
-        lambda value: honest_sums(value, m.clip, m.kappa, m.deviation, m.least_count),
+        lambda value: honest_sums(value, m.clip, m.kappa, m.deviation, m.least_count, centre),
         "holds sums that no such mechanism gives",
     )
     sent = {"labels": labels(place.task.classes, 1, num), "sums": rows, "notes": NOTHING}

@@ -15,7 +15,7 @@ from rescene.privacy.mechanism import Mechanism
 from rescene.record import Tree
 from rescene.rng import Rng
 from rescene.steps import Condensation, condense
-from rescene.steps.release import condense_released, released, sums_received, sums_size, sums_upload
+from rescene.steps.release import centre_of, condense_released, released, sums_received, sums_size, sums_upload
 
 
 def gathered(uploads: Uploads) -> tuple[Tensor, Tensor] | None:
@@ -50,14 +50,25 @@ class SurrogateMethod(Condensation, Method):
     def broadcast(self, state: Any, round: int, federation: Federation, rng: Rng) -> Payload:
         """The model, and the seed of the perturbation noise that all clients of the round share."""
         seed = rng.at("noise").integer()
+        payload = {"model": state.model, "noise_seed": seed}
         if self.start == "coloured" and _sends_sums(federation.mechanism):
-            return {"noise_seed": seed}  # moments of pictures are the same under every model
-        return {"model": state.model, "noise_seed": seed}
+            del payload["model"]  # moments of pictures are the same under every model
+        return payload | self._centre(state, federation, seed)
+
+    def _centre(self, state: Any, federation: Federation, seed: int) -> Payload:
+        """What the server knows of the classes from earlier releases, in the terms of this round's; at first nothing."""
+        kept = [part for part in (*getattr(state, "pool", ()), *getattr(state, "buffers", ())) if len(part.labels)]
+        mechanism = federation.mechanism if kept and self.start in ("noise", "coloured") else None
+        if mechanism is None or not mechanism.centred:
+            return {}
+        images, labels = (torch.cat([getattr(part, name) for part in kept]) for name in ("images", "labels"))
+        net = None if self.start == "coloured" else federation.net(state.model)
+        return {"centre": centre_of(net, images, labels, federation.task.classes, self, seed, mechanism)}
 
     def expects(self, verb: str, payload: Payload, place: Place) -> Form:
         if place.mechanism is not None and place.mechanism.sends_sums:
             head = payload["model"]["head.weight"].shape if "model" in payload else None
-            return sums(place, place.mechanism, sums_size(self, place.mechanism, head))
+            return sums(place, place.mechanism, sums_size(self, place.mechanism, head), payload.get("centre"))
         return fields(pictures(place, self.ipc) | {"notes": notes})
 
     def client_round(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
@@ -69,7 +80,7 @@ class SurrogateMethod(Condensation, Method):
         site, seed = shards[0].site, payload["noise_seed"]
         if site is not None and site.mechanism.sends_sums:
             net = shards[0].net(payload["model"]) if "model" in payload else None
-            found = zip(shards, released(net, shards, self, seed), strict=True)
+            found = zip(shards, released(net, shards, self, seed, payload.get("centre")), strict=True)
             uploads = [sums_upload(own, shard.task.classes, site.mechanism) for shard, own in found]
         else:
             made = condense(shards[0].net(payload["model"]), shards, rngs, self, seed)

@@ -38,7 +38,9 @@ class Mechanism:
     covariance_grid: int = 4  # and of the picture whose covariance is released
     covariance_weight: float = 1.0
     reuses: bool = False  # dp-sgd: the method trains again on records of earlier tasks
-    sends_sums: bool = field(default=False, repr=False)  # release: not surrogates; no part of the question (digest)
+    # no part of the question (digest): whatever is sent of a release, and whatever the centre, the first answer stands
+    sends_sums: bool = field(default=False, repr=False)  # release: instead of surrogates
+    centred: bool = field(default=False, repr=False)  # release: around what earlier releases tell of a class
 
     @property
     def formal(self) -> bool:

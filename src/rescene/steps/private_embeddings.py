@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rescene.data import Shard
 from rescene.functional import clip_groups, perturbed
-from rescene.functional.release import class_sums, noised_means
+from rescene.functional.release import class_sums, moved_back, noised_means
 from rescene.privacy.mechanism import Mechanism, digest, refuse_batch_statistics
 from rescene.privacy.noise import Noise
 from rescene.rng import Rng, seeded_generator
@@ -30,12 +30,12 @@ from rescene.steps.condense import (
 
 
 def released_embeddings(
-    net: nn.Module, shards: Sequence[Shard], settings: Condensation, noise_seed: int
+    net: nn.Module, shards: Sequence[Shard], settings: Condensation, noise_seed: int, centre: Tensor | None = None
 ) -> list[Tensor | None]:
     """Each site's noised sums under the round's networks, [classes, m (d + C) + 1]; None where it declines."""
     mechanism: Mechanism = shards[0].site.mechanism
     question = question_of(net, mechanism, settings, noise_seed)
-    before, thetas = _networks(net, mechanism, settings, noise_seed, shards[0].device)
+    before, thetas = networks(net, mechanism, settings, noise_seed, shards[0].device)
     sums: list[Tensor | None] = []
     for shard in shards:
         looked: list[int] = []
@@ -43,7 +43,7 @@ def released_embeddings(
         def draw(shard: Shard = shard, looked: list[int] = looked) -> dict[str, Tensor]:
             looked.append(len(shard))
             psi = embeddings(net, shard, thetas, settings)
-            return {"sums": noised_sums(psi, shard, mechanism, shard.site.noise)}
+            return {"sums": noised_sums(psi, shard, mechanism, shard.site.noise, centre)}
 
         found = shard.site.answer(question, draw)
         if found is not None and not looked:  # replayed: the work was done once, and it counts once
@@ -63,7 +63,7 @@ def condensed_embeddings(
     sums: Sequence[Tensor | None],
 ) -> list[Surrogates]:
     """Surrogates whose embeddings have the noised means, by Eq. 1 from white noise."""
-    _, thetas = _networks(net, mechanism, settings, noise_seed, shards[0].device)
+    _, thetas = networks(net, mechanism, settings, noise_seed, shards[0].device)
     groups: list[Group] = []
     targets: list[Tensor] = []
     suppressed = [0] * len(shards)
@@ -92,31 +92,42 @@ def condensed_embeddings(
     ]
 
 
-@torch.no_grad()
 def embeddings(net: nn.Module, shard: Shard, thetas: Sequence[Sequence[Tensor]], settings: Condensation) -> Tensor:
-    """psi(x) = m^-1/2 [phi_1, f_1, .., phi_m, f_m] of every record of the shard: [n, m (d + C)], one pass per network."""
+    """psi of every record of the shard: [n, m (d + C)]."""
     refuse_batch_statistics(net)
+    parts = shard.index.split(CHUNK[shard.device.type])
+    return embedded(net, lambda: map(shard.pictures, parts), thetas, settings)
+
+
+@torch.no_grad()
+def embedded(
+    net: nn.Module,
+    pictures: Callable[[], Iterable[Tensor]],
+    thetas: Sequence[Sequence[Tensor]],
+    settings: Condensation,
+) -> Tensor:
+    """psi(x) = m^-1/2 [phi_1, f_1, .., phi_m, f_m] of every picture, one pass per network."""
     parts = []
     for theta in thetas:
         assign(list(net.parameters()), theta)
-        rows = [row_of(net, shard.pictures(part), settings) for part in shard.index.split(CHUNK[shard.device.type])]
-        parts.append(torch.cat(rows) if rows else torch.zeros(0, row_size(net, settings), device=shard.device))
+        parts.append(torch.cat([row_of(net, part, settings) for part in pictures()]))
     return torch.cat(parts, dim=1) / math.sqrt(len(thetas))
 
 
-def noised_sums(psi: Tensor, shard: Shard, mechanism: Mechanism, noise: Noise) -> Tensor:
+def noised_sums(psi: Tensor, shard: Shard, mechanism: Mechanism, noise: Noise, centre: Tensor | None = None) -> Tensor:
     """The one look at the data: a noised clipped sum and count for EVERY class of the task, [classes, m (d + C) + 1]."""
     classes = torch.tensor(shard.task.classes, device=shard.device)
     groups = (shard.labels.unsqueeze(1) == classes).long().argmax(dim=1)
-    sums = class_sums(psi, groups, len(classes), mechanism.clip, mechanism.kappa).cpu()
-    return sums + mechanism.deviation * noise.normal(*sums.shape)
+    sums = class_sums(psi, groups, len(classes), mechanism.clip, mechanism.kappa, centre).cpu()
+    sums = sums + mechanism.deviation * noise.normal(*sums.shape)
+    return sums if centre is None else moved_back(sums, centre, mechanism.kappa)
 
 
 def question_of(net: nn.Module, mechanism: Mechanism, settings: Condensation, noise_seed: int) -> str:
     return digest(net.eval().state_dict().items(), mechanism, settings, noise_seed)
 
 
-def _networks(
+def networks(
     net: nn.Module, mechanism: Mechanism, settings: Condensation, noise_seed: int, device: torch.device
 ) -> tuple[list[Tensor], list[list[Tensor]]]:
     """The broadcast weights, and the m perturbed ones that follow from the seed of the round for everybody alike."""
@@ -160,7 +171,3 @@ def white_noise(shard: Shard, rng: Rng, label: int, settings: Condensation) -> T
 def row_of(net: nn.Module, x: Tensor, settings: Condensation) -> Tensor:
     features, logits = embedding(net, x, settings)
     return torch.cat([features, logits], dim=1) if settings.match_logits else features
-
-
-def row_size(net: nn.Module, settings: Condensation) -> int:
-    return int(net.feature_size) + (len(net.head.weight) if settings.match_logits else 0)  # type: ignore[arg-type, union-attr]

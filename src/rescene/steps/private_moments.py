@@ -25,11 +25,11 @@ from rescene.steps.private_embeddings import noised_sums
 WHOLE_TASK = -1  # the round under which the ledger keeps what is released once per task
 
 
-def released_moments(shard: Shard) -> Tensor | None:
+def released_moments(shard: Shard, centre: Tensor | None = None) -> Tensor | None:
     """The site's noised sums [classes, d + 1], the same in every round of the task; None if it declines."""
     mechanism: Mechanism = shard.site.mechanism
     site = replace(shard.site, round=WHOLE_TASK)
-    found = site.answer(digest([], mechanism), lambda: {"sums": _sums(shard, mechanism)})
+    found = site.answer(digest([], mechanism), lambda: {"sums": _sums(shard, mechanism, centre)})
     return None if found is None else found["sums"]
 
 
@@ -56,11 +56,15 @@ def drawn_from_moments(
     return Surrogates(pixels, labels, pixels, loss=0.0, num_fallbacks=0, num_suppressed=suppressed)
 
 
-def _sums(shard: Shard, mechanism: Mechanism) -> Tensor:
+def _sums(shard: Shard, mechanism: Mechanism, centre: Tensor | None = None) -> Tensor:
     """The one look at the images: a noised clipped sum and count for every class of the task."""
     parts = shard.index.split(CHUNK[shard.device.type]) if len(shard) else (shard.index,)
-    psi = [picture_moments(shard.pictures(part), *_grids(mechanism)) for part in parts]
-    return noised_sums(torch.cat(psi), shard, mechanism, shard.site.noise)
+    psi = torch.cat([moments_of(shard.pictures(part), mechanism) for part in parts])
+    return noised_sums(psi, shard, mechanism, shard.site.noise, centre)
+
+
+def moments_of(pictures: Tensor, mechanism: Mechanism) -> Tensor:
+    return picture_moments(pictures, *_grids(mechanism))
 
 
 def _grids(mechanism: Mechanism) -> tuple[int, int, float]:

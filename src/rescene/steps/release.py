@@ -20,19 +20,44 @@ from rescene.data import Shard
 from rescene.functional.release import noised_means
 from rescene.privacy.mechanism import Mechanism
 from rescene.rng import Rng
-from rescene.steps.condense import Condensation, Surrogates
-from rescene.steps.private_embeddings import condensed_embeddings, released_embeddings
-from rescene.steps.private_moments import drawn_from_moments, released_moments
+from rescene.steps.condense import CHUNK, Condensation, Surrogates, assign
+from rescene.steps.private_embeddings import condensed_embeddings, embedded, networks, released_embeddings
+from rescene.steps.private_moments import drawn_from_moments, moments_of, released_moments
 
 
 def released(
-    net: nn.Module | None, shards: Sequence[Shard], settings: Condensation, noise_seed: int
+    net: nn.Module | None,
+    shards: Sequence[Shard],
+    settings: Condensation,
+    noise_seed: int,
+    centre: Tensor | None = None,
 ) -> list[Tensor | None]:
     """Each site's noised sums [classes, d + 1], from its ledger if it was asked before; None where it declines."""
     if settings.start == "coloured":
-        return [released_moments(shard) for shard in shards]
+        return [released_moments(shard, centre) for shard in shards]
     assert net is not None  # only moments of pictures need none
-    return released_embeddings(net, shards, settings, noise_seed)
+    return released_embeddings(net, shards, settings, noise_seed, centre)
+
+
+def centre_of(
+    net: nn.Module | None,
+    pictures: Tensor,
+    labels: Tensor,
+    classes: Sequence[int],
+    settings: Condensation,
+    noise_seed: int,
+    mechanism: Mechanism,
+) -> Tensor:
+    """a_c [classes, d]: mean psi of the class's pictures that earlier releases gave; where there are none, of all pictures."""
+    if settings.start == "coloured":
+        psi = moments_of(pictures, mechanism)
+    else:
+        assert net is not None
+        before, thetas = networks(net.eval(), mechanism, settings, noise_seed, pictures.device)
+        psi = embedded(net, lambda: pictures.split(CHUNK[pictures.device.type]), thetas, settings)
+        assign(list(net.parameters()), before)
+    own = [labels == label for label in classes]
+    return torch.stack([psi[rows if bool(rows.any()) else slice(None)].mean(dim=0) for rows in own])
 
 
 def condense_released(
