@@ -266,6 +266,17 @@ def test_a_method_without_pictures_says_what_leaves(tmp_path):
     assert found.num_images == 0 and "weights" in found.leaves_site and not found.pairs
 
 
+def test_sums_leave_where_pictures_are_only_drawn_from_them(tmp_path):
+    (folder,) = sites(tmp_path, count=1)
+    release = ["privacy.mechanism=release", "privacy.epsilon=8", "method.start=coloured", "method.num_steps=0"]
+    found = try_round(Site.open(folder), resolve("smoke", [*release, "privacy.send=sums"]))
+    assert found.drawn and found.num_images == 4 and "no image" in found.leaves_site
+    numbers = (
+        2 * (3 * 8 * 8 + 4**2 * 17 // 2 + 1) * 4
+    )  # two classes, means of 8 x 8 cells, products of 4 x 4, the count
+    assert numbers < found.num_bytes < numbers + 2000
+
+
 def test_a_trial_that_fails_says_why(tmp_path, monkeypatch):
     (folder,) = sites(tmp_path, count=1)
     monkeypatch.setattr(NoPost, "nodes", lambda self: [])

@@ -11,6 +11,7 @@ from rescene.config import resolve
 from rescene.deploy.site import Site
 
 RELEASE = ["method.start=noise", "privacy.mechanism=release", "privacy.noise_multiplier=4", "privacy.num_nets=1"]
+MOMENTS = ["method.start=coloured", "method.num_steps=0"]
 PLAN = plan_of((NAMES, 2))
 
 
@@ -67,9 +68,12 @@ def test_a_site_with_a_floor_sends_nothing_without_a_mechanism_and_no_counts(tmp
     assert not ledger(folders[1])
 
 
-def test_a_share_under_a_mechanism_has_the_bits_of_one_process(tmp_path):
+@pytest.mark.parametrize("sums", [[], ["privacy.send=sums"], ["privacy.send=sums", *MOMENTS]], ids=len)
+def test_a_share_under_a_mechanism_has_the_bits_of_one_process(tmp_path, sums):
     few = ["federation.num_clients=2", "federation.per_round=2", "federation.engine=one-by-one", "device=cpu"]
-    resolved = resolve("smoke", [*few, *RELEASE, "privacy.noise=seeded", "tasks.limit=1", "federation.num_rounds=1"])
+    resolved = resolve(
+        "smoke", [*few, *RELEASE, *sums, "privacy.noise=seeded", "tasks.limit=1", "federation.num_rounds=1"]
+    )
     in_process(resolved, tmp_path / "here")
     folders = sites(tmp_path, count=2)
     across(resolved, tmp_path / "there", LocalPost(folders))

@@ -91,6 +91,7 @@ def _preview(trial: Trial) -> Any:
     return Preview(
         _facts(trial),
         trial.leaves_site,
+        trial.drawn,
         trial.num_images,
         trial.near_copies,
         trial.pairs,

@@ -45,6 +45,7 @@ def show_privacy(
     facts = {
         "method": method.title,
         "mechanism": kind,
+        "leaves the site": method.leaving(promise.mechanism if kind in FORMAL else None),
         "statement": promise.words() if kind in FORMAL else f"Not private. With {promise.mechanism.kind} it would be:",
         "neighbours": NEIGHBOURS,
         "composition": promise.composition.words(),

@@ -25,7 +25,8 @@ from rescene.steps import Training
 
 SHORTHANDS = {"method": "method.name", "model": "model.name", "data": "data.name"}
 TASK_PLANS = {"tasks.per_task", "tasks.count", "tasks.sizes", "tasks.plan"}
-NEWER = (("tasks", "drift"), ("method", "close_after"))  # keys of later versions: where they say nothing, names stay
+# keys of later versions: where they say nothing, names stay
+NEWER = (("tasks", "drift"), ("method", "close_after"), ("privacy", "send"), ("privacy", "centre"))
 Flat = dict[str, Any]
 
 

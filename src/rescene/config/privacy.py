@@ -40,6 +40,14 @@ class PrivacySection(BaseModel):
     mean_grid: int = Field(8, ge=1, description="release, start coloured: cells along a side of the mean picture")
     covariance_grid: int = Field(4, ge=1, le=8, description="release, start coloured: the same for its covariance")
     covariance_weight: float = Field(1.0, gt=0, description="release, start coloured: size of the second moments")
+    send: Literal["surrogates", "sums"] | None = Field(
+        None,
+        description="release: what leaves a site; sums: the noised sums, condensed on the server; null: surrogates",
+    )
+    centre: Literal["none", "released"] | None = Field(
+        None,
+        description="release: clip around 0, or around a class's mean in earlier releases, broadcast by the server; null: none",
+    )
     sampling_rate: float = Field(1.0, gt=0, le=1, description="per-example, dp-sgd: a record's chance to enter a step")
     typical_count: float = Field(
         100.0,
@@ -52,6 +60,13 @@ class PrivacySection(BaseModel):
 
     @model_validator(mode="after")
     def _one_way_to_say_how_much(self) -> PrivacySection:
+        if self.send == "sums" and self.mechanism != "release":
+            raise ValueError(
+                f"send: under mechanism {self.mechanism} there are no noised sums to send; "
+                "privacy.mechanism=release, or privacy.send=surrogates"
+            )
+        if self.centre == "released" and self.send != "sums":
+            raise ValueError("centre: only sums can be taken around a centre from the server; privacy.send=sums")
         if self.mechanism == "none":
             return self
         if self.mechanism == "paper-experiment":
@@ -122,6 +137,7 @@ def promise_of(
     mechanism = Mechanism(
         kind, sigma, clip, each, privacy.delta, privacy.count_weight * clip, privacy.num_nets, privacy.threshold,
         privacy.typical_count, privacy.mean_grid, privacy.covariance_grid, privacy.covariance_weight, num_tasks > 1,
+        privacy.send == "sums", privacy.centre == "released",
     )  # fmt: skip
     return Promise(mechanism, whole, privacy.delta, privacy.noise == "seeded")
 

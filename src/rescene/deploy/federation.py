@@ -210,7 +210,8 @@ class GridFederation(InProcess):
     def _form_of(self, verb: str, payload: Payload) -> Form:
         if verb == EVALUATE:
             return tally_form(self.task.num_seen)
-        return self.method.expects(verb, payload, Place(self.task, self.arch.image_size, self._wire != "float32"))
+        place = Place(self.task, self.arch.image_size, self._wire != "float32", self.mechanism)
+        return self.method.expects(verb, payload, place)
 
     def _decoder(self) -> Callable[[Payload], Payload] | None:
         """Coded pictures are values only once they are decoded."""

@@ -51,7 +51,8 @@ class Trial:
     method: str
     leaves_site: str
     answers: list[Answered]
-    num_images: int  # uploaded; 0: the method sends none
+    drawn: bool  # the images are what the server would make of the upload, which holds none
+    num_images: int  # uploaded, or drawn; 0: there are none
     near_copies: float  # share of them
     pairs: list[dict[str, Any]]
     surrogates: Tensor
@@ -163,8 +164,9 @@ def _round(run: Run, post: NoPost, recipe: str) -> Trial:
     payload = e.method.broadcast(state, 0, federation, rng.at(0).at("broadcast"))
     upload = federation.ask([client], "client_round", payload)[client]
     real = here.dataset.train.pixels[here.shards[task.index][client]]
+    drawn = federation.mechanism is not None and federation.mechanism.sends_sums
     beside = _beside(upload, real, here.dataset.transform, here.dataset.classes)
-    return Trial(recipe, e.method.title, e.method.leaves_site, post.log, **beside)
+    return Trial(recipe, e.method.title, e.method.leaving(federation.mechanism), post.log, drawn, **beside)
 
 
 def _beside(upload: dict[str, Any], real: Tensor, transform: Any, classes: Sequence[str]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rescene.data import Shard, Task, Transform
+from rescene.data import Images, Shard, Task, Transform
 from rescene.engine import wire as on_wire
 from rescene.engine.evaluate import Evaluation
 from rescene.engine.ledger import Ledger
@@ -18,6 +18,7 @@ from rescene.engine.streams import Streams, attempt
 from rescene.errors import ResceneError, RunError
 from rescene.methods import Method, Payload, Uploads
 from rescene.nets import Arch
+from rescene.privacy.mechanism import Mechanism
 from rescene.record import Tree, check_tree, num_bytes, tensors
 from rescene.rng import Rng
 
@@ -45,6 +46,7 @@ class InProcess:
         form: str = "batched",
         quorum: float = 0.5,
         wire: str = "float32",
+        mechanism: Mechanism | None = None,
     ) -> None:
         self.method, self.arch, self.ledger, self.note = method, arch, ledger, note
         self.clients: Sequence[int] = range(num_clients)
@@ -60,6 +62,7 @@ class InProcess:
         self._shard_of, self._rng, self._form, self._quorum = shard_of, rng, form, quorum
         self._streams: Streams | None = None
         self._wire = wire
+        self.mechanism = mechanism
 
     def move(self, task: Task, round: int | None, participants: Sequence[int] | None = None) -> None:
         """Go to a place in time; ``round`` None is the beginning or end of the task, where everybody may be asked."""
@@ -71,6 +74,12 @@ class InProcess:
 
     def net(self, model: Mapping[str, Tensor]) -> nn.Module:
         return self.ledger.meter.attach(self.arch.restore(model), len(model["head.weight"]))
+
+    def vacant(self) -> Shard:
+        side, device = self.arch.image_size, self.device
+        pixels = torch.zeros(0, 3, side, side, dtype=torch.uint8, device=device)
+        labels = torch.zeros(0, dtype=torch.int64, device=device)
+        return Shard(Images(pixels, labels), labels, self.task, self.transform, self.net)
 
     def ask(self, clients: Sequence[int], verb: str, payload: Payload) -> Uploads:
         """Call ``verb`` on these clients; answers come back in client order, failures are noted and left out."""
@@ -101,6 +110,7 @@ class InProcess:
         self._meter_clients(clients, payload, messages)
         self._require_quorum(len(messages), len(clients), verb)
         uploads = {k: self._received(message) for k, message in messages.items()}
+        uploads = dict(self.method.opened(uploads, payload, self, rng))
         self.observe(uploads)
         return uploads
 

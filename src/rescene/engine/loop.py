@@ -114,6 +114,7 @@ class Run:
         sites = Sites(e, resolved.digest(), folder.path / "ledgers")
         self.faults, self.attempt = Faults(federation.faults, e.rng), 0
         self.adversary = Adversary(federation.faults.attack, federation.faults.attackers, e.dataset, e.tasks)
+        promise = e.recipe.promise(len(e.tasks))
         self.screen = Screen(folder, e.dataset, self.note)
         self.federation: InProcess = federate(
             e.method,
@@ -139,6 +140,7 @@ class Run:
             form=federation.engine,
             quorum=federation.quorum,
             wire=federation.wire,
+            mechanism=promise.mechanism if promise else None,
         )
         self.federation.clients = self.federation.participants = e.clients
         self.federation.observe = self._observe

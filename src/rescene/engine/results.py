@@ -208,12 +208,13 @@ def _privacy(experiment: Experiment, leakage: dict[str, Any] | None) -> dict[str
         return {"private": False, "statement": _statement(experiment.method, leakage)}
     words = f"{promise.words()} {promise.reasons()}" if promise.formal else promise.words()
     if leakage is not None:
-        words += (
-            f" {100 * leakage['near_copies']:.0f} % of the uploaded images are near-copies of a real training image."
-        )
+        images = "images that the server drew" if promise.mechanism.sends_sums else "uploaded images"
+        words += f" {100 * leakage['near_copies']:.0f} % of the {images} are near-copies of a real training image."
     return {
         "private": promise.formal,
         "statement": words,
+        "leaves_site": experiment.method.leaving(promise.mechanism),
+        "images": "drawn" if promise.mechanism.sends_sums else "uploaded",
         "mechanism": promise.mechanism.kind,
         "noise_multiplier": promise.mechanism.sigma,
         "epsilon": promise.epsilon(),

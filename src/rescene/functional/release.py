@@ -1,7 +1,8 @@
 """One clipped sum per class, with a count in its last coordinate: what is noised once and then used freely.
 
     psi(x)  embedding of a record        C      bound on its part        kappa  what a record adds to the count coordinate
-    u(x) = (clip_C(psi(x)), kappa)       ||u|| <= D = sqrt(C^2 + kappa^2): adding or removing a record moves one sum by that
+    u(x) = (clip_C(psi(x) - a_c), kappa) ||u|| <= D = sqrt(C^2 + kappa^2): adding or removing a record moves one sum by that
+    a_c     centre of the class, 0 or anything that was public before the noise is drawn: the bound holds for every a_c
 
 Sums are float64: rounding stays fifteen digits below the bound.
 """
@@ -12,6 +13,8 @@ import math
 
 import torch
 from torch import Tensor
+
+TAIL = 9.0  # the largest normal number from 52 random bits is 8.2
 
 
 def clip_rows(rows: Tensor, max_norm: float) -> Tensor:
@@ -35,10 +38,38 @@ def release_bound(clip: float, kappa: float) -> float:
     return math.hypot(clip, kappa)
 
 
-def class_sums(psi: Tensor, groups: Tensor, num_groups: int, clip: float, kappa: float) -> Tensor:
-    """Sum of u(x) over each group: psi [n, d], groups [n] -> [num_groups, d + 1]. An empty group has sum 0."""
+def class_sums(
+    psi: Tensor, groups: Tensor, num_groups: int, clip: float, kappa: float, centre: Tensor | None = None
+) -> Tensor:
+    """Sum of u(x) over each group: psi [n, d], groups [n], centre [num_groups, d] -> [num_groups, d + 1].
+
+    An empty group has sum 0.
+    """
+    psi = psi if centre is None else psi.double() - centre.double()[groups]
     u = torch.cat([clip_rows(psi, clip), torch.full((len(psi), 1), kappa, dtype=torch.float64, device=psi.device)], 1)
     return u.new_zeros(num_groups, u.shape[1]).index_add(0, groups, u)
+
+
+def moved_back(sums: Tensor, centre: Tensor, kappa: float) -> Tensor:
+    """Noised sums around no centre, from those around one: a_c once for every record that the noised count tells of."""
+    counts = sums[:, -1:] / kappa
+    return torch.cat([sums[:, :-1] + counts * centre.to(sums), sums[:, -1:]], 1)
+
+
+def honest_sums(
+    sums: Tensor, clip: float, kappa: float, deviation: float, least: float, centre: Tensor | None = None
+) -> bool:
+    """Whether a site that follows the protocol could have sent these noised sums [g, d + 1] as not suppressed.
+
+    No normal number drawn here is larger than ``TAIL``. So the true count is at most the noised one plus so many deviations,
+    and no coordinate of the sum exceeds what so many clipped records and the noise add up to. The centre may be that of an
+    earlier round, so it counts twice.
+    """
+    sums = sums.double()
+    tail = TAIL * deviation
+    reach = clip + (0.0 if centre is None else 2 * float(centre.abs().max()))
+    most = (sums[:, -1:].abs() + tail) / kappa * reach + tail
+    return bool(noised_means(sums, kappa, least)[1].all()) and bool((sums[:, :-1].abs() <= most).all())
 
 
 def noised_means(sums: Tensor, kappa: float, least: float) -> tuple[Tensor, Tensor]:

@@ -33,6 +33,7 @@ from rescene.data import Shard, Task, Transform
 from rescene.hyperparameters import Hyperparameters
 from rescene.methods.forms import Form, Place, anything
 from rescene.nets import grow_head
+from rescene.privacy.mechanism import Mechanism
 from rescene.record import Tree, record
 from rescene.rng import Rng
 from rescene.steps import Training
@@ -53,12 +54,16 @@ class Federation(Protocol):
     num_rounds: int
     transform: Transform
     device: torch.device
+    mechanism: Mechanism | None  # what stands between the sites' images and their uploads
 
     def ask(self, clients: Sequence[int], verb: str, payload: Payload) -> Uploads:
         """Call a client verb, by name, on these clients: the only way to reach them; bytes are metered here."""
 
     def net(self, model: Model) -> nn.Module:
         """The network with (a copy of) these weights, on the federation's device."""
+
+    def vacant(self) -> Shard:
+        """A site without images, for work that the server does in the sites' place."""
 
 
 @record
@@ -80,7 +85,7 @@ class Method(Hyperparameters):
     name: ClassVar[str]
     title: ClassVar[str]
     paper: ClassVar[str]
-    leaves_site: ClassVar[str]
+    leaves_site: ClassVar[str]  # by default; see leaving()
     remembers: ClassVar[str] = "nothing"
     mechanisms: ClassVar[tuple[str, ...]] = ("none",)  # privacy mechanisms that cover everything it sends
     unprotected: ClassVar[str] = ""  # what no mechanism here covers, where leaves_site does not say it
@@ -93,6 +98,11 @@ class Method(Hyperparameters):
     open_ended: ClassVar[bool] = False  # learns from a stream whose tasks nobody announces (tasks.drift)
 
     train: Training = Training()
+
+    @classmethod
+    def leaving(cls, mechanism: Mechanism | None) -> str:
+        """What leaves a site behind this mechanism."""
+        return cls.leaves_site
 
     def init(self, net: nn.Module, rng: Rng) -> Any:
         return ModelState(model=weights_of(net), notes={})
@@ -115,6 +125,10 @@ class Method(Hyperparameters):
     def expects(self, verb: str, payload: Payload, place: Place) -> Form:
         """What an answer to ``verb`` must look like; a site whose answer does not is left out (``methods/forms.py``)."""
         return anything(place)
+
+    def opened(self, uploads: Uploads, payload: Payload, federation: Federation, rng: Rng) -> Uploads:
+        """What the answers to ``payload`` stand for. ``rng.at(k)`` is the stream that client k had for its answer."""
+        return uploads
 
     def server_round(self, state: Any, uploads: Uploads, round: int, federation: Federation, rng: Rng) -> Any:
         raise TypeError(f"method {self.name!r} does not define server_round")

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from rescene.data import Task
+from rescene.functional.release import honest_sums
+from rescene.privacy.mechanism import Mechanism
 from rescene.record import check_tree, tensors
 
 LARGEST = 1e12  # of any number: sums over a million sites stay finite in float32
@@ -38,11 +40,12 @@ class Dim(NamedTuple):
 
 @dataclass(frozen=True)
 class Place:
-    """Where and of what kind an answer is: the task, the side of a picture, whether pictures travel coded."""
+    """Where and of what kind an answer is: the task, the side of a picture, whether pictures travel coded, the mechanism."""
 
     task: Task
     image_size: int
     is_coded: bool = False
+    mechanism: Mechanism | None = None
 
 
 Sizes = dict[str, int]
@@ -168,6 +171,18 @@ def pictures(place: Place, most_per_class: int = MOST, classes: Collection[int] 
         "images": either(coded, plain) if place.is_coded else plain,
         "labels": labels(classes, most_per_class, num),
     }
+
+
+def sums(place: Place, mechanism: Mechanism, size: int, centre: Tensor | None = None) -> Form:
+    """Noised sums of ``size`` numbers of the classes that are not suppressed, or that the site declines."""
+    num, m = Dim("classes", len(place.task.classes)), mechanism
+    rows = both(
+        tensor(torch.float32, num, size),
+        lambda value: honest_sums(value, m.clip, m.kappa, m.deviation, m.least_count, centre),
+        "holds sums that no such mechanism gives",
+    )
+    sent = {"labels": labels(place.task.classes, 1, num), "sums": rows, "notes": NOTHING}
+    return either(fields({"notes": fields({"num_declined": whole(1, 1)})}), fields(sent))
 
 
 def anything(place: Place) -> Form:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import Tensor, nn
@@ -38,6 +38,9 @@ class Mechanism:
     covariance_grid: int = 4  # and of the picture whose covariance is released
     covariance_weight: float = 1.0
     reuses: bool = False  # dp-sgd: the method trains again on records of earlier tasks
+    # no part of the question (digest): whatever is sent of a release, and whatever the centre, the first answer stands
+    sends_sums: bool = field(default=False, repr=False)  # release: instead of surrogates
+    centred: bool = field(default=False, repr=False)  # release: around what earlier releases tell of a class
 
     @property
     def formal(self) -> bool:

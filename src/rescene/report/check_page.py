@@ -22,6 +22,7 @@ class Preview:
 
     facts: dict[str, str]
     leaves_site: str
+    drawn: bool
     num_images: int
     near_copies: float
     entries: Sequence[Row]

@@ -87,14 +87,15 @@ def _privacy(run: Run) -> str:
     if found:
         share, median = number(found.get("near_copies")), number(found.get("nearest_psnr_median_db"))
         lines.append(
-            f"Of {found.get('num_images')} uploaded images {percent(100 * (share or 0.0), 0)} % are near-copies (PSNR above "
+            f"Of {found.get('num_images')} {run.images} images {percent(100 * (share or 0.0), 0)} % are near-copies (PSNR above "
             f"30 dB) of a real training image and {found.get('exact_copies')} are exact copies; the median PSNR to the nearest "
             f"real image is {percent(median)} dB."
         )
     else:
         missing = table(run.results, "not_measured").get("leakage")
         lines.append(f"Leakage: {missing or 'no images were uploaded, so none were compared'}.")
-    lines.append(f"What leaves a site: {look_of(run.method).sends or 'see the page of the method'}.")
+    sends = run.privacy.get("leaves_site") or look_of(run.method).sends or "see the page of the method"
+    lines.append(f"What leaves a site: {_escaped(sends)}.")
     gone = [row for row in run.results.get("forgotten") or () if isinstance(row, dict)]
     if gone:
         names = ", ".join(_escaped(row.get("name") or row.get("client")) for row in gone)

@@ -63,6 +63,11 @@ class Run:
         return table(self.results, "privacy")
 
     @property
+    def images(self) -> str:
+        """How the images that were compared with real ones came to the server: uploaded, or drawn from noised sums."""
+        return str(self.privacy.get("images") or "uploaded")
+
+    @property
     def tasks(self) -> list[Row]:
         return [task for task in self.results.get("tasks") or [] if isinstance(task, dict)]
 

@@ -178,6 +178,7 @@ class Departure:
 
     group: Group
     sends: str
+    images: str  # uploaded, or drawn from what was
     upload: str
     upload_bytes: float | None
     share: float | None  # near-copies, 0 to 1
@@ -203,7 +204,11 @@ def departure(group: Group) -> Departure:
     fallback = "The run recorded no privacy statement; treat what was sent as readable by the server."
     return Departure(
         group=group,
-        sends=group.look.sends or "not described in the run folder",
+        sends=next(
+            (plain(entry["leaves_site"], 600) for entry in privacy if entry.get("leaves_site")),
+            group.look.sends or "not described in the run folder",
+        ),
+        images=next((run.images for run in group.finished), "uploaded"),
         upload=bytes_text(upload.mean if upload else None),
         upload_bytes=upload.mean if upload else None,
         share=share.mean if share else None,

@@ -20,26 +20,22 @@ import torch
 from torch import Tensor, nn
 
 from rescene.data import Shard
-from rescene.functional import clip_groups, perturbed
-from rescene.functional.release import class_sums, clip_rows, noised_means
-from rescene.privacy.mechanism import Mechanism, Site, digest, refuse_batch_statistics
-from rescene.privacy.noise import Noise
+from rescene.functional import perturbed
+from rescene.functional.release import clip_rows
+from rescene.privacy.mechanism import Site, refuse_batch_statistics
 from rescene.rng import Rng, seeded_generator
 from rescene.steps.condense import (
     CHUNK,
     Condensation,
-    Gradient,
-    Group,
-    Move,
     Surrogates,
     assign,
     collect,
     descended,
-    embedding,
     groups_of,
-    loss_and_gradient,
     matching_gradient,
 )
+from rescene.steps.private_embeddings import count_passes, question_of, row_of, white_noise
+from rescene.steps.release import condense_released, released
 
 _VECTORS = 64  # gradients of single records held at once
 
@@ -49,14 +45,10 @@ def condense_privately(
 ) -> list[Surrogates]:
     """As :func:`rescene.steps.condense.condense`, one answer per shard; a site that declines answers with nothing."""
     site: Site = shards[0].site  # all sites of a run have the same mechanism
-    if site.mechanism.kind == "release" and settings.start == "coloured":
-        from rescene.steps.private_moments import draw_from_moments
-
-        return draw_from_moments(shards, rngs, settings)
-    net.eval()
-    question = digest(net.state_dict().items(), site.mechanism, settings, noise_seed)
     if site.mechanism.kind == "release":
-        return _from_releases(net, shards, rngs, settings, noise_seed, question)
+        sums = released(net, shards, settings, noise_seed)
+        return condense_released(net, shards, rngs, settings, noise_seed, site.mechanism, sums)
+    question = question_of(net, site.mechanism, settings, noise_seed)
     one = _per_example if site.mechanism.kind == "per-example" else _paper_experiment
     made = []
     for shard, rng in zip(shards, rngs, strict=True):
@@ -80,26 +72,6 @@ def _from_tensors(found: dict[str, Tensor], shard: Shard) -> Surrogates:
     return Surrogates(images, labels, start, loss, int(fallbacks), int(withheld))
 
 
-@torch.no_grad()
-def embeddings(net: nn.Module, shard: Shard, thetas: Sequence[Sequence[Tensor]], settings: Condensation) -> Tensor:
-    """psi(x) = m^-1/2 [phi_1, f_1, .., phi_m, f_m] of every record of the shard: [n, m (d + C)], one pass per network."""
-    refuse_batch_statistics(net)
-    parts = []
-    for theta in thetas:
-        assign(list(net.parameters()), theta)
-        rows = [_row(net, shard.pictures(part), settings) for part in shard.index.split(CHUNK[shard.device.type])]
-        parts.append(torch.cat(rows) if rows else torch.zeros(0, _size(net, settings), device=shard.device))
-    return torch.cat(parts, dim=1) / math.sqrt(len(thetas))
-
-
-def noised_sums(psi: Tensor, shard: Shard, mechanism: Mechanism, noise: Noise) -> Tensor:
-    """The one look at the data: a noised clipped sum and count for EVERY class of the task, [classes, m (d + C) + 1]."""
-    classes = torch.tensor(shard.task.classes, device=shard.device)
-    groups = (shard.labels.unsqueeze(1) == classes).long().argmax(dim=1)
-    sums = class_sums(psi, groups, len(classes), mechanism.clip, mechanism.kappa).cpu()
-    return sums + mechanism.deviation * noise.normal(*sums.shape)
-
-
 def clipped_gradient_sum(net: nn.Module, pixels: Tensor, real: Tensor, clip: float, settings: Condensation) -> Tensor:
     """Sum over records x_i of clip_C(2 J^T (mu_s - psi(x_i))), J the Jacobian of the surrogates' mean embedding.
 
@@ -111,84 +83,20 @@ def clipped_gradient_sum(net: nn.Module, pixels: Tensor, real: Tensor, clip: flo
     if not len(real):
         return total.reshape(pixels.shape)
     with torch.no_grad():
-        psi = torch.cat([_row(net, part, settings) for part in real.split(CHUNK[pixels.device.type])])
+        psi = torch.cat([row_of(net, part, settings) for part in real.split(CHUNK[pixels.device.type])])
     x = pixels.detach().requires_grad_(True)
-    mean = _row(net, x, settings).mean(dim=0)
+    mean = row_of(net, x, settings).mean(dim=0)
     for part in (2.0 * (mean.detach() - psi)).split(_VECTORS):
         (rows,) = torch.autograd.grad(mean, x, part, is_grads_batched=True, retain_graph=True)
         total += clip_rows(rows.flatten(1), clip).sum(dim=0)
-    _count(net, len(pixels) * (len(real) - 1))  # a backward pass for each record; hooks of the network saw one
+    count_passes(net, len(pixels) * (len(real) - 1))  # a backward pass for each record; hooks of the network saw one
     return total.reshape(pixels.shape)
-
-
-def _from_releases(
-    net: nn.Module, shards: Sequence[Shard], rngs: Sequence[Rng], settings: Condensation, noise_seed: int, question: str
-) -> list[Surrogates]:
-    mechanism: Mechanism = shards[0].site.mechanism
-    before = [p.detach().clone() for p in net.parameters()]
-    stream = seeded_generator(noise_seed, shards[0].device)
-    thetas = [perturbed(before, settings.radius, stream) for _ in range(mechanism.num_nets)]
-    groups: list[Group] = []
-    targets: list[Tensor] = []
-    declined, suppressed = [0] * len(shards), [0] * len(shards)
-    for client, (shard, rng) in enumerate(zip(shards, rngs, strict=True)):
-        looked: list[int] = []
-
-        def draw(shard: Shard = shard, looked: list[int] = looked) -> dict[str, Tensor]:
-            looked.append(len(shard))
-            psi = embeddings(net, shard, thetas, settings)
-            return {"sums": noised_sums(psi, shard, mechanism, shard.site.noise)}
-
-        found = shard.site.answer(question, draw)
-        if found is not None and not looked:  # replayed: the work was done once, and it counts once
-            _count(net, len(thetas) * len(shard))
-        if found is None:
-            declined[client] = 1
-            continue
-        means, enough = noised_means(found["sums"], mechanism.kappa, mechanism.least_count)
-        suppressed[client] = int((~enough).sum())
-        for label, mean in zip(
-            (c for c, e in zip(shard.task.classes, enough, strict=True) if e), means[enough], strict=True
-        ):
-            groups.append(Group(client, label, _white(shard, rng, label, settings), shard.index[:0], None))
-            targets.append(mean.float() * math.sqrt(mechanism.num_nets))
-    assign(list(net.parameters()), before)
-    made = descended(
-        net,
-        shards,
-        groups,
-        settings,
-        noise_seed,
-        move=_in_turn(thetas),
-        gradient=_towards(torch.stack(targets).to(shards[0].device), mechanism.num_nets, settings) if targets else None,
-    )
-    return [replace(m, num_declined=d, num_suppressed=s) for m, d, s in zip(made, declined, suppressed, strict=True)]
-
-
-def _in_turn(thetas: Sequence[Sequence[Tensor]]) -> Move:
-    turn = iter(range(10**9))
-    return lambda theta, noise: thetas[next(turn) % len(thetas)]
-
-
-def _towards(targets: Tensor, num_nets: int, settings: Condensation) -> Gradient:
-    """Eq. 1 with noised means in the place of real ones; step s uses network s mod m and its part of the targets."""
-    blocks = targets.chunk(num_nets, dim=1)
-
-    def gradient(net: nn.Module, pixels: Tensor, owner: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        block, size = blocks[step % num_nets], int(net.feature_size)  # type: ignore[arg-type]
-        labels = owner.new_zeros(len(targets))  # only a term would look at them
-        losses, found = loss_and_gradient(
-            net, pixels, owner, (block[:, :size], block[:, size:]), settings, labels, None
-        )
-        return losses, found if settings.clip is None else clip_groups(found, owner, len(targets), settings.clip)
-
-    return gradient
 
 
 def _per_example(net: nn.Module, shard: Shard, rng: Rng, settings: Condensation, noise_seed: int) -> Surrogates:
     site: Site = shard.site
     m, own = site.mechanism, shard.by_class()
-    start = torch.cat([_white(shard, rng, label, settings) for label in shard.task.classes])
+    start = torch.cat([white_noise(shard, rng, label, settings) for label in shard.task.classes])
     pixels, velocity = start.clone(), torch.zeros_like(start)
     parameters = list(net.parameters())
     theta, stream = [p.detach().clone() for p in parameters], seeded_generator(noise_seed, shard.device)
@@ -226,24 +134,3 @@ def _paper_experiment(net: nn.Module, shard: Shard, rng: Rng, settings: Condensa
         return losses, found + scale * site.noise.normal(*found.shape).to(found)
 
     return descended(net, [shard], groups, settings, noise_seed, gradient=gradient)[0]
-
-
-def _count(net: nn.Module, num_passes: int) -> None:
-    count = getattr(net, "count_passes", None)
-    if count is not None:
-        count(num_passes)
-
-
-def _white(shard: Shard, rng: Rng, label: int, settings: Condensation) -> Tensor:
-    """White noise to start from: no image of the site, and as many as the recipe says whatever the site holds."""
-    generator = rng.at("condense", label).generator()
-    return torch.randn((settings.ipc, *shard.images.pixels.shape[1:]), generator=generator).to(shard.device)
-
-
-def _row(net: nn.Module, x: Tensor, settings: Condensation) -> Tensor:
-    features, logits = embedding(net, x, settings)
-    return torch.cat([features, logits], dim=1) if settings.match_logits else features
-
-
-def _size(net: nn.Module, settings: Condensation) -> int:
-    return int(net.feature_size) + (len(net.head.weight) if settings.match_logits else 0)  # type: ignore[arg-type, union-attr]

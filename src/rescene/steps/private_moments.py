@@ -20,24 +20,27 @@ from rescene.privacy.mechanism import Mechanism, digest
 from rescene.rng import Rng
 from rescene.steps.condense import CHUNK, Condensation, Surrogates, collect
 from rescene.steps.moments import possible
-from rescene.steps.private import noised_sums
+from rescene.steps.private_embeddings import noised_sums
 
 WHOLE_TASK = -1  # the round under which the ledger keeps what is released once per task
 
 
-def draw_from_moments(shards: Sequence[Shard], rngs: Sequence[Rng], settings: Condensation) -> list[Surrogates]:
-    """One answer per shard; a site that declines answers with nothing."""
-    return [_drawn(shard, rng, settings) for shard, rng in zip(shards, rngs, strict=True)]
-
-
-def _drawn(shard: Shard, rng: Rng, settings: Condensation) -> Surrogates:
+def released_moments(shard: Shard, centre: Tensor | None = None) -> Tensor | None:
+    """The site's noised sums [classes, d + 1], the same in every round of the task; None if it declines."""
     mechanism: Mechanism = shard.site.mechanism
     site = replace(shard.site, round=WHOLE_TASK)
-    found = site.answer(digest([], mechanism), lambda: {"sums": _sums(shard, mechanism)})
-    if found is None:
+    found = site.answer(digest([], mechanism), lambda: {"sums": _sums(shard, mechanism, centre)})
+    return None if found is None else found["sums"]
+
+
+def drawn_from_moments(
+    shard: Shard, rng: Rng, sums: Tensor | None, settings: Condensation, mechanism: Mechanism
+) -> Surrogates:
+    """Surrogates from noised sums alone; the shard says which classes, size and device, and may be empty."""
+    if sums is None:
         return replace(collect(shard, []), num_declined=1)
-    means, enough = noised_means(found["sums"], mechanism.kappa, mechanism.least_count)
-    counts = found["sums"][:, -1] / mechanism.kappa
+    means, enough = noised_means(sums, mechanism.kappa, mechanism.least_count)
+    counts = sums[:, -1] / mechanism.kappa
     images = []
     for label, mean, count in zip(_of(shard.task.classes, enough), means[enough], counts[enough], strict=True):
         noise = torch.randn(settings.ipc, mechanism.covariance_grid**2, generator=rng.at("condense", label).generator())
@@ -53,11 +56,15 @@ def _drawn(shard: Shard, rng: Rng, settings: Condensation) -> Surrogates:
     return Surrogates(pixels, labels, pixels, loss=0.0, num_fallbacks=0, num_suppressed=suppressed)
 
 
-def _sums(shard: Shard, mechanism: Mechanism) -> Tensor:
+def _sums(shard: Shard, mechanism: Mechanism, centre: Tensor | None = None) -> Tensor:
     """The one look at the images: a noised clipped sum and count for every class of the task."""
     parts = shard.index.split(CHUNK[shard.device.type]) if len(shard) else (shard.index,)
-    psi = [picture_moments(shard.pictures(part), *_grids(mechanism)) for part in parts]
-    return noised_sums(torch.cat(psi), shard, mechanism, shard.site.noise)
+    psi = torch.cat([moments_of(shard.pictures(part), mechanism) for part in parts])
+    return noised_sums(psi, shard, mechanism, shard.site.noise, centre)
+
+
+def moments_of(pictures: Tensor, mechanism: Mechanism) -> Tensor:
+    return picture_moments(pictures, *_grids(mechanism))
 
 
 def _grids(mechanism: Mechanism) -> tuple[int, int, float]:
