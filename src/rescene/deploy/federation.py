@@ -67,9 +67,7 @@ class GridFederation(InProcess):
         self.journal, self._seats = journal, dict(seats or {})
         self._nodes: dict[int, int] = {}  # client -> node
         self._refused: set[int] = set()
-        self._away: set[int] = (
-            set()
-        )  # clients that cannot take part before they are mended and the run is started again
+        self._away: set[int] = set()  # clients that cannot take part before they are mended and the run is started again
         self.waiting: Callable[[dict[str, Any]], None] = lambda facts: None  # told whenever somebody has answered
         self._told: dict[str, Any] = {}
         self._asked = ""  # when the letters of the exchange under way were sent
