@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 
 from rescene.functional.picture_moments import drawn_pictures, picture_moments, without_noise
@@ -9,27 +10,30 @@ from rescene.functional.picture_moments import drawn_pictures, picture_moments, 
 G = 4  # pictures of the size of both grids: nothing is smoothed, so moments come back exactly
 
 
-def pictures(n=400):
+def pictures(n=400, channels=1):
     g = torch.Generator().manual_seed(0)
-    few = torch.randn(3, G * G, generator=g)
-    return (0.5 + torch.randn(n, 3, generator=g) @ few).reshape(n, 1, G, G).expand(-1, 3, -1, -1)
+    few = torch.randn(3, channels * G * G, generator=g)
+    return (0.5 + torch.randn(n, 3, generator=g) @ few).reshape(n, channels, G, G).expand(-1, 3, -1, -1)
 
 
-def test_lengths_are_those_of_the_pictures():
-    x = pictures(5)
-    psi = picture_moments(x, G, G, 2.0)
+@pytest.mark.parametrize("colour", [False, True])
+def test_lengths_are_those_of_the_pictures(colour):
+    x = pictures(5, 3 if colour else 1)
+    psi = picture_moments(x, G, G, 2.0, colour)
     rms = x.flatten(1).square().mean(dim=1)
     assert torch.allclose(psi[:, : 3 * G * G].square().sum(dim=1), rms, rtol=1e-4)
     assert torch.allclose(psi[:, 3 * G * G :].square().sum(dim=1), (2.0 * rms).square(), rtol=1e-4)
 
 
-def test_without_noise_the_drawn_pictures_have_the_real_moments():
-    x = pictures()
-    mean = picture_moments(x, G, G, 0.5).mean(dim=0).double()
-    white = torch.randn(20000, G * G, generator=torch.Generator().manual_seed(1))
-    drawn = drawn_pictures(mean, 1e-9, x.shape[1:], white, G, G, 0.5)
+@pytest.mark.parametrize("colour", [False, True])
+def test_without_noise_the_drawn_pictures_have_the_real_moments(colour):
+    channels = 3 if colour else 1
+    x = pictures(channels=channels)
+    mean = picture_moments(x, G, G, 0.5, colour).mean(dim=0).double()
+    white = torch.randn(20000, channels * G * G, generator=torch.Generator().manual_seed(1))
+    drawn = drawn_pictures(mean, 1e-9, x.shape[1:], white, G, G, 0.5, colour)
     assert drawn.shape == (20000, 3, G, G)
-    real, made = x[:, 0].flatten(1), drawn[:, 0].flatten(1).float()
+    real, made = x[:, :channels].flatten(1), drawn[:, :channels].flatten(1).float()
     assert torch.allclose(made.mean(dim=0), real.mean(dim=0), atol=0.06)
     scale = float(real.T.cov(correction=0).abs().max())
     assert torch.allclose(made.T.cov(), real.T.cov(correction=0), atol=0.05 * scale)

@@ -2,16 +2,19 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from rescene.config import resolve
+from rescene.errors import RunError
 from rescene.privacy.accounting import Composition
 from rescene.privacy.ledger import Ledger
 from rescene.privacy.mechanism import Mechanism, Site
 from rescene.privacy.noise import Noise
 from rescene.rng import Rng
 from rescene.steps import Condensation, condense
-from rescene.steps.private_moments import _sums
+from rescene.steps.private_moments import _sums, released_moments
+from rescene.steps.release import sums_size
 
 SETTINGS = Condensation(ipc=3, num_steps=0, start="coloured")
 RELEASE = Mechanism("release", 0.05, 1.0, Composition(1, 1), kappa=0.33, mean_grid=8, covariance_grid=2)
@@ -22,13 +25,28 @@ class Silent(Noise):
         return torch.zeros(shape, dtype=torch.float64)
 
 
-def test_a_record_moves_the_sums_by_no_more_than_the_bound(tiny_world):
-    shard = replace(tiny_world["shards"][1], site=Site(RELEASE, Silent()))
-    whole = _sums(shard, RELEASE)
+@pytest.mark.parametrize("colour", [False, True])
+def test_a_record_moves_the_sums_by_no_more_than_the_bound(tiny_world, colour):
+    release = replace(RELEASE, covariance_colour=colour)
+    shard = replace(tiny_world["shards"][1], site=Site(release, Silent()))
+    whole = _sums(shard, release)
+    assert whole.shape[1] == sums_size(SETTINGS, release, None)
     for i in range(len(shard)):
         rest = replace(shard, index=torch.cat([shard.index[:i], shard.index[i + 1 :]]))
-        assert 0 < float((whole - _sums(rest, RELEASE)).norm()) <= RELEASE.sensitivity * (1 + 1e-6)
-    assert float(_sums(replace(shard, index=shard.index[:0]), RELEASE).norm()) == 0
+        assert 0 < float((whole - _sums(rest, release)).norm()) <= release.sensitivity * (1 + 1e-6)
+    assert float(_sums(replace(shard, index=shard.index[:0]), release).norm()) == 0
+
+
+def test_colour_is_part_of_the_question(tiny_world, tmp_path):
+    ledger = Ledger(tmp_path / "l.jsonl")
+
+    def asked(release):
+        return released_moments(replace(tiny_world["shards"][1], site=Site(release, Noise(), "run", 0, 0, 1, ledger)))
+
+    first = asked(RELEASE)
+    assert torch.equal(asked(RELEASE), first)
+    with pytest.raises(RunError, match="E412"):
+        asked(replace(RELEASE, covariance_colour=True))
 
 
 def test_one_release_per_task_serves_every_round_with_fresh_surrogates(tiny_world, tmp_path):

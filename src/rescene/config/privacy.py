@@ -40,6 +40,9 @@ class PrivacySection(BaseModel):
     mean_grid: int = Field(8, ge=1, description="release, start coloured: cells along a side of the mean picture")
     covariance_grid: int = Field(4, ge=1, le=8, description="release, start coloured: the same for its covariance")
     covariance_weight: float = Field(1.0, gt=0, description="release, start coloured: size of the second moments")
+    covariance_colour: bool | None = Field(
+        None, description="release, start coloured: covariance of all channels instead of the grey picture; null: false"
+    )
     send: Literal["surrogates", "sums"] | None = Field(
         None,
         description="release: what leaves a site; sums: the noised sums, condensed on the server; null: surrogates",
@@ -137,7 +140,7 @@ def promise_of(
     mechanism = Mechanism(
         kind, sigma, clip, each, privacy.delta, privacy.count_weight * clip, privacy.num_nets, privacy.threshold,
         privacy.typical_count, privacy.mean_grid, privacy.covariance_grid, privacy.covariance_weight, num_tasks > 1,
-        privacy.send == "sums", privacy.centre == "released",
+        privacy.send == "sums", privacy.centre == "released", bool(privacy.covariance_colour),
     )  # fmt: skip
     return Promise(mechanism, whole, privacy.delta, privacy.noise == "seeded")
 

@@ -22,6 +22,7 @@ from rescene.steps.condense import CHUNK, Condensation, Surrogates, collect
 from rescene.steps.moments import possible
 from rescene.steps.private_embeddings import noised_sums
 
+CHANNELS = 3
 WHOLE_TASK = -1  # the round under which the ledger keeps what is released once per task
 
 
@@ -29,7 +30,10 @@ def released_moments(shard: Shard, centre: Tensor | None = None) -> Tensor | Non
     """The site's noised sums [classes, d + 1], the same in every round of the task; None if it declines."""
     mechanism: Mechanism = shard.site.mechanism
     site = replace(shard.site, round=WHOLE_TASK)
-    found = site.answer(digest([], mechanism), lambda: {"sums": _sums(shard, mechanism, centre)})
+    found = site.answer(
+        digest([], mechanism, *["colour"] * mechanism.covariance_colour),
+        lambda: {"sums": _sums(shard, mechanism, centre)},
+    )
     return None if found is None else found["sums"]
 
 
@@ -43,7 +47,7 @@ def drawn_from_moments(
     counts = sums[:, -1] / mechanism.kappa
     images = []
     for label, mean, count in zip(_of(shard.task.classes, enough), means[enough], counts[enough], strict=True):
-        noise = torch.randn(settings.ipc, mechanism.covariance_grid**2, generator=rng.at("condense", label).generator())
+        noise = torch.randn(settings.ipc, covariance_size(mechanism), generator=rng.at("condense", label).generator())
         drawn = drawn_pictures(
             mean.float(), mechanism.deviation / float(count), shard.images.pixels.shape[1:], noise, *_grids(mechanism)
         )
@@ -67,8 +71,14 @@ def moments_of(pictures: Tensor, mechanism: Mechanism) -> Tensor:
     return picture_moments(pictures, *_grids(mechanism))
 
 
-def _grids(mechanism: Mechanism) -> tuple[int, int, float]:
-    return mechanism.mean_grid, mechanism.covariance_grid, mechanism.covariance_weight
+def covariance_size(mechanism: Mechanism) -> int:
+    """Rows of the covariance that is released."""
+    return mechanism.covariance_grid**2 * (CHANNELS if mechanism.covariance_colour else 1)
+
+
+def _grids(mechanism: Mechanism) -> tuple[int, int, float, bool]:
+    m = mechanism
+    return m.mean_grid, m.covariance_grid, m.covariance_weight, m.covariance_colour
 
 
 def _of(classes: Sequence[int], enough: Tensor) -> list[int]:

@@ -22,7 +22,7 @@ from rescene.privacy.mechanism import Mechanism
 from rescene.rng import Rng
 from rescene.steps.condense import CHUNK, Condensation, Surrogates, assign
 from rescene.steps.private_embeddings import condensed_embeddings, embedded, networks, released_embeddings
-from rescene.steps.private_moments import drawn_from_moments, moments_of, released_moments
+from rescene.steps.private_moments import CHANNELS, covariance_size, drawn_from_moments, moments_of, released_moments
 
 
 def released(
@@ -100,7 +100,7 @@ def sums_received(upload: dict[str, Any], classes: Sequence[int]) -> Tensor | No
 def sums_size(settings: Condensation, mechanism: Mechanism, head: torch.Size | None) -> int:
     """Numbers of one class, its count included. ``head``: shape [classes, features] of the broadcast network's last layer."""
     if settings.start == "coloured":
-        cells = mechanism.covariance_grid**2
-        return 3 * mechanism.mean_grid**2 + cells * (cells + 1) // 2 + 1
+        rows = covariance_size(mechanism)
+        return CHANNELS * mechanism.mean_grid**2 + rows * (rows + 1) // 2 + 1
     assert head is not None
     return mechanism.num_nets * (head[1] + head[0] * settings.match_logits) + 1
