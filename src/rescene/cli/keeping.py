@@ -148,7 +148,8 @@ def rerun(folder: Path, out: Path | None, quiet: bool, as_json: bool) -> bool:
         raise ConfigError("E186", "a run cannot be repeated in its own folder", where="--out", fix="another --out")
     run_one(resolve(config), target, quiet, as_json=False, told=not as_json)
     then, now = _flat(before.values), _flat(load(target).values)
-    numbers = _differences(then, {key: value for key, value in now.items() if key in then})  # others were not recorded then
+    known = {key: value for key, value in now.items() if key in then}  # others were not recorded then
+    numbers = _differences(then, known)
     machines = _differences(*(json_object(path / "env.json", []) for path in (folder, target)))
     if as_json:
         facts = {"folder": str(target), "identical": not numbers, "numbers": numbers, "environment": machines}

@@ -26,7 +26,13 @@ from rescene.steps import Training
 SHORTHANDS = {"method": "method.name", "model": "model.name", "data": "data.name"}
 TASK_PLANS = {"tasks.per_task", "tasks.count", "tasks.sizes", "tasks.plan"}
 # keys of later versions: where they say nothing, names stay
-NEWER = (("tasks", "drift"), ("method", "close_after"), ("privacy", "send"), ("privacy", "centre"), ("privacy", "covariance_colour"))
+NEWER = (
+    ("tasks", "drift"),
+    ("method", "close_after"),
+    ("privacy", "send"),
+    ("privacy", "centre"),
+    ("privacy", "covariance_colour"),
+)
 Flat = dict[str, Any]
 
 

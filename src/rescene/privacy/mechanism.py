@@ -41,7 +41,9 @@ class Mechanism:
     # no part of the question (digest): whatever is sent of a release, and whatever the centre, the first answer stands
     sends_sums: bool = field(default=False, repr=False)  # release: instead of surrogates
     centred: bool = field(default=False, repr=False)  # release: around what earlier releases tell of a class
-    covariance_colour: bool = field(default=False, repr=False)  # release, start coloured: joins the question where it is on
+    covariance_colour: bool = field(
+        default=False, repr=False
+    )  # release, start coloured: joins the question where it is on
 
     @property
     def formal(self) -> bool:
