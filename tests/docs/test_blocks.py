@@ -62,7 +62,7 @@ def run(command, adapt):
         return f"{command}: how would a test run this? Mark it: <!-- not run: why -->"
     if words[:2] == ["run", "cifar10"]:  # its images are not here; all keys and values are checked
         words = ["show", *(word for word in words[1:] if word != "--dry-run")]
-    result = CliRunner().invoke(app, adapt(words))
+    result = CliRunner().invoke(app, adapt(words), input="y\n")  # to whatever is asked
     return None if result.exit_code == 0 else f"{command}\n{result.output}{result.exception!r}"
 
 
