@@ -17,6 +17,7 @@ F_pending into F at once, so that the penalty pulls towards its previous partici
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import ClassVar, Literal
 
@@ -125,8 +126,7 @@ class FedEWC(AveragingMethod):
         return {name: value.clamp(max=limit) for name, value in found.items()}
 
     def _image_fisher(self, net: nn.Module, shard: Shard) -> Model:
-        parts = (shard.index[rows] for rows in chunks(net, len(shard), shard.device))
-        batches = ((shard.pictures(rows), shard.images.labels[rows]) for rows in parts)
+        batches = _pictures(shard, [shard.index[rows] for rows in chunks(net, len(shard), shard.device)])
         if not is_layered(net):
             return fisher_diagonal(self._loss_in(net, shard.task), _trainable(net), batches)
         return mean_squared_gradients(net, batches, lambda z, y: self._task_loss(z, y, shard.task, "sum"))
@@ -134,8 +134,7 @@ class FedEWC(AveragingMethod):
     def _batch_fisher(self, net: nn.Module, shard: Shard, rng: Rng) -> Model:
         """Here the batches matter, so they are drawn as in training."""
         order = torch.randperm(len(shard), generator=rng.generator()).to(shard.index.device)
-        parts = torch.split(shard.index[order], self.train.batch_size)
-        batches = ((shard.pictures(rows), shard.images.labels[rows]) for rows in parts)
+        batches = _pictures(shard, torch.split(shard.index[order], self.train.batch_size))
         return fisher_diagonal(self._loss_in(net, shard.task), _trainable(net), batches, per_sample=False)
 
     def _loss_in(self, net: nn.Module, task: Task) -> MeanLoss:
@@ -146,6 +145,10 @@ class FedEWC(AveragingMethod):
             return replace(memory, pending=pending)
         share = _old_share(task)
         return Memory(blend_fisher(memory.fisher, pending, share, 1 - share), _trainable(net), {})
+
+
+def _pictures(shard: Shard, parts: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    return ((shard.pictures(rows), shard.images.labels[rows]) for rows in parts)
 
 
 def _trainable(net: nn.Module) -> Model:

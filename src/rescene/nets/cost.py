@@ -81,6 +81,13 @@ def tell_flops(flops: int, otherwise: Callable[[int], None] | None = None) -> No
         listener(flops)
 
 
+def count_passes(net: nn.Module, num_passes: int) -> None:
+    """Report passes of images through ``net`` that its hooks could not see, if it is metered at all."""
+    count = getattr(net, "count_passes", None)
+    if count is not None:
+        count(num_passes)
+
+
 @contextmanager
 def flops_to(listener: Callable[[int], None]) -> Iterator[None]:
     """What is told inside goes to ``listener``.

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from rescene.data import Transform
 from rescene.functional.balance import EXCLUDED
+from rescene.nets import count_passes
 from rescene.steps.fused import FlatWeights, SideStream, fuse, look, loss_and_gradient
 from rescene.steps.recording import TURN, Kept, recorded
 
@@ -46,9 +47,7 @@ def fit_captured(net: Any, epochs: Epochs, settings: Any, rates: list[float], ad
     trainer.load(net, epochs, adjustment)
     mean = trainer.train(epochs, rates)
     trainer.store(net, len(rates) * trainer.num_steps)
-    count = getattr(net, "count_passes", None)  # no hook of the network saw the replays
-    if count is not None:
-        count(3 * len(rates) * len(epochs.labels))
+    count_passes(net, 3 * len(rates) * len(epochs.labels))  # no hook of the network saw the replays
     return mean
 
 

@@ -19,6 +19,7 @@ from rescene.data import Shard
 from rescene.functional import clip_groups, group_means, matching_loss, perturbed
 from rescene.functional.starts import coloured_noise, dead_leaves
 from rescene.hyperparameters import Hyperparameters, hyper
+from rescene.nets import count_passes
 from rescene.privacy.leakage import NEAR_COPY_DB, nearest_real, psnr
 from rescene.rng import Rng, seeded_generator
 from rescene.steps.moments import descend_moments, is_grey, possible
@@ -327,9 +328,7 @@ def _replayed(
     found = descend_captured(
         net, shard, pixels, owner, real, real_owner, settings, noise_seed, len(groups), most_groups
     )
-    count = getattr(net, "count_passes", None)  # no hook of the network saw the replays
-    if count is not None:
-        count(steps * (real.shape[1] + 2 * len(owner)))
+    count_passes(net, steps * (real.shape[1] + 2 * len(owner)))  # no hook of the network saw the replays
     return found
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from rescene.data import Shard
 from rescene.errors import ConfigError
+from rescene.nets import count_passes
 from rescene.privacy.mechanism import Site, digest, refuse_batch_statistics
 from rescene.steps.sgd import Batch, Loss, Training, cross_entropy_from
 
@@ -55,8 +56,8 @@ def fit_privately(
     if found is None:
         return False
     sampled = int(found.pop("num_sampled"))
-    if not looked and hasattr(net, "count_passes"):  # replayed: the work was done once, and it counts once
-        net.count_passes(3 * sampled)  # type: ignore[operator]
+    if not looked:  # replayed: the work was done once, and it counts once
+        count_passes(net, 3 * sampled)
     net.load_state_dict(found)
     return True
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from rescene.data import Shard, Transform
 from rescene.errors import ConfigError
 from rescene.functional import group_means
+from rescene.nets import count_passes
 from rescene.nets.layers import ConvBody
 from rescene.rng import seeded_generator
 
@@ -79,9 +80,8 @@ def descend_moments(
             pixels.copy_(possible(pixels, shard.transform))
     net.load_state_dict(original)
     net.requires_grad_(True)
-    count = getattr(net, "count_passes", None)  # no hook of the network saw its stages called one by one
-    if count is not None and moving:
-        count(len(moving) * sum(len(m) for m in members) + 2 * settings.num_steps * len(owner))
+    if moving:  # no hook of the network saw its stages called one by one
+        count_passes(net, len(moving) * sum(len(m) for m in members) + 2 * settings.num_steps * len(owner))
     return pixels.detach(), losses.detach()
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from rescene.data import Shard
 from rescene.functional import perturbed
 from rescene.functional.release import clip_rows
+from rescene.nets import count_passes
 from rescene.privacy.mechanism import Site, refuse_batch_statistics
 from rescene.rng import Rng, seeded_generator
 from rescene.steps.condense import (
@@ -34,7 +35,7 @@ from rescene.steps.condense import (
     groups_of,
     matching_gradient,
 )
-from rescene.steps.private_embeddings import count_passes, question_of, row_of, white_noise
+from rescene.steps.private_embeddings import question_of, row_of, white_noise
 from rescene.steps.release import condense_released, released
 
 _VECTORS = 64  # gradients of single records held at once

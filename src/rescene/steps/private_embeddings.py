@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from rescene.data import Shard
 from rescene.functional import clip_groups, perturbed
 from rescene.functional.release import class_sums, moved_back, noised_means
+from rescene.nets import count_passes
 from rescene.privacy.mechanism import Mechanism, digest, refuse_batch_statistics
 from rescene.privacy.noise import Noise
 from rescene.rng import Rng, seeded_generator
@@ -72,9 +73,7 @@ def condensed_embeddings(
             continue
         means, enough = noised_means(own, mechanism.kappa, mechanism.least_count)
         suppressed[client] = int((~enough).sum())
-        for label, mean in zip(
-            (c for c, e in zip(shard.task.classes, enough, strict=True) if e), means[enough], strict=True
-        ):
+        for label, mean in zip(not_suppressed(shard.task.classes, enough), means[enough], strict=True):
             groups.append(Group(client, label, white_noise(shard, rng, label, settings), shard.index[:0], None))
             targets.append(mean.float() * math.sqrt(mechanism.num_nets))
     made = descended(
@@ -123,6 +122,10 @@ def noised_sums(psi: Tensor, shard: Shard, mechanism: Mechanism, noise: Noise, c
     return sums if centre is None else moved_back(sums, centre, mechanism.kappa)
 
 
+def not_suppressed(classes: Sequence[int], enough: Tensor) -> list[int]:
+    return [c for c, e in zip(classes, enough.tolist(), strict=True) if e]
+
+
 def question_of(net: nn.Module, mechanism: Mechanism, settings: Condensation, noise_seed: int) -> str:
     return digest(net.eval().state_dict().items(), mechanism, settings, noise_seed)
 
@@ -154,12 +157,6 @@ def _towards(targets: Tensor, num_nets: int, settings: Condensation) -> Gradient
         return losses, found if settings.clip is None else clip_groups(found, owner, len(targets), settings.clip)
 
     return gradient
-
-
-def count_passes(net: nn.Module, num_passes: int) -> None:
-    count = getattr(net, "count_passes", None)
-    if count is not None:
-        count(num_passes)
 
 
 def white_noise(shard: Shard, rng: Rng, label: int, settings: Condensation) -> Tensor:

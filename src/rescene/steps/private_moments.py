@@ -7,7 +7,6 @@ else touches the images, and every class of the task is treated alike whether th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -20,7 +19,7 @@ from rescene.privacy.mechanism import Mechanism, digest
 from rescene.rng import Rng
 from rescene.steps.condense import CHUNK, Condensation, Surrogates, collect
 from rescene.steps.moments import possible
-from rescene.steps.private_embeddings import noised_sums
+from rescene.steps.private_embeddings import noised_sums, not_suppressed
 
 CHANNELS = 3
 WHOLE_TASK = -1  # the round under which the ledger keeps what is released once per task
@@ -45,8 +44,8 @@ def drawn_from_moments(
         return replace(collect(shard, []), num_declined=1)
     means, enough = noised_means(sums, mechanism.kappa, mechanism.least_count)
     counts = sums[:, -1] / mechanism.kappa
-    images = []
-    for label, mean, count in zip(_of(shard.task.classes, enough), means[enough], counts[enough], strict=True):
+    classes, images = not_suppressed(shard.task.classes, enough), []
+    for label, mean, count in zip(classes, means[enough], counts[enough], strict=True):
         noise = torch.randn(settings.ipc, covariance_size(mechanism), generator=rng.at("condense", label).generator())
         drawn = drawn_pictures(
             mean.float(), mechanism.deviation / float(count), shard.images.pixels.shape[1:], noise, *_grids(mechanism)
@@ -55,7 +54,7 @@ def drawn_from_moments(
     suppressed = int((~enough).sum())
     if not images:
         return replace(collect(shard, []), num_suppressed=suppressed)
-    labels = torch.tensor(_of(shard.task.classes, enough), device=shard.device).repeat_interleave(settings.ipc)
+    labels = torch.tensor(classes, device=shard.device).repeat_interleave(settings.ipc)
     pixels = torch.cat(images)
     return Surrogates(pixels, labels, pixels, loss=0.0, num_fallbacks=0, num_suppressed=suppressed)
 
@@ -79,7 +78,3 @@ def covariance_size(mechanism: Mechanism) -> int:
 def _grids(mechanism: Mechanism) -> tuple[int, int, float, bool]:
     m = mechanism
     return m.mean_grid, m.covariance_grid, m.covariance_weight, m.covariance_colour
-
-
-def _of(classes: Sequence[int], enough: Tensor) -> list[int]:
-    return [c for c, e in zip(classes, enough.tolist(), strict=True) if e]

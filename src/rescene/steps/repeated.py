@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -65,9 +66,9 @@ class HalfPrecision(nn.Module):
 
 def _place(batch: Batch) -> Batch:
     """Room for batches of this size; pictures with the channels last, which convolutions in bfloat16 want."""
-    x, beside = (None if p is None else p.clone(memory_format=torch.channels_last) for p in (batch.x, batch.beside))
-    assert x is not None
-    return Batch(x, batch.y.clone(), batch.index.clone(), beside)
+    pictures = partial(torch.clone, memory_format=torch.channels_last)
+    beside = None if batch.beside is None else pictures(batch.beside)
+    return Batch(pictures(batch.x), batch.y.clone(), batch.index.clone(), beside)
 
 
 class Repeated:
