@@ -51,6 +51,10 @@ class PrivacySection(BaseModel):
         None,
         description="release: clip around 0, or around a class's mean in earlier releases, broadcast by the server; null: none",
     )
+    pool: bool | None = Field(
+        None,
+        description="release, send sums, start coloured: surrogates are drawn from the sum of all sites' sums; null: false",
+    )
     sampling_rate: float = Field(1.0, gt=0, le=1, description="per-example, dp-sgd: a record's chance to enter a step")
     typical_count: float = Field(
         100.0,
@@ -70,6 +74,8 @@ class PrivacySection(BaseModel):
             )
         if self.centre == "released" and self.send != "sums":
             raise ValueError("centre: only sums can be taken around a centre from the server; privacy.send=sums")
+        if self.pool and self.send != "sums":
+            raise ValueError("pool: only sums can be added up on the server; privacy.send=sums")
         if self.mechanism == "none":
             return self
         if self.mechanism == "paper-experiment":
@@ -140,7 +146,7 @@ def promise_of(
     mechanism = Mechanism(
         kind, sigma, clip, each, privacy.delta, privacy.count_weight * clip, privacy.num_nets, privacy.threshold,
         privacy.typical_count, privacy.mean_grid, privacy.covariance_grid, privacy.covariance_weight, num_tasks > 1,
-        privacy.send == "sums", privacy.centre == "released", bool(privacy.covariance_colour),
+        privacy.send == "sums", privacy.centre == "released", bool(privacy.pool), bool(privacy.covariance_colour),
     )  # fmt: skip
     return Promise(mechanism, whole, privacy.delta, privacy.noise == "seeded")
 

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from rescene.config.faults import FaultsSection
 from rescene.config.plan import SitesSection
 from rescene.config.privacy import PrivacySection, Promise, promise_of
+from rescene.data.lens import Lens
 from rescene.methods import Method, method_class, method_names
 from rescene.steps import Training
 
@@ -72,9 +73,10 @@ class FederationSection(Section):
 
 
 class ModelSection(Section):
-    name: str = Field("resnet18", description="resnet18, resnet50, vit-small or convnet")
+    name: str = Field("resnet18", description="resnet18, resnet50, vit-small, convnet or mlp")
     norm: Literal["batch", "group"] = "batch"
-    width: int | None = Field(None, ge=1, description="base channels of convnet")
+    width: int | None = Field(None, ge=1, description="base channels of convnet, hidden units of mlp")
+    lens: Lens | None = Field(None, description="what every image is looked at through first; waves: fixed filters, with mlp")
     init: str | None = Field(None, description="safetensors file with initial weights")
 
 
@@ -151,7 +153,7 @@ class Recipe(Section):
                 f"privacy.mechanism: {method.title} cannot use {kind}: {reason}; it can use: {', '.join(method.mechanisms)}"
             )
         of_weights = kind == "dp-sgd" or (kind == "paper-experiment" and "dp-sgd" in method.mechanisms)
-        if of_weights and self.model.norm == "batch" and self.model.name != "vit-small":
+        if of_weights and self.model.norm == "batch" and self.model.name not in ("vit-small", "mlp"):
             raise ValueError(
                 f"model.norm: under {kind} each image needs a gradient of its own, but BatchNorm mixes the images of a batch "
                 "and sends their statistics without noise; model.norm=group"
@@ -176,6 +178,19 @@ class Recipe(Section):
             raise ValueError("method.num_steps: per-example needs at least one step")
         if kind == "paper-experiment" and self.method.get("clip", 5) is None:
             raise ValueError("method.clip: the paper's experiment clips each class's gradient; method.clip=5")
+        return self
+
+    @model_validator(mode="after")
+    def _lens_fits(self) -> Recipe:
+        if self.model.lens is None:
+            return self
+        method = method_class(self.method["name"])
+        if self.train.augment:
+            raise ValueError(
+                "train.augment: through a lens crops and mirror images are not those of the picture; train.augment=false"
+            )
+        if method.paints or self.method.get("start") == "leaves":
+            raise ValueError(f"model.lens: {method.title} paints pictures with three channels here; model.lens=null")
         return self
 
     @model_validator(mode="after")

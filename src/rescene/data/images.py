@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 
 Device = torch.device | str
-Channels = tuple[float, float, float]
+Channels = tuple[float, ...]  # three, or as many as a lens gives
 
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """One split. ``pixels`` uint8 [n, 3, H, W], ``labels`` int64 [n], ``domains`` int64 [n] (domain data only)."""
+    """One split. ``pixels`` uint8 [n, 3, H, W] (through a lens: other channels), ``labels`` int64 [n], ``domains`` int64 [n] (domain data only)."""
 
     pixels: Tensor
     labels: Tensor
     domains: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.pixels.dtype != torch.uint8 or self.pixels.ndim != 4 or self.pixels.shape[1] != 3:
+        if self.pixels.dtype != torch.uint8 or self.pixels.ndim != 4 or self.pixels.shape[1] < 3:
             raise TypeError(f"pixels must be uint8 [n, 3, H, W], not {self.pixels.dtype} {tuple(self.pixels.shape)}")
         for name, values in (("labels", self.labels), ("domains", self.domains)):
             if values is not None and (values.dtype != torch.int64 or values.shape != self.pixels.shape[:1]):
@@ -65,8 +65,7 @@ class Transform:
     @property
     def fill(self) -> Channels:
         """Black in normalised units: what a crop pads with."""
-        red, green, blue = ((0.0 - m) / s for m, s in zip(self.mean, self.std, strict=True))
-        return red, green, blue
+        return tuple((0.0 - m) / s for m, s in zip(self.mean, self.std, strict=True))
 
     def normalise(self, pixels: Tensor) -> Tensor:
         """uint8 [..., 3, H, W] -> float32 (x / 255 - mean) / std on the same device."""
@@ -98,9 +97,9 @@ class Transform:
 
     def _crop(self, x: Tensor, offsets: Tensor) -> Tensor:
         """Window of x's own size at ``offsets`` [2, n] (down, right) of each padded picture."""
-        n, _, height, width = x.shape
+        n, channels, height, width = x.shape
         black = _channels(self.fill, x).to(x.dtype)
-        padded = black.expand(n, 3, height + 2 * self.pad, width + 2 * self.pad).clone()
+        padded = black.expand(n, channels, height + 2 * self.pad, width + 2 * self.pad).clone()
         padded[..., self.pad : self.pad + height, self.pad : self.pad + width] = x
         windows = padded.unfold(2, height, 1).unfold(3, width, 1)  # [n, 3, 2 pad + 1, 2 pad + 1, H, W], a view
         return windows[torch.arange(n, device=x.device), :, offsets[0], offsets[1]]
@@ -119,10 +118,15 @@ class Dataset:
     domains: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     split: str = "given"
+    picture_size: int | None = None  # side before a lens, where there is one
 
     @property
     def image_size(self) -> int:
         return int(self.train.pixels.shape[-1])
+
+    @property
+    def num_channels(self) -> int:
+        return int(self.train.pixels.shape[1])
 
     def to(self, device: Device) -> Dataset:
         return replace(self, train=self.train.to(device), test=self.test.to(device))
@@ -158,12 +162,11 @@ def measure(pixels: Tensor, pad: int | None = None) -> Transform:
 
 
 def _triple(values: Tensor) -> Channels:
-    red, green, blue = (round(v, 6) for v in values.tolist())
-    return red, green, blue
+    return tuple(round(v, 6) for v in values.tolist())
 
 
 def _channels(values: Channels, like: Tensor) -> Tensor:
-    """Three numbers as [3, 1, 1] beside a batch of pictures on their device."""
+    """One number per channel as [channels, 1, 1] beside a batch of pictures on their device."""
     return _constant(values, like.device)
 
 
@@ -171,7 +174,7 @@ def _channels(values: Channels, like: Tensor) -> Tensor:
 def _constant(values: Channels, device: torch.device) -> Tensor:
     """Kept on the device: copying three numbers there for every batch would cost more than using them."""
     with torch.inference_mode(False):  # it must serve training too, whoever asks first
-        constant = torch.tensor(values, device=device).view(3, 1, 1)
+        constant = torch.tensor(values, device=device).view(-1, 1, 1)
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()  # and other streams
     return constant

@@ -210,7 +210,7 @@ class GridFederation(InProcess):
     def _form_of(self, verb: str, payload: Payload) -> Form:
         if verb == EVALUATE:
             return tally_form(self.task.num_seen)
-        place = Place(self.task, self.arch.image_size, self._wire != "float32", self.mechanism)
+        place = Place(self.task, self.arch.image_size, self._wire != "float32", self.mechanism, self.arch.channels)
         return self.method.expects(verb, payload, place)
 
     def _decoder(self) -> Callable[[Payload], Payload] | None:

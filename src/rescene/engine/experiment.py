@@ -17,6 +17,7 @@ from rescene.config.plan import SitesSection
 from rescene.config.privacy import check_records
 from rescene.config.schema import DataSection, FederationSection
 from rescene.data import Dataset, LazySplit, Shard, Task, Transform, load, partition, plan_tasks
+from rescene.data.lens import through
 from rescene.data.own import away
 from rescene.data.tasks import cut, tested
 from rescene.errors import ConfigError
@@ -171,13 +172,12 @@ def prepare(recipe: Recipe, dataset: Dataset | None = None) -> Experiment:
     rng = Rng(recipe.seed)
     method = recipe.build_method()
     dataset = load_data(recipe.data) if dataset is None else dataset
-    dataset, tasks = planned(recipe, dataset)
+    dataset, tasks = planned(recipe, through(recipe.model.lens, dataset))
     check_records(recipe.promise(len(tasks)), sum(len(task.train) for task in tasks))
     dataset = dataset.to(device)
     tasks = [replace(task, train=task.train.to(device), test=task.test.to(device)) for task in tasks]
     shards = [_split(task, dataset.train.labels[task.train].cpu(), recipe.federation, rng) for task in tasks]
-    arch = Arch(recipe.model.name, dataset.image_size, recipe.model.norm, recipe.model.width)
-    return Experiment(recipe, method, dataset, tasks, shards, arch, device, rng)
+    return Experiment(recipe, method, dataset, tasks, shards, arch_of(recipe, dataset), device, rng)
 
 
 def _prepare_planned(recipe: Recipe, plan: SitesSection, own: Dataset | None) -> Experiment:
@@ -185,15 +185,19 @@ def _prepare_planned(recipe: Recipe, plan: SitesSection, own: Dataset | None) ->
     device, sizes = pick_device(recipe.device), [len(task.classes) for task in plan.tasks]
     if own is None:
         test = load(path=plan.test, image_size=plan.image_size) if plan.test else None
-        dataset = away(plan.classes, look_of(plan), plan.image_size, test).to(device)
+        dataset = through(recipe.model.lens, away(plan.classes, look_of(plan), plan.image_size, test)).to(device)
         tasks = [tested(dataset, task) if plan.test else task for task in cut(dataset, sizes)]
     else:
-        dataset = own.to(device)
+        dataset = through(recipe.model.lens, own).to(device)
         tasks = cut(dataset, sizes)
         check_records(recipe.promise(len(tasks)), max((len(task.train) for task in tasks), default=0))
     shards: list[Sequence[Tensor]] = [[task.train] * recipe.federation.num_clients for task in tasks]
-    arch = Arch(recipe.model.name, plan.image_size, recipe.model.norm, recipe.model.width)
-    return Experiment(recipe, recipe.build_method(), dataset, tasks, shards, arch, device, Rng(recipe.seed))
+    return Experiment(recipe, recipe.build_method(), dataset, tasks, shards, arch_of(recipe, dataset), device, Rng(recipe.seed))
+
+
+def arch_of(recipe: Recipe, dataset: Dataset) -> Arch:
+    model = recipe.model
+    return Arch(model.name, dataset.image_size, model.norm, model.width, dataset.num_channels)
 
 
 def look_of(plan: SitesSection) -> Transform:

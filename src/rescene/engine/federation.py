@@ -77,7 +77,7 @@ class InProcess:
 
     def vacant(self) -> Shard:
         side, device = self.arch.image_size, self.device
-        pixels = torch.zeros(0, 3, side, side, dtype=torch.uint8, device=device)
+        pixels = torch.zeros(0, self.arch.channels, side, side, dtype=torch.uint8, device=device)
         labels = torch.zeros(0, dtype=torch.int64, device=device)
         return Shard(Images(pixels, labels), labels, self.task, self.transform, self.net)
 
@@ -137,7 +137,7 @@ class InProcess:
         return on_wire.sent(upload, self._wire)
 
     def _received(self, message: Payload) -> Payload:
-        picture = (3, self.arch.image_size, self.arch.image_size)
+        picture = (self.arch.channels, self.arch.image_size, self.arch.image_size)
         return on_wire.received(message, self._wire, picture, self.device)
 
     def _answers(self, clients: Sequence[int], verb: str, payload: Payload, rng: Rng) -> dict[int, Answer]:

@@ -478,7 +478,9 @@ class Run:
         model = {key: value.detach().cpu().contiguous() for key, value in self.state.model.items()}
         write_atomically(folder / "final.safetensors", save(model))
         card = {"schema": MODEL, "arch": vars(e.arch), "classes": list(e.dataset.classes[: e.tasks[-1].num_seen])}
-        look = {"mean": e.dataset.transform.mean, "std": e.dataset.transform.std}
+        look: dict[str, Any] = {"mean": e.dataset.transform.mean, "std": e.dataset.transform.std}
+        if e.recipe.model.lens is not None:
+            look |= {"lens": e.recipe.model.lens, "picture_size": e.dataset.picture_size}
         write_json(folder / "model.json", card | look)
 
     def _save_gallery(self) -> None:

@@ -48,10 +48,10 @@ def nominal_bytes(method: Method, arch: Arch, classes_per_task: int, num_classes
     skeleton = arch.skeleton(num_classes)
     model = state_bytes(skeleton.state_dict())
     weights = sum(p.numel() for p in skeleton.parameters()) * FLOAT_BYTES
-    image = 3 * arch.image_size**2 * FLOAT_BYTES
+    image = arch.channels * arch.image_size**2 * FLOAT_BYTES
     settings: Any = method
     if method.name in SURROGATE_METHODS:
-        up = surrogate_upload_bytes(classes_per_task, settings.ipc, arch.image_size)
+        up = surrogate_upload_bytes(classes_per_task, settings.ipc, arch.image_size, arch.channels)
         return {"uplink_bytes_per_message": up, "downlink_bytes_per_message": model, "client_state_bytes": model}
     if method.name not in AVERAGING_METHODS:
         return None
@@ -76,13 +76,13 @@ def nominal_bytes(method: Method, arch: Arch, classes_per_task: int, num_classes
     }
 
 
-def surrogate_upload_bytes(num_classes: int, ipc: int, image_size: int) -> int:
-    """C_t * IPC images of three channels in float32.
+def surrogate_upload_bytes(num_classes: int, ipc: int, image_size: int, channels: int = 3) -> int:
+    """C_t * IPC images in float32.
 
     >>> surrogate_upload_bytes(2, 10, 32), surrogate_upload_bytes(10, 10, 32), surrogate_upload_bytes(20, 10, 64)
     (245760, 1228800, 9830400)
     """
-    return num_classes * ipc * 3 * image_size * image_size * FLOAT_BYTES
+    return num_classes * ipc * channels * image_size * image_size * FLOAT_BYTES
 
 
 def nominal_client_flops(experiment: Experiment) -> float:

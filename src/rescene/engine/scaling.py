@@ -117,7 +117,7 @@ def figures(experiment: Experiment, found: Forecast, num_clients: int, per_round
     up, down = ([each * getattr(m, key) for m in rounds] for key in ("up_bytes", "down_bytes"))
     busiest = max(sum(both) for both in zip(up, down, strict=True))
     rest_up, rest_down = (everybody * sum(getattr(m, key) for m in beside) for key in ("up_bytes", "down_bytes"))
-    image_bytes = 3 * experiment.arch.image_size**2 * FLOAT
+    image_bytes = experiment.arch.channels * experiment.arch.image_size**2 * FLOAT
     pool = max(m.pool for m in rounds)
     herding = [herding_cost(m.herded, _budget(experiment), experiment.arch.skeleton(1).feature_size) for m in beside]
     return Scale(

@@ -42,7 +42,8 @@ def drawn_pictures(
 
     The moments carry noise of this ``deviation``. The mean picture is smoothed by :func:`without_noise`; of the covariance those
     directions are kept that stand out: the eigenvalues of a symmetric matrix of such noise end at 2 sqrt(d) times its deviation
-    (Wigner's semicircle).
+    (Wigner's semicircle). Where the covariance is that of the whole picture, the others share what they have together, which the
+    noise hides least.
     """
     channels, size = shape[0], shape[-1]
     split = channels * grid * grid
@@ -56,7 +57,11 @@ def drawn_pictures(
     second[columns, rows] = second[rows, columns].clone()
     values, axes = torch.linalg.eigh(second - torch.outer(q, q))
     edge = 2 * deviation / weight * math.sqrt(size_q / 2)  # off the diagonal entries carry the deviation / sqrt 2
-    scale = torch.where(values > edge, values, 0.0).sqrt()
+    stands_out = values > edge
+    rest = 0.0
+    if colour and coarse == size and not bool(stands_out.all()):  # nothing is smoothed away: keep what the others add up to
+        rest = max(0.0, float(values[~stands_out].mean()))
+    scale = torch.where(stands_out, values, rest).sqrt()
     varied = ((noise.to(mean) * scale) @ axes.T * math.sqrt(size_q)).reshape(len(noise), -1, coarse, coarse)
     return _smooth(picture, size) + _smooth(varied, size)
 

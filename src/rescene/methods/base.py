@@ -87,6 +87,7 @@ class Method(Hyperparameters):
     paper: ClassVar[str]
     leaves_site: ClassVar[str]  # by default; see leaving()
     remembers: ClassVar[str] = "nothing"
+    paints: ClassVar[bool] = False  # pictures of its own, with three channels
     mechanisms: ClassVar[tuple[str, ...]] = ("none",)  # privacy mechanisms that cover everything it sends
     unprotected: ClassVar[str] = ""  # what no mechanism here covers, where leaves_site does not say it
     reuses_records: ClassVar[bool] = False  # clients train on real images of earlier tasks again

@@ -40,12 +40,13 @@ class Dim(NamedTuple):
 
 @dataclass(frozen=True)
 class Place:
-    """Where and of what kind an answer is: the task, the side of a picture, whether pictures travel coded, the mechanism."""
+    """Where and of what kind an answer is: the task, a picture's side and channels, whether pictures travel coded, the mechanism."""
 
     task: Task
     image_size: int
     is_coded: bool = False
     mechanism: Mechanism | None = None
+    channels: int = 3
 
 
 Sizes = dict[str, int]
@@ -164,9 +165,10 @@ def labels(classes: Collection[int], most_per_class: int, num: Dim) -> Form:
 def pictures(place: Place, most_per_class: int = MOST, classes: Collection[int] | None = None) -> dict[str, Form]:
     """``images`` with their ``labels``, of the task's classes unless others are named."""
     classes, side = place.task.classes if classes is None else classes, place.image_size
+    values = place.channels * side * side
     num = Dim("pictures", most_per_class * len(classes))
-    plain = tensor(torch.float32, num, 3, side, side, low=-LARGEST_PIXEL, high=LARGEST_PIXEL)
-    coded = tensor(torch.uint8, Dim("bytes", 4 * 3 * side * side * num.most + 1024), high=255)
+    plain = tensor(torch.float32, num, place.channels, side, side, low=-LARGEST_PIXEL, high=LARGEST_PIXEL)
+    coded = tensor(torch.uint8, Dim("bytes", 4 * values * num.most + 1024), high=255)
     return {
         "images": either(coded, plain) if place.is_coded else plain,
         "labels": labels(classes, most_per_class, num),

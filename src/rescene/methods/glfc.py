@@ -75,6 +75,7 @@ class ClientState:
 @register
 class GLFC(Inversion, AveragingMethod):
     name: ClassVar[str] = "glfc"
+    paints: ClassVar[bool] = True
     title: ClassVar[str] = "GLFC"
     paper: ClassVar[str] = "Dong et al., CVPR 2022"
     leaves_site: ClassVar[str] = (

@@ -35,6 +35,7 @@ from rescene.steps.synthesis import Synthesis, shuffled_batches, synthesise
 @register
 class TARGET(Synthesis, AveragingMethod):
     name: ClassVar[str] = "target"
+    paints: ClassVar[bool] = True
     title: ClassVar[str] = "TARGET"
     paper: ClassVar[str] = "Zhang et al., ICCV 2023"
     remembers: ClassVar[str] = "the model of the task before, and synthetic images of all old classes"

@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from rescene.errors import ConfigError, did_you_mean
 from rescene.nets.convnet import convnet_body
 from rescene.nets.layers import NORMS, ConvBody
+from rescene.nets.mlp import Perceptron
 from rescene.nets.resnet import resnet_body
 from rescene.nets.vit import VisionTransformer, patch_size
 from rescene.record import record
 from rescene.rng import seeded_generator
 
-NAMES = ("resnet18", "resnet50", "vit-small", "convnet")
+NAMES = ("resnet18", "resnet50", "vit-small", "convnet", "mlp")
+WITH_WIDTH = ("convnet", "mlp")
 MIN_IMAGE_SIZE = 8
 COUNTER = "num_batches_tracked"  # BatchNorm's step counter: it never influences an output
 
@@ -28,7 +30,7 @@ COUNTER = "num_batches_tracked"  # BatchNorm's step counter: it never influences
 class Net(nn.Module):
     """A body and a linear head: images [n, 3, s, s] -> features [n, feature_size] -> logits [n, num_classes]."""
 
-    def __init__(self, body: ConvBody | VisionTransformer, num_classes: int) -> None:
+    def __init__(self, body: ConvBody | VisionTransformer | Perceptron, num_classes: int) -> None:
         super().__init__()
         self.feature_size: int = body.feature_size
         self.body = body
@@ -49,20 +51,23 @@ class Net(nn.Module):
 class Arch:
     """Everything needed to build a network again, apart from its weights.
 
-    ``norm`` (batch | group) is ignored by vit-small, which has LayerNorm. ``width`` is the base number of channels of
-    convnet (32 when None) and must be None for the others.
+    ``norm`` (batch | group) is ignored by vit-small, which has LayerNorm, and by mlp, which has none. ``width`` is the base
+    number of channels of convnet (32 when None) or the hidden units of mlp (256), and must be None for the others.
+    ``channels`` is 3, or what the data's lens gives, which only mlp takes.
     """
 
     name: str
     image_size: int
     norm: str = "batch"
     width: int | None = None
+    channels: int = 3
 
     def __post_init__(self) -> None:
         _check_choice("model.name", self.name, NAMES)
         _check_choice("model.norm", self.norm, NORMS)
         _check_width(self.name, self.width)
         _check_image_size(self.name, self.image_size)
+        _check_channels(self.name, self.channels)
 
     def build(self, num_classes: int, generator: torch.Generator | None = None) -> Net:
         """A fresh network on the generator's device (CPU without one), in training mode.
@@ -95,7 +100,9 @@ class Arch:
         with torch.device("meta"):
             return Net(self._body(), num_classes)
 
-    def _body(self) -> ConvBody | VisionTransformer:
+    def _body(self) -> ConvBody | VisionTransformer | Perceptron:
+        if self.name == "mlp":
+            return Perceptron(self.channels * self.image_size**2, self.width)
         if self.name == "convnet":
             return convnet_body(norm=self.norm, width=self.width)
         if self.name == "vit-small":
@@ -113,7 +120,7 @@ def build(
     width: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Net:
-    """A fresh network by name: resnet18, resnet50, vit-small or convnet. See ``Arch`` and ``Arch.build``.
+    """A fresh network by name: resnet18, resnet50, vit-small, convnet or mlp. See ``Arch`` and ``Arch.build``.
 
     >>> build("convnet", num_classes=10).features(torch.zeros(2, 3, 32, 32)).shape
     torch.Size([2, 128])
@@ -197,16 +204,24 @@ def _check_choice(key: str, word: str, options: tuple[str, ...]) -> None:
 
 
 def _check_width(name: str, width: int | None) -> None:
-    if width is None or (name == "convnet" and width >= 1):
+    if width is None or (name in WITH_WIDTH and width >= 1):
         return
-    why = "width must be at least 1" if name == "convnet" else f"only convnet has a choice of width, not {name}"
+    why = "width must be at least 1" if name in WITH_WIDTH else f"only convnet and mlp have a choice of width, not {name}"
     raise ConfigError("E131", f"bad model.width {width}", where="model.width", why=why, fix="model.width=null")
 
 
 def _check_image_size(name: str, image_size: int) -> None:
+    if name == "mlp" and image_size >= 1:
+        return
     step = patch_size(image_size) if name == "vit-small" else 1
     if image_size < MIN_IMAGE_SIZE or image_size % step:
         why = f"{name} takes squares of at least {MIN_IMAGE_SIZE} pixels" + (
             f", in steps of {step}" if step > 1 else ""
         )
         raise ConfigError("E132", f"bad image size {image_size}", where="image_size", why=why, fix="image_size=32")
+
+
+def _check_channels(name: str, channels: int) -> None:
+    if channels != 3 and name != "mlp":
+        why = f"{name} takes pictures of three channels, the data's lens gives {channels}"
+        raise ConfigError("E130", f"{name} cannot look through a lens", where="model.name", why=why, fix="model.name=mlp")

@@ -56,7 +56,7 @@ def _body_flops(arch: Arch) -> tuple[int, int]:
     empty = {key: torch.zeros(value.shape, dtype=value.dtype) for key, value in net.state_dict().items()}
     net.load_state_dict(empty, assign=True)
     with torch.no_grad():
-        net.features(torch.zeros(1, 3, arch.image_size, arch.image_size))
+        net.features(torch.zeros(1, arch.channels, arch.image_size, arch.image_size))
     return flops, net.feature_size
 
 

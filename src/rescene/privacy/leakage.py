@@ -43,7 +43,7 @@ def psnr(images: Tensor, others: Tensor, transform: Transform) -> Tensor:
 
     The three channels have different standard deviations, so this is not a function of the RMS alone.
     """
-    std = torch.tensor(transform.std, device=images.device).reshape(1, 3, 1, 1)
+    std = torch.tensor(transform.std, device=images.device).reshape(1, -1, 1, 1)
     mse = ((images - others) * std).square().flatten(1).mean(dim=1)
     return -10.0 * mse.clamp(min=1e-10).log10()
 

@@ -41,6 +41,7 @@ class Mechanism:
     # no part of the question (digest): whatever is sent of a release, and whatever the centre, the first answer stands
     sends_sums: bool = field(default=False, repr=False)  # release: instead of surrogates
     centred: bool = field(default=False, repr=False)  # release: around what earlier releases tell of a class
+    pooled: bool = field(default=False, repr=False)  # release: the server adds up the sites' sums before it uses them
     covariance_colour: bool = field(
         default=False, repr=False
     )  # release, start coloured: joins the question where it is on

@@ -143,13 +143,13 @@ def _distance(synthetic: Tensor, real: Tensor) -> Tensor:
 def possible(x: Tensor, transform: Transform) -> Tensor:
     """The nearest picture that could be one: between black and white, and grey where the data have no colour."""
     x = x.mean(dim=1, keepdim=True).expand_as(x) if is_grey(transform) else x
-    mean, std = (torch.tensor(v, device=x.device).reshape(1, 3, 1, 1) for v in (transform.mean, transform.std))
+    mean, std = (torch.tensor(v, device=x.device).reshape(1, -1, 1, 1) for v in (transform.mean, transform.std))
     return torch.minimum(torch.maximum(x, -mean / std), (1 - mean) / std)
 
 
 def is_grey(transform: Transform) -> bool:
     """Whether the data set has no colour; its channel statistics, which every site knows, tell."""
-    return len(set(transform.mean)) == 1 and len(set(transform.std)) == 1
+    return len(transform.mean) == 3 and len(set(transform.mean)) == 1 and len(set(transform.std)) == 1
 
 
 def _state(net: nn.Module) -> State:

@@ -21,7 +21,6 @@ from rescene.steps.condense import CHUNK, Condensation, Surrogates, collect
 from rescene.steps.moments import possible
 from rescene.steps.private_embeddings import noised_sums, not_suppressed
 
-CHANNELS = 3
 WHOLE_TASK = -1  # the round under which the ledger keeps what is released once per task
 
 
@@ -37,18 +36,19 @@ def released_moments(shard: Shard, centre: Tensor | None = None) -> Tensor | Non
 
 
 def drawn_from_moments(
-    shard: Shard, rng: Rng, sums: Tensor | None, settings: Condensation, mechanism: Mechanism
+    shard: Shard, rng: Rng, sums: Tensor | None, settings: Condensation, mechanism: Mechanism, deviation: float
 ) -> Surrogates:
-    """Surrogates from noised sums alone; the shard says which classes, size and device, and may be empty."""
+    """Surrogates from sums with noise of this deviation; the shard says which classes, size and device, and may be empty."""
     if sums is None:
         return replace(collect(shard, []), num_declined=1)
     means, enough = noised_means(sums, mechanism.kappa, mechanism.least_count)
     counts = sums[:, -1] / mechanism.kappa
     classes, images = not_suppressed(shard.task.classes, enough), []
+    shape = shard.images.pixels.shape[1:]
     for label, mean, count in zip(classes, means[enough], counts[enough], strict=True):
-        noise = torch.randn(settings.ipc, covariance_size(mechanism), generator=rng.at("condense", label).generator())
+        noise = torch.randn(settings.ipc, num_rows(mechanism, shape[0]), generator=rng.at("condense", label).generator())
         drawn = drawn_pictures(
-            mean.float(), mechanism.deviation / float(count), shard.images.pixels.shape[1:], noise, *_grids(mechanism)
+            mean.float(), deviation / float(count), shape, noise, *_grids(mechanism)
         )
         images.append(possible(drawn.to(shard.device), shard.transform))
     suppressed = int((~enough).sum())
@@ -70,9 +70,9 @@ def moments_of(pictures: Tensor, mechanism: Mechanism) -> Tensor:
     return picture_moments(pictures, *_grids(mechanism))
 
 
-def covariance_size(mechanism: Mechanism) -> int:
+def num_rows(mechanism: Mechanism, channels: int) -> int:
     """Rows of the covariance that is released."""
-    return mechanism.covariance_grid**2 * (CHANNELS if mechanism.covariance_colour else 1)
+    return mechanism.covariance_grid**2 * (channels if mechanism.covariance_colour else 1)
 
 
 def _grids(mechanism: Mechanism) -> tuple[int, int, float, bool]:

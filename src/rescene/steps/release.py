@@ -10,6 +10,7 @@ rounding of the sums to float32.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from rescene.privacy.mechanism import Mechanism
 from rescene.rng import Rng
 from rescene.steps.condense import CHUNK, Condensation, Surrogates, assign
 from rescene.steps.private_embeddings import condensed_embeddings, embedded, networks, released_embeddings
-from rescene.steps.private_moments import CHANNELS, covariance_size, drawn_from_moments, moments_of, released_moments
+from rescene.steps.private_moments import drawn_from_moments, moments_of, num_rows, released_moments
 
 
 def released(
@@ -71,12 +72,27 @@ def condense_released(
 ) -> list[Surrogates]:
     """Post-processing. The shards say which classes, what size and device; they may be empty."""
     if settings.start == "coloured":
+        deviation = mechanism.deviation
+        if mechanism.pooled:
+            sums, deviation = pooled(sums, mechanism)
         return [
-            drawn_from_moments(shard, rng, own, settings, mechanism)
+            drawn_from_moments(shard, rng, own, settings, mechanism, deviation)
             for shard, rng, own in zip(shards, rngs, sums, strict=True)
         ]
     assert net is not None
     return condensed_embeddings(net, shards, rngs, settings, noise_seed, mechanism, sums)
+
+
+def pooled(sums: Sequence[Tensor | None], mechanism: Mechanism) -> tuple[list[Tensor | None], float]:
+    """For every site that sent something the sum of all of them, and the deviation of the noise in it.
+
+    Of a class that few sites sent the noise is less than that.
+    """
+    sent = [own for own in sums if own is not None]
+    if not sent:
+        return list(sums), mechanism.deviation
+    total = torch.stack(sent).sum(dim=0)
+    return [None if own is None else total for own in sums], mechanism.deviation * math.sqrt(len(sent))
 
 
 def sums_upload(sums: Tensor | None, classes: Sequence[int], mechanism: Mechanism) -> dict[str, Any]:
@@ -97,10 +113,10 @@ def sums_received(upload: dict[str, Any], classes: Sequence[int]) -> Tensor | No
     return own.new_zeros(len(classes), own.shape[1]).index_copy(0, where, own)
 
 
-def sums_size(settings: Condensation, mechanism: Mechanism, head: torch.Size | None) -> int:
+def sums_size(settings: Condensation, mechanism: Mechanism, head: torch.Size | None, channels: int = 3) -> int:
     """Numbers of one class, its count included. ``head``: shape [classes, features] of the broadcast network's last layer."""
     if settings.start == "coloured":
-        rows = covariance_size(mechanism)
-        return CHANNELS * mechanism.mean_grid**2 + rows * (rows + 1) // 2 + 1
+        rows = num_rows(mechanism, channels)
+        return channels * mechanism.mean_grid**2 + rows * (rows + 1) // 2 + 1
     assert head is not None
     return mechanism.num_nets * (head[1] + head[0] * settings.match_logits) + 1

@@ -43,8 +43,8 @@ class Whole(nn.Module):
     def __init__(self, net: Net, mean: list[float], std: list[float]) -> None:
         super().__init__()
         self.net = net
-        self.register_buffer("mean", torch.tensor(mean).view(3, 1, 1))
-        self.register_buffer("std", torch.tensor(std).view(3, 1, 1))
+        self.register_buffer("mean", torch.tensor(mean).view(-1, 1, 1))
+        self.register_buffer("std", torch.tensor(std).view(-1, 1, 1))
         self.eval()
 
     def forward(self, pixels: Tensor) -> Tensor:

@@ -131,7 +131,7 @@ def _net(meter: FlopMeter, arch: Arch, device: str) -> torch.nn.Module:
 
 
 def _shard(meter: FlopMeter, arch: Arch, device: str, num_images: int) -> Shard:
-    shape = (num_images, 3, arch.image_size, arch.image_size)
+    shape = (num_images, arch.channels, arch.image_size, arch.image_size)
     pixels = torch.randint(256, shape, dtype=torch.uint8, generator=seeded_generator(0)).to(device)
     labels = torch.arange(num_images, device=device) % 2
     index = torch.arange(num_images, device=device)

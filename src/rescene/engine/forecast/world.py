@@ -65,7 +65,7 @@ class World:
         self.tasks, self.train = experiment.tasks, experiment.recipe.train
         self.num_rounds = experiment.recipe.federation.num_rounds
         self.clients = experiment.clients
-        self.image_values = 3 * experiment.arch.image_size**2
+        self.image_values = experiment.arch.channels * experiment.arch.image_size**2
         smallest = experiment.arch.skeleton(1)
         self.feature_size = smallest.feature_size
         self._row_bytes = (self.feature_size + 1) * FLOAT  # of the head, the part that grows
