@@ -84,12 +84,13 @@ class _ShortLived(threading.local):
     """
 
     stream: torch.cuda.Stream | None = None
-    pool: torch.cuda.MemPool | None = None
+    pool: tuple[int, int] | None = None
+    last: torch.cuda.CUDAGraph | None = None  # memory without a graph in it would be given back
 
     def place(self) -> tuple[torch.cuda.Stream, tuple[int, int]]:
         if self.stream is None or self.pool is None:
-            self.stream, self.pool = torch.cuda.Stream(), torch.cuda.MemPool()
-        return self.stream, self.pool.id
+            self.stream, self.pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+        return self.stream, self.pool
 
 
 _SHORT_LIVED = _ShortLived()
@@ -115,6 +116,8 @@ def recorded(
         graph = torch.cuda.CUDAGraph()
         with _capture(graph, stream, pool):
             work()
+        if short_lived:
+            _SHORT_LIVED.last = graph
         return graph.replay
     except RuntimeError as error:
         first = str(error).splitlines()[0]
