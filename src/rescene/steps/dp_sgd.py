@@ -6,8 +6,8 @@ at each of E / q steps (E epochs in expectation):
     SGD with g / (q x typical count x classes of the task)          the true number of records is private
 
 Weight decay and momentum act after the noise: they see no record. The loss of a record is the method's loss on a batch that
-holds this record alone, so no loss can mix records, whatever it averages over. Gradients of single records come from
-Opacus. What is released is the trained network, once per participation, through the site's ledger.
+holds this record alone, so no loss can mix records, whatever it averages over. Norms of single records' gradients
+come from Opacus. What is released is the trained network, once per participation, through the site's ledger.
 
 The paper's experiment (App. F.2) takes shuffled minibatches of b records and divides by b: it certifies nothing.
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from rescene.nets import count_passes
 from rescene.privacy.mechanism import Site, digest, refuse_batch_statistics
 from rescene.steps.sgd import Batch, Loss, Training, cross_entropy_from
 
-HELD = 2**26  # numbers at most in the gradients of single records that are held at once
+HELD = 2**26  # numbers at most in gradients of single records: convolutions hold those of one layer
 
 
 def fit_privately(
@@ -109,29 +110,44 @@ def clipped_sum(
     """
     parameters = [p for p in watched.parameters() if p.requires_grad]
     size = sum(p.numel() for p in parameters)
-    total = torch.zeros(size, dtype=torch.float64, device=shard.device)
+    total = _nothing(parameters)
     for part in chosen.split(max(1, HELD // size)) if len(chosen) else ():
         x = shard.pictures(part)
         x = shard.transform.augment(x, generator) if settings.augment else x
-        with warnings.catch_warnings():  # pixels need no gradient here, and torch would say so
-            warnings.filterwarnings("ignore", message="Full backward hook is firing")
-            record_losses(loss, watched(x), Batch(x, shard.images.labels[part], part)).sum().backward()
-        total += _sum_of_clipped([p.grad_sample.flatten(1) for p in parameters], clip)  # type: ignore[attr-defined]
-        watched.zero_grad(set_to_none=True)
+        total += _sum_of_clipped(watched, parameters, Batch(x, shard.images.labels[part], part), loss, clip)
     return total
 
 
-def _sum_of_clipped(rows: list[Tensor], clip: float) -> Tensor:
-    """Rows [n, d_i] are parts of n vectors: each clipped as a whole, one that is not finite left out, then summed.
+def _sum_of_clipped(watched: Any, parameters: list[nn.Parameter], batch: Batch, loss: Loss, clip: float) -> Tensor:
+    """Two passes back: the first gives the norm of each record's gradient, the second the sum of the clipped ones.
 
-    Norms are float64. The sum is float32, which may exceed the bound in the seventh digit; the noise is no finer either.
+    So the gradients of single records need not be held (ghost clipping, Li et al., ICLR 2022). A record whose gradient is not
+    finite is left out. Norms and sum are float32, which may exceed the bound in the sixth digit; the noise is no finer either.
     """
-    norms = torch.stack([torch.linalg.vector_norm(part, dim=1, dtype=torch.float64) for part in rows]).norm(dim=0)
+    losses = record_losses(loss, watched(batch.x), batch)
+    _backward(losses.sum(), retain_graph=True)
+    norms = watched.get_norm_sample().detach()
+    watched.zero_grad(set_to_none=True)
     finite = torch.isfinite(norms)
     if not bool(finite.all()):
-        rows, norms = [part[finite] for part in rows], norms[finite]
-    factors = (clip / norms.clamp(min=clip)).to(rows[0])
-    return torch.cat([factors @ part for part in rows]).double()
+        rest = Batch(batch.x[finite], batch.y[finite], batch.index[finite])
+        return _sum_of_clipped(watched, parameters, rest, loss, clip) if len(rest.y) else _nothing(parameters)
+    watched.disable_hooks()
+    _backward((losses * (clip / norms.clamp(min=clip))).sum())
+    watched.enable_hooks()
+    found = torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in parameters])
+    watched.zero_grad(set_to_none=True)
+    return found.double()
+
+
+def _backward(loss: Tensor, retain_graph: bool = False) -> None:
+    with warnings.catch_warnings():  # pixels need no gradient here, and torch would say so
+        warnings.filterwarnings("ignore", message="Full backward hook is firing")
+        loss.backward(retain_graph=retain_graph)
+
+
+def _nothing(parameters: list[nn.Parameter]) -> Tensor:
+    return torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float64, device=parameters[0].device)
 
 
 def record_losses(loss: Loss, logits: Tensor, batch: Batch) -> Tensor:
@@ -156,9 +172,9 @@ class _Answered(nn.Module):
 
 
 def per_record(net: nn.Module) -> nn.Module:
-    """The network with a gradient for each record after a backward pass."""
+    """The network with the norm of each record's gradient after a backward pass."""
     try:
-        from opacus import GradSampleModule
+        from opacus.grad_sample import GradSampleModuleFastGradientClipping
     except ImportError as error:
         raise ConfigError(
             "E174",
@@ -166,5 +182,5 @@ def per_record(net: nn.Module) -> nn.Module:
             why=str(error),
             fix="pip install 'rescene[privacy]'",
         ) from None
-    watched: nn.Module = GradSampleModule(net, loss_reduction="sum")
+    watched: nn.Module = GradSampleModuleFastGradientClipping(net, loss_reduction="sum")
     return watched
