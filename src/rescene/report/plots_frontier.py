@@ -22,6 +22,7 @@ from rescene.report.runs import Run, number, table
 _STARTS = {"real": "real start", "noise": "white noise", "leaves": "dead leaves", "coloured": "class moments"}
 _KINDS = {"release": "release", "per-example": "per-example", "dp-sgd": "DP-SGD"}
 NO_NOISE = "no noise"  # weights as they are
+WAVES = "waves"  # moments as the lens sees them
 _LINE = 5.0  # height of a label's line on the accuracy axis, percent
 _LETTER = 0.019  # width of a letter, as a share of the axis
 
@@ -52,7 +53,8 @@ def mode_of(run: Run) -> str:
     kind = str(run.privacy.get("mechanism") or "none")
     start = table(run.config, "method").get("start")
     epsilon, sigma = guaranteed(run), number(run.privacy.get("noise_multiplier"))
-    words = "moments" if (kind, start) == ("release", "coloured") else _KINDS.get(kind, plain(kind, 20))
+    seen = WAVES if table(run.config, "model").get("lens") else ""
+    words = seen or "moments" if (kind, start) == ("release", "coloured") else _KINDS.get(kind, plain(kind, 20))
     if epsilon is not None:
         return f"{words} ε={epsilon:g}"
     if kind == "paper-experiment":
@@ -60,19 +62,19 @@ def mode_of(run: Run) -> str:
     if kind != "none":
         return f"{words}, test noise"
     if key_of(run.method) in REFERENCES:
-        return ""
+        return seen
     if near_copies(run) is None:
         return NO_NOISE
     norm = " (GN)" if table(run.config, "model").get("norm") == "group" else ""
-    return _STARTS.get(str(start), "surrogates") + norm
+    return seen if seen and start == "coloured" else _STARTS.get(str(start), "surrogates") + norm
 
 
 def problem_of(run: Run) -> str:
-    """What must agree for two points to stand in one figure: data, tasks, federation and network."""
+    """What must agree for two points to stand in one figure: data, tasks and federation; a network is part of the mode."""
     federation = table(run.config, "federation")
     told = [run.env.get("data") or table(run.config, "data").get("name"), f"{len(run.matrix)} tasks"]
     told += [f"{key} {federation.get(key)}" for key in ("num_clients", "per_round", "num_rounds", "beta", "partition")]
-    return ", ".join(plain(word, 60) for word in [*told, table(run.config, "model").get("name")])
+    return ", ".join(plain(word, 60) for word in told)
 
 
 def points_of(groups: Sequence[Group]) -> list[Point]:
