@@ -133,6 +133,8 @@ class Recipe(Section):
             )
         if self.federation.screen != "none" and not method.sends_pictures_only:
             raise ValueError(f"federation.screen: {method.title} sends more than pictures, or none; screen=none")
+        if self.federation.screen != "none" and self.privacy.pool:
+            raise ValueError("federation.screen: sums that are added up hide who sent what; screen=none, or privacy.pool=false")
         return self
 
     @model_validator(mode="after")
@@ -172,6 +174,8 @@ class Recipe(Section):
             raise ValueError(
                 "method.num_steps: released moments of pictures hold no features to descend to; method.num_steps=0"
             )
+        if self.privacy.pool and self.method["start"] != "coloured":
+            raise ValueError("privacy.pool: sums are pooled for method.start=coloured only; privacy.pool=null")
         if self.privacy.centre == "released" and not method.can_forget:
             raise ValueError(f"privacy.centre: {method.title} keeps nothing from earlier rounds; privacy.centre=none")
         if kind == "per-example" and not self.method["num_steps"]:

@@ -85,6 +85,14 @@ def check_can_forget(resolved: Resolved, client: int, source: RunFolder) -> None
         raise ConfigError("E161", f"the run has no site {client} to forget", where=str(source.path), why=why)
     if len(gone) + 1 == recipe.federation.num_clients:
         raise ConfigError("E161", "no site would be left", where=str(source.path), fix="remove the run folder")
+    if recipe.privacy.pool:
+        raise ConfigError(
+            "E162",
+            "a site's part cannot be taken out again: all sites' sums were added up",
+            where=str(source.path),
+            why="privacy.pool=true",
+            fix=f"train again without it: {again(resolved, client, source)}",
+        )
     if not method.can_forget:
         raise ConfigError(
             "E162",
