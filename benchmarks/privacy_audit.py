@@ -1,6 +1,6 @@
 """Is the audit itself to be trusted? Sound mechanisms must never be refuted, broken ones always; every result is a line of JSON.
 
-python benchmarks/privacy_audit.py OUT.jsonl [PART ...]      parts: release, per-example, private-dp, controls, membership; resumable
+python benchmarks/privacy_audit.py OUT.jsonl [PART ...]      parts: release, per-example, private-dp, private-dp-pixels, controls, membership; resumable
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sigma_sweep import PIXELS, PIXELS_DP
 
 from rescene.audit import run_controls, stage_of
 from rescene.audit.canaries import canary_audit
@@ -26,8 +27,10 @@ EPSILONS = (0.5, 1.0, 2.0, 4.0, 8.0)
 SETTINGS = {
     "real start": ["demo"],
     "white noise start": ["demo", "method.start=noise"],
-    "recipe private": ["demo", "method.start=coloured", "method.num_steps=0", "method.min_images=10"],
+    "recipe private": ["private"],
     "recipe private-dp": ["private-dp"],
+    "recipe private, pixels": [*PIXELS],
+    "recipe private-dp, pixels": [*PIXELS_DP],
     "release, epsilon 8": ["demo", "method.start=noise", "privacy.mechanism=release", "privacy.epsilon=8"],
 }
 
@@ -36,7 +39,8 @@ def sound(kind: str, seed: int, epsilon: float, num_canaries: int) -> dict[str, 
     """One participation at this epsilon, exactly as promised: what the attacks show must stay below."""
     settings = [f"privacy.epsilon={epsilon}", "privacy.max_participations=1", f"seed={seed}"]
     small = [*SMALL, f"privacy.mechanism={kind}"]
-    recipe = resolve(*(("private-dp", settings) if kind == "private-dp" else ("demo", small + settings))).recipe
+    base = {"private-dp": ["private-dp"], "private-dp-pixels": [*PIXELS_DP]}.get(kind, ["demo", *small])
+    recipe = resolve(base[0], [*base[1:], *settings]).recipe
     promise = recipe.promise(1)
     assert promise is not None
     stage, mechanism = stage_of(prepare(recipe)), promise.mechanism
@@ -60,7 +64,7 @@ def membership(name: str, seed: int) -> dict[str, Any]:
 
 def work() -> Iterator[tuple[dict[str, Any], Any]]:
     """What identifies a line, and how to get the rest of it."""
-    for kind, num_canaries in (("release", 400), ("per-example", 100), ("private-dp", 400)):
+    for kind, num_canaries in (("release", 400), ("per-example", 100), ("private-dp", 400), ("private-dp-pixels", 400)):
         for seed in range(20):
             epsilon = EPSILONS[seed % len(EPSILONS)]
             yield {"part": kind, "seed": seed}, lambda a=(kind, seed, epsilon, num_canaries): sound(*a)
