@@ -64,7 +64,7 @@ def test_neighbours_of_a_real_network_stay_within_the_bound(tiny_world):
     thetas = [[p.detach().clone() for p in theta] for theta in thetas]
 
     def sums(one):
-        return noised_sums(embeddings(net, one, thetas, SETTINGS), one, RELEASE, Silent())
+        return noised_sums([embeddings(net, one, thetas, SETTINGS)], one, RELEASE, Silent())
 
     whole = sums(shard)
     for i in range(len(shard)):
@@ -132,7 +132,7 @@ def test_means_come_from_noised_sums_alone_and_small_counts_are_suppressed():
 def test_the_noise_has_the_promised_deviation(tiny_world):
     shard = tiny_world["shards"][0]
     psi = torch.zeros(len(shard), 4000)
-    found = noised_sums(psi, shard, replace(RELEASE, sigma=3.0), Noise())
+    found = noised_sums([psi], shard, replace(RELEASE, sigma=3.0), Noise())
     expected = 3.0 * (2.0**2 + 1.0**2) ** 0.5
     assert float(found[:, :-1].std()) == pytest.approx(expected, rel=0.05)
 

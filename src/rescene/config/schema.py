@@ -76,7 +76,9 @@ class ModelSection(Section):
     name: str = Field("resnet18", description="resnet18, resnet50, vit-small, convnet or mlp")
     norm: Literal["batch", "group"] = "batch"
     width: int | None = Field(None, ge=1, description="base channels of convnet, hidden units of mlp")
-    lens: Lens | None = Field(None, description="what every image is looked at through first; waves: fixed filters, with mlp")
+    lens: Lens | None = Field(
+        None, description="what every image is looked at through first; waves: fixed filters, with mlp"
+    )
     init: str | None = Field(None, description="safetensors file with initial weights")
 
 
@@ -134,7 +136,9 @@ class Recipe(Section):
         if self.federation.screen != "none" and not method.sends_pictures_only:
             raise ValueError(f"federation.screen: {method.title} sends more than pictures, or none; screen=none")
         if self.federation.screen != "none" and self.privacy.pool:
-            raise ValueError("federation.screen: sums that are added up hide who sent what; screen=none, or privacy.pool=false")
+            raise ValueError(
+                "federation.screen: sums that are added up hide who sent what; screen=none, or privacy.pool=false"
+            )
         return self
 
     @model_validator(mode="after")

@@ -44,7 +44,7 @@ def released_embeddings(
         def draw(shard: Shard = shard, looked: list[int] = looked) -> dict[str, Tensor]:
             looked.append(len(shard))
             psi = embeddings(net, shard, thetas, settings)
-            return {"sums": noised_sums(psi, shard, mechanism, shard.site.noise, centre)}
+            return {"sums": noised_sums([psi], shard, mechanism, shard.site.noise, centre)}
 
         found = shard.site.answer(question, draw)
         if found is not None and not looked:  # replayed: the work was done once, and it counts once
@@ -113,12 +113,21 @@ def embedded(
     return torch.cat(parts, dim=1) / math.sqrt(len(thetas))
 
 
-def noised_sums(psi: Tensor, shard: Shard, mechanism: Mechanism, noise: Noise, centre: Tensor | None = None) -> Tensor:
-    """The one look at the data: a noised clipped sum and count for EVERY class of the task, [classes, m (d + C) + 1]."""
+def noised_sums(
+    parts: Iterable[Tensor], shard: Shard, mechanism: Mechanism, noise: Noise, centre: Tensor | None = None
+) -> Tensor:
+    """The one look at the data: a noised clipped sum and count for EVERY class of the task, [classes, d + 1].
+
+    ``parts`` [n_k, d] are the embeddings of the shard's records, in its order, and never needed all at once.
+    """
     classes = torch.tensor(shard.task.classes, device=shard.device)
     groups = (shard.labels.unsqueeze(1) == classes).long().argmax(dim=1)
-    sums = class_sums(psi, groups, len(classes), mechanism.clip, mechanism.kappa, centre).cpu()
-    sums = sums + mechanism.deviation * noise.normal(*sums.shape)
+    first, sums = 0, torch.zeros((), dtype=torch.float64, device=shard.device)
+    for psi in parts:
+        own = groups[first : first + len(psi)]
+        sums = sums + class_sums(psi, own, len(classes), mechanism.clip, mechanism.kappa, centre)
+        first += len(psi)
+    sums = sums.cpu() + mechanism.deviation * noise.normal(*sums.shape)
     return sums if centre is None else moved_back(sums, centre, mechanism.kappa)
 
 

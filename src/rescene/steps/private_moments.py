@@ -46,10 +46,10 @@ def drawn_from_moments(
     classes, images = not_suppressed(shard.task.classes, enough), []
     shape = shard.images.pixels.shape[1:]
     for label, mean, count in zip(classes, means[enough], counts[enough], strict=True):
-        noise = torch.randn(settings.ipc, num_rows(mechanism, shape[0]), generator=rng.at("condense", label).generator())
-        drawn = drawn_pictures(
-            mean.float(), deviation / float(count), shape, noise, *_grids(mechanism)
+        noise = torch.randn(
+            settings.ipc, num_rows(mechanism, shape[0]), generator=rng.at("condense", label).generator()
         )
+        drawn = drawn_pictures(mean.float(), deviation / float(count), shape, noise, *_grids(mechanism))
         images.append(possible(drawn.to(shard.device), shard.transform))
     suppressed = int((~enough).sum())
     if not images:
@@ -62,7 +62,7 @@ def drawn_from_moments(
 def _sums(shard: Shard, mechanism: Mechanism, centre: Tensor | None = None) -> Tensor:
     """The one look at the images: a noised clipped sum and count for every class of the task."""
     parts = shard.index.split(CHUNK[shard.device.type]) if len(shard) else (shard.index,)
-    psi = torch.cat([moments_of(shard.pictures(part), mechanism) for part in parts])
+    psi = (moments_of(shard.pictures(part), mechanism) for part in parts)
     return noised_sums(psi, shard, mechanism, shard.site.noise, centre)
 
 
