@@ -1,6 +1,8 @@
 """Is the audit itself to be trusted? Sound mechanisms must never be refuted, broken ones always; every result is a line of JSON.
 
-python benchmarks/privacy_audit.py OUT.jsonl [PART ...]      parts: release, per-example, private-dp, private-dp-pixels, controls, membership; resumable
+python benchmarks/privacy_audit.py OUT.jsonl [PART ...]      resumable
+
+Parts: release, per-example, private-dp, private-dp-pixels, controls, membership.
 """
 
 from __future__ import annotations

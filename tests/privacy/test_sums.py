@@ -142,7 +142,8 @@ def test_without_a_release_there_are_no_sums_to_send(mechanism):
 
 
 def test_a_recipe_that_says_nothing_of_it_keeps_its_name():
-    plain, said = resolve("private-dp"), resolve("private-dp", ["privacy.send=sums"])
+    release = ["method.start=noise", "privacy.mechanism=release", "privacy.epsilon=8"]
+    plain, said = resolve("smoke", release), resolve("smoke", [*release, "privacy.send=sums"])
     assert plain.recipe.privacy.send is None and "send" not in plain.recipe.privacy.model_dump(exclude_none=True)
     assert plain.digest() != said.digest() and said.recipe.promise(5).mechanism.sends_sums
     assert said.recipe.promise(5).epsilon() == plain.recipe.promise(5).epsilon()
