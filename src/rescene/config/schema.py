@@ -172,10 +172,10 @@ class Recipe(Section):
             raise ValueError(
                 "method.num_steps: released moments of pictures hold no features to descend to; method.num_steps=0"
             )
+        if self.privacy.pool and self.method["start"] != "coloured":
+            raise ValueError("privacy.pool: sums are pooled for method.start=coloured only; privacy.pool=null")
         if self.privacy.centre == "released" and not method.can_forget:
             raise ValueError(f"privacy.centre: {method.title} keeps nothing from earlier rounds; privacy.centre=none")
-        if self.privacy.pool and self.method["start"] != "coloured":
-            raise ValueError("privacy.pool: only moments of pictures are drawn from together; method.start=coloured")
         if kind == "per-example" and not self.method["num_steps"]:
             raise ValueError("method.num_steps: per-example needs at least one step")
         if kind == "paper-experiment" and self.method.get("clip", 5) is None:
