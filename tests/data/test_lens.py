@@ -24,7 +24,9 @@ def pictures(n, size=16):
 
 def data(n=6):
     images = Images(pictures(n), torch.arange(n) % 2, torch.zeros(n, dtype=torch.int64))
-    return Dataset("d", ("a", "b"), images, images.select(slice(0, 2)), Transform((0.5,) * 3, (0.25,) * 3, 2), ("here",))
+    return Dataset(
+        "d", ("a", "b"), images, images.select(slice(0, 2)), Transform((0.5,) * 3, (0.25,) * 3, 2), ("here",)
+    )
 
 
 def test_the_constants_are_those_of_dead_leaves():
@@ -57,7 +59,9 @@ def test_batches_make_no_difference():
     x = pictures(CHUNK + 3, size=8)
     parts = torch.cat([look_through("waves", part) for part in x.split(400)])
     far = (look_through("waves", x).int() - parts.int()).abs()
-    assert int(far.max()) <= 1 and float(far.float().mean()) < 1e-3  # a byte at the edge of rounding may fall either way
+    assert (
+        int(far.max()) <= 1 and float(far.float().mean()) < 1e-3
+    )  # a byte at the edge of rounding may fall either way
     assert torch.equal(seen("waves", x[:9]).round().to(torch.uint8), look_through("waves", x[:9]))
 
 

@@ -54,18 +54,13 @@ def test_noise_alone_makes_no_variation():
 
 def test_directions_that_drown_in_noise_share_what_they_have_together():
     """Where nothing is smoothed away the pictures vary as much as the real ones, if not in the same directions."""
-    g, deviation, weight = torch.Generator().manual_seed(0), 0.03, 1.0
+    g, deviation = torch.Generator().manual_seed(0), 0.003  # half of the directions, a fifth of the variance drown
     x = torch.randn(2000, 3, G, G, generator=g) * torch.linspace(0.3, 2, 3 * G * G).reshape(3, G, G)
-    mean = picture_moments(x, G, G, weight, True).mean(dim=0)
+    mean = picture_moments(x, G, G, 1.0, True).mean(dim=0)
     noised = mean + deviation * torch.randn(len(mean), generator=g)
     white = torch.randn(5000, 3 * G * G, generator=g)
-
-    def total(side):  # over the whole picture: a larger one is smoothed, and nothing is shared
-        drawn = drawn_pictures(noised, deviation, torch.Size((3, side, side)), white, G, G, weight, True)
-        return float(drawn.var(dim=0).mean())
-
-    assert total(G) == pytest.approx(float(x.var(dim=0).mean()), rel=0.05)
-    assert total(2 * G) < 0.8 * total(G)
+    drawn = drawn_pictures(noised, deviation, x.shape[1:], white, G, G, 1.0, True)
+    assert float(drawn.var(dim=0).mean()) == pytest.approx(float(x.var(dim=0).mean()), rel=0.05)
 
 
 def test_the_filter_shrinks_each_wave_by_its_power():
