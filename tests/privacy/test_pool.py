@@ -33,7 +33,7 @@ def sums_of(shards, noise=Silent):
 
 
 def test_the_draw_is_that_of_one_site_that_holds_all(tiny_world):
-    shards, release = tiny_world["shards"], replace(POOLED, sigma=0.001)  # so that directions stand out
+    shards, release = tiny_world["shards"], replace(POOLED, sigma=1e-5)  # so that directions stand out
     everything = replace(shards[0], index=torch.cat([shard.index for shard in shards]))
     rngs = [Rng(k) for k in range(3)]
     made = condense_released(None, shards, rngs, SETTINGS, 0, release, sums_of(shards))

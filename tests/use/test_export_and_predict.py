@@ -96,7 +96,8 @@ def test_the_lens_is_inside_the_file(lens_run, tmp_path, kind):
 def test_pages_of_a_lens_run_say_so(lens_run, pictures, tmp_path):
     text = model_card(load_run(lens_run))
     assert "pictures of 32x32 pixels" in text and "waves, 19 channels of 4x4" in text and "| mlp, 4 classes |" in text
-    assert "as the lens sees them: the light of 4 x 4 parts, 1 of 19 channels" in (lens_run / "report.html").read_text()
+    assert invoke(app, ["report", str(lens_run), "--out", str(tmp_path / "r.html")]).exit_code == 0
+    assert "as the lens sees them: the light of 4 x 4 parts, 1 of 19 channels" in (tmp_path / "r.html").read_text()
     result = invoke(app, ["predict", str(lens_run), str(pictures), "--gallery", str(tmp_path / "g.html")])
     assert result.exit_code == 0 and (tmp_path / "g.html").read_text().count("data:image/png") == 3
 
