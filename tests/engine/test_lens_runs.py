@@ -33,9 +33,10 @@ def whole(tmp_path_factory):
 def test_sums_through_a_lens_teach(whole):
     values = whole.values
     assert values["aa"] > 40 and values["events_summary"]["client_failures"] == 0
-    rows = 19 * 16
-    upload = 2 * (4 * (rows + rows * (rows + 1) // 2 + 1) + 8)  # two classes: moments, count, label
-    assert values["cost"]["measured"]["uplink_bytes_per_client_round"] == pytest.approx(upload, rel=1e-6)
+    numbers = 19 * 16
+    each = 4 * (numbers + numbers * (numbers + 1) // 2 + 1) + 8  # of a class: mean, covariance, count; label
+    sent, rest = divmod(values["cost"]["measured"]["uplink_bytes"], each)
+    assert rest == 0 and 8 <= sent <= 16  # two classes of two sites in two rounds of two tasks, few of them suppressed
 
 
 def test_one_by_one_is_the_same_run(whole, tmp_path):

@@ -19,7 +19,8 @@ Channels = tuple[float, ...]  # three, or as many as a lens gives
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """One split. ``pixels`` uint8 [n, 3, H, W] (through a lens: other channels), ``labels`` int64 [n], ``domains`` int64 [n] (domain data only)."""
+    """One split. ``pixels`` uint8 [n, 3, H, W], or as many channels as a lens gives; ``labels`` int64 [n]; ``domains`` int64 [n]
+    (domain data only)."""
 
     pixels: Tensor
     labels: Tensor

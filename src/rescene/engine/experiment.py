@@ -192,7 +192,9 @@ def _prepare_planned(recipe: Recipe, plan: SitesSection, own: Dataset | None) ->
         tasks = cut(dataset, sizes)
         check_records(recipe.promise(len(tasks)), max((len(task.train) for task in tasks), default=0))
     shards: list[Sequence[Tensor]] = [[task.train] * recipe.federation.num_clients for task in tasks]
-    return Experiment(recipe, recipe.build_method(), dataset, tasks, shards, arch_of(recipe, dataset), device, Rng(recipe.seed))
+    return Experiment(
+        recipe, recipe.build_method(), dataset, tasks, shards, arch_of(recipe, dataset), device, Rng(recipe.seed)
+    )
 
 
 def arch_of(recipe: Recipe, dataset: Dataset) -> Arch:

@@ -59,7 +59,9 @@ def drawn_pictures(
     edge = 2 * deviation / weight * math.sqrt(size_q / 2)  # off the diagonal entries carry the deviation / sqrt 2
     stands_out = values > edge
     rest = 0.0
-    if colour and coarse == size and not bool(stands_out.all()):  # nothing is smoothed away: keep what the others add up to
+    if (
+        colour and coarse == size and not bool(stands_out.all())
+    ):  # nothing is smoothed away: keep what the others add up to
         rest = max(0.0, float(values[~stands_out].mean()))
     scale = torch.where(stands_out, values, rest).sqrt()
     varied = ((noise.to(mean) * scale) @ axes.T * math.sqrt(size_q)).reshape(len(noise), -1, coarse, coarse)

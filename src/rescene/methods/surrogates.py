@@ -68,7 +68,9 @@ class SurrogateMethod(Condensation, Method):
     def expects(self, verb: str, payload: Payload, place: Place) -> Form:
         if place.mechanism is not None and place.mechanism.sends_sums:
             head = payload["model"]["head.weight"].shape if "model" in payload else None
-            return sums(place, place.mechanism, sums_size(self, place.mechanism, head, place.channels), payload.get("centre"))
+            return sums(
+                place, place.mechanism, sums_size(self, place.mechanism, head, place.channels), payload.get("centre")
+            )
         return fields(pictures(place, self.ipc) | {"notes": notes})
 
     def client_round(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:

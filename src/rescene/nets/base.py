@@ -206,7 +206,9 @@ def _check_choice(key: str, word: str, options: tuple[str, ...]) -> None:
 def _check_width(name: str, width: int | None) -> None:
     if width is None or (name in WITH_WIDTH and width >= 1):
         return
-    why = "width must be at least 1" if name in WITH_WIDTH else f"only convnet and mlp have a choice of width, not {name}"
+    why = (
+        "width must be at least 1" if name in WITH_WIDTH else f"only convnet and mlp have a choice of width, not {name}"
+    )
     raise ConfigError("E131", f"bad model.width {width}", where="model.width", why=why, fix="model.width=null")
 
 
@@ -224,4 +226,6 @@ def _check_image_size(name: str, image_size: int) -> None:
 def _check_channels(name: str, channels: int) -> None:
     if channels != 3 and name != "mlp":
         why = f"{name} takes pictures of three channels, the data's lens gives {channels}"
-        raise ConfigError("E130", f"{name} cannot look through a lens", where="model.name", why=why, fix="model.name=mlp")
+        raise ConfigError(
+            "E130", f"{name} cannot look through a lens", where="model.name", why=why, fix="model.name=mlp"
+        )

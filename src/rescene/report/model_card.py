@@ -37,7 +37,9 @@ def _model(run: Run) -> str:
     arch, look = about["arch"], run.env.get("normalisation") or about
     size, lens = about.get("picture_size") or arch["image_size"], about.get("lens")
     norm = "" if arch["name"] == "mlp" else f", {arch['norm']} normalisation"
-    seen = f"{lens}, {arch.get('channels')} channels of {arch['image_size']}x{arch['image_size']} (inside exported files)"
+    seen = (
+        f"{lens}, {arch.get('channels')} channels of {arch['image_size']}x{arch['image_size']} (inside exported files)"
+    )
     rows = [
         ("network", f"{arch['name']}{norm}, {count(len(about['classes']), 'class')}"),
         ("input", f"RGB pictures of {size}x{size} pixels (shorter side scaled, centre cropped)"),

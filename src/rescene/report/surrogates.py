@@ -162,5 +162,7 @@ def _sheet(group: Group, entries: list[Row], uploads: np.ndarray, nearest: np.nd
         axes.set_axis_off()
 
     height = 0.35 + len(lines) * 1.3 * (WIDTH_IN - 1.0) / (2.2 * across)
-    caption = "Left of each pair what a site uploaded, right the real image nearest to it; PSNR below. " + through_lens(uploads)
+    caption = "Left of each pair what a site uploaded, right the real image nearest to it; PSNR below. " + through_lens(
+        uploads
+    )
     return Plot(f"surrogates-{group.slug}", group.label, caption.strip(), entries, draw, height_in=height)

@@ -46,10 +46,10 @@ def drawn_from_moments(
     classes, images = not_suppressed(shard.task.classes, enough), []
     shape = shard.images.pixels.shape[1:]
     for label, mean, count in zip(classes, means[enough], counts[enough], strict=True):
-        noise = torch.randn(settings.ipc, num_rows(mechanism, shape[0]), generator=rng.at("condense", label).generator())
-        drawn = drawn_pictures(
-            mean.float(), deviation / float(count), shape, noise, *_grids(mechanism)
+        noise = torch.randn(
+            settings.ipc, num_rows(mechanism, shape[0]), generator=rng.at("condense", label).generator()
         )
+        drawn = drawn_pictures(mean.float(), deviation / float(count), shape, noise, *_grids(mechanism))
         images.append(possible(drawn.to(shard.device), shard.transform))
     suppressed = int((~enough).sum())
     if not images:
