@@ -14,7 +14,7 @@ from rescene.errors import RunError
 FOLDER = 2  # 1: origin.json and partition.json without a number, surrogates.json a plain list
 RESULTS = 1
 CHECKPOINT = 2  # 1: surrogates on the server without `clients`, the sites that sent them
-MODEL = 1
+MODEL = 2  # 1: arch without `channels`, no `lens`
 
 
 def refuse_newer(found: Any, known: int, path: Path) -> None:

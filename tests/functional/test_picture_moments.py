@@ -52,6 +52,17 @@ def test_noise_alone_makes_no_variation():
     assert kept < 0.2 * free
 
 
+def test_directions_that_drown_in_noise_share_what_they_have_together():
+    """Where nothing is smoothed away the pictures vary as much as the real ones, if not in the same directions."""
+    g, deviation = torch.Generator().manual_seed(0), 0.003  # half of the directions, a fifth of the variance drown
+    x = torch.randn(2000, 3, G, G, generator=g) * torch.linspace(0.3, 2, 3 * G * G).reshape(3, G, G)
+    mean = picture_moments(x, G, G, 1.0, True).mean(dim=0)
+    noised = mean + deviation * torch.randn(len(mean), generator=g)
+    white = torch.randn(5000, 3 * G * G, generator=g)
+    drawn = drawn_pictures(noised, deviation, x.shape[1:], white, G, G, 1.0, True)
+    assert float(drawn.var(dim=0).mean()) == pytest.approx(float(x.var(dim=0).mean()), rel=0.05)
+
+
 def test_the_filter_shrinks_each_wave_by_its_power():
     side, deviation = 8, 0.7
     cell = torch.arange(side) + 0.5

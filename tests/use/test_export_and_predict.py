@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import rescene
 from rescene.cli.app import app
+from rescene.data import load
 from rescene.errors import DataError, RunError
 from rescene.nets import NAMES, Arch
 from rescene.report.model_card import model_card
@@ -29,6 +30,20 @@ def run(tmp_path_factory):
     """A tiny finished run on two tasks of the embedded images."""
     small = {"federation.num_rounds": 1, "train.server_epochs": 1, "method.num_steps": 1, "tasks.limit": 2}
     return rescene.run("smoke", out=tmp_path_factory.mktemp("use") / "run", **small).folder
+
+
+@pytest.fixture(scope="module")
+def lens_run(tmp_path_factory):
+    """The same with a network behind a lens."""
+    small = {"federation.num_rounds": 1, "train.server_epochs": 2, "tasks.limit": 2, "train.augment": False}
+    lens = {
+        "model.name": "mlp",
+        "model.lens": "waves",
+        "model.width": 16,
+        "method.start": "coloured",
+        "method.num_steps": 0,
+    }
+    return rescene.run("smoke", out=tmp_path_factory.mktemp("use") / "run", **small, **lens).folder
 
 
 @pytest.fixture
@@ -57,6 +72,34 @@ def test_a_file_computes_what_the_run_does_and_knows_its_classes(run, tmp_path, 
     wanted, _ = predict(original, files)
     found, _ = predict(other, files)
     assert [a.top[0][0] for a in found] == [a.top[0][0] for a in wanted]
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "pt2", "onnx"])
+def test_the_lens_is_inside_the_file(lens_run, tmp_path, kind):
+    """Photographs go in, of the size before the lens; any number of them."""
+    if kind == "onnx":
+        pytest.importorskip("onnxruntime")
+        pytest.importorskip("onnxscript")
+    (row,) = export(lens_run, [kind], tmp_path / "out")
+    assert "64 test" in row["compared on"]
+    original, other = open_model(lens_run), open_model(tmp_path / "out" / f"model.{kind}")
+    assert original.image_size == other.image_size == 32 and other.about["lens"] == "waves"
+    assert "[n, 3, 32, 32]" in other.about["input"]
+    assert difference(original.scores, other.scores, torch.randint(0, 256, (5, 3, 32, 32), dtype=torch.uint8)) < 1e-4
+    # accuracy as the run measured it, where what the lens gives was rounded to bytes
+    values, test = rescene.load(lens_run).values, load("fashion-mini").test
+    seen = test.select(test.labels < 4)
+    right = float((other.scores(seen.pixels).argmax(dim=1) == seen.labels).float().mean())
+    assert 100 * right == pytest.approx(values["aa"], abs=0.5) and values["aa"] > 40
+
+
+def test_pages_of_a_lens_run_say_so(lens_run, pictures, tmp_path):
+    text = model_card(load_run(lens_run))
+    assert "pictures of 32x32 pixels" in text and "waves, 19 channels of 4x4" in text and "| mlp, 4 classes |" in text
+    assert invoke(app, ["report", str(lens_run), "--out", str(tmp_path / "r.html")]).exit_code == 0
+    assert "as the lens sees them: the light of 4 x 4 parts, 1 of 19 channels" in (tmp_path / "r.html").read_text()
+    result = invoke(app, ["predict", str(lens_run), str(pictures), "--gallery", str(tmp_path / "g.html")])
+    assert result.exit_code == 0 and (tmp_path / "g.html").read_text().count("data:image/png") == 3
 
 
 @pytest.mark.parametrize("kind", ["pt2", "onnx"])

@@ -32,6 +32,8 @@ NEWER = (
     ("privacy", "send"),
     ("privacy", "centre"),
     ("privacy", "covariance_colour"),
+    ("privacy", "pool"),
+    ("model", "lens"),
 )
 Flat = dict[str, Any]
 

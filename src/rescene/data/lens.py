@@ -25,11 +25,15 @@ DEVIATION = (0.11, 0.11, 0.11) + (0.043,) * DIRECTIONS + (0.048,) * DIRECTIONS
 
 
 def look_through(lens: Lens, pixels: Tensor) -> Tensor:
-    """uint8 [n, 3, s, s] -> uint8 [n, 19, 4, 4]: S(x) in steps of 1/32 of the deviation above."""
+    """uint8 [n, 3, s, s] -> uint8 [n, 19, 4, 4]: :func:`seen` as bytes."""
+    return torch.cat([seen(lens, part).round().to(torch.uint8) for part in pixels.split(CHUNK)])
+
+
+def seen(lens: Lens, pixels: Tensor) -> Tensor:
+    """uint8 [n, 3, s, s] -> float [n, 19, 4, 4] from 0 to 255: S(x) in steps of 1/32 of the deviation above."""
     assert lens == "waves"
     mean, deviation = (torch.tensor(v, device=pixels.device).reshape(-1, 1, 1) for v in (MEAN, DEVIATION))
-    parts = [(wave_picture(part.float() / 255) - mean) / deviation for part in pixels.split(CHUNK)]
-    return torch.cat([(127.5 + STEP * part).round().clamp(0, 255).to(torch.uint8) for part in parts])
+    return (127.5 + STEP * (wave_picture(pixels.float() / 255) - mean) / deviation).clamp(0, 255)
 
 
 def through(lens: Lens | None, dataset: Dataset) -> Dataset:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,6 +22,7 @@ from torch import Tensor
 SCALES, DIRECTIONS, GRID = 2, 8, 4
 NUM_WAVES = 3 + SCALES * DIRECTIONS
 REACH = 5  # pixels: three deviations of the wider Gaussian
+ROUNDING = 1e-7  # of a convolution in float32: the square root would make a number of it that differs between machines
 COLOUR = ((0.299, 0.587, 0.114), (-0.169, -0.331, 0.5), (0.5, -0.419, -0.081))  # ITU-R BT.601
 
 
@@ -31,27 +33,25 @@ def wave_picture(x: Tensor) -> Tensor:
     >>> flat.shape, round(float(flat[0, 0, 0, 0]), 3), bool((flat[0, 3:] < 1e-3).all())
     (torch.Size([1, 19, 4, 4]), 0.5, True)
     """
-    bank, colour = _constants(x.device)
-    light_and_colour = torch.einsum("ij,njhw->nihw", colour, x)
+    light_and_colour = torch.einsum("ij,njhw->nihw", torch.tensor(COLOUR, device=x.device), x)
     light = F.pad(light_and_colour[:, :1], (REACH,) * 4, mode="reflect")
-    real, imaginary = F.conv2d(light, bank).chunk(2, dim=1)
-    strength = F.adaptive_avg_pool2d(torch.hypot(real, imaginary), GRID).sqrt()
+    real, imaginary = F.conv2d(light, torch.tensor(_bank(), device=x.device)).chunk(2, dim=1)
+    modulus = (real.square() + imaginary.square()).sqrt()
+    strength = F.relu(F.adaptive_avg_pool2d(modulus, GRID) - ROUNDING).sqrt()
     return torch.cat([F.adaptive_avg_pool2d(light_and_colour, GRID), strength], dim=1)
 
 
-@lru_cache(maxsize=8)
-def _constants(device: torch.device) -> tuple[Tensor, Tensor]:
-    """The waves' real, then their imaginary parts [32, 1, 11, 11], and the colour matrix."""
-    at = torch.arange(-REACH, REACH + 1, dtype=torch.float64)
-    y, x = torch.meshgrid(at, at, indexing="ij")
+@lru_cache(maxsize=1)
+def _bank() -> np.ndarray:
+    """The waves' real, then their imaginary parts: float32 [32, 1, 11, 11]. No tensor is kept: it might be one of a trace."""
+    y, x = np.mgrid[-REACH : REACH + 1, -REACH : REACH + 1]
     waves = []
     for scale in range(SCALES):
         width, frequency = 0.8 * 2**scale, 0.375 / 2**scale
-        window = torch.exp(-(x.square() + y.square()) / (2 * width**2))
+        window = np.exp(-(x**2 + y**2) / (2 * width**2))
         for direction in range(DIRECTIONS):
             angle = math.pi * direction / DIRECTIONS
-            phase = 2 * math.pi * frequency * (x * math.cos(angle) + y * math.sin(angle))
-            wave = torch.polar(window, phase)
+            wave = window * np.exp(2j * math.pi * frequency * (x * math.cos(angle) + y * math.sin(angle)))
             waves.append((wave - window * wave.sum() / window.sum()) / window.sum())
-    bank = torch.stack(waves).unsqueeze(1)
-    return torch.cat([bank.real, bank.imag]).float().to(device), torch.tensor(COLOUR, device=device)
+    bank = np.stack(waves)[:, None]
+    return np.concatenate([bank.real, bank.imag]).astype(np.float32)

@@ -66,8 +66,8 @@ class Arch:
         _check_choice("model.name", self.name, NAMES)
         _check_choice("model.norm", self.norm, NORMS)
         _check_width(self.name, self.width)
+        _check_channels(self.name, self.channels)  # first: what a lens gives is also small
         _check_image_size(self.name, self.image_size)
-        _check_channels(self.name, self.channels)
 
     def build(self, num_classes: int, generator: torch.Generator | None = None) -> Net:
         """A fresh network on the generator's device (CPU without one), in training mode.

@@ -13,7 +13,7 @@ import numpy as np
 from rescene import __version__
 from rescene.report.page import template
 from rescene.report.runs import Row
-from rescene.report.surrogates import pair_of
+from rescene.report.surrogates import pair_of, through_lens
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ def write_check(rows: Sequence[Row], preview: Preview | None, name: str, out: Pa
         problems=[row for row in rows if row["problem"]],
         preview=preview,
         pairs=pairs,
+        lens=through_lens(preview.surrogates) if preview else "",
     )
     draft = out.with_name(f".{out.name}.{os.getpid()}")
     with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:

@@ -34,11 +34,16 @@ def model_card(run: Run) -> str:
 
 def _model(run: Run) -> str:
     about = json.loads((run.folder / "model" / "model.json").read_text("utf-8"))
-    arch, size = about["arch"], about["arch"]["image_size"]
-    look = run.env.get("normalisation") or about
+    arch, look = about["arch"], run.env.get("normalisation") or about
+    size, lens = about.get("picture_size") or arch["image_size"], about.get("lens")
+    norm = "" if arch["name"] == "mlp" else f", {arch['norm']} normalisation"
+    seen = (
+        f"{lens}, {arch.get('channels')} channels of {arch['image_size']}x{arch['image_size']} (inside exported files)"
+    )
     rows = [
-        ("network", f"{arch['name']}, {arch['norm']} normalisation, {count(len(about['classes']), 'class')}"),
+        ("network", f"{arch['name']}{norm}, {count(len(about['classes']), 'class')}"),
         ("input", f"RGB pictures of {size}x{size} pixels (shorter side scaled, centre cropped)"),
+        *([("looked at through", seen)] if lens else []),
         ("normalised by", f"mean {_numbers(look['mean'])}, std {_numbers(look['std'])} (inside exported files)"),
         ("output", "one score per class; softmax gives confidences, which are not calibrated"),
         ("trained with", f"{look_of(run.method).label}, task by task, seed {run.seed}"),
@@ -147,6 +152,8 @@ def _table(title: str, columns: tuple[str, ...], rows: Sequence[tuple[Entry, ...
 
 
 def _numbers(values: Sequence[float]) -> str:
+    if len(set(values)) == 1:
+        return f"{values[0]:.4f}"
     return ", ".join(f"{value:.4f}" for value in values)
 
 

@@ -38,11 +38,12 @@ class Pair:
 
 @dataclass(frozen=True)
 class Gallery:
-    """Pairs of one run. ``num_recorded`` may exceed the number of pairs shown."""
+    """Pairs of one run. ``num_recorded`` may exceed the number of pairs shown; ``lens`` is what to say of one, if any."""
 
     group: Group
     pairs: tuple[Pair, ...]
     num_recorded: int
+    lens: str
 
 
 def gallery(group: Group, folder: Path) -> Gallery | None:
@@ -53,7 +54,8 @@ def gallery(group: Group, folder: Path) -> Gallery | None:
     entries, uploads, nearest = found
     render(_sheet(group, entries, uploads, nearest), folder)
     chosen = sorted(_evenly(entries, _MOST), key=lambda i: (_class_of(entries[i]), i))
-    return Gallery(group, tuple(pair_of(entries[i], uploads[i], nearest[i]) for i in chosen), len(entries))
+    pairs = tuple(pair_of(entries[i], uploads[i], nearest[i]) for i in chosen)
+    return Gallery(group, pairs, len(entries), through_lens(uploads))
 
 
 def contact_sheet(group: Group) -> Plot | None:
@@ -113,13 +115,19 @@ def pair_of(entry: Row, upload: np.ndarray, nearest: np.ndarray) -> Pair:
     )
 
 
+def through_lens(pictures: np.ndarray) -> str:
+    """What must be said beside pictures [n,channels,H,W] whose channels are not colours; nothing of others."""
+    num, side = pictures.shape[1], pictures.shape[-1]
+    return "" if num == 3 else f"Both as the lens sees them: the light of {side} x {side} parts, 1 of {num} channels."
+
+
 def _decibel(entry: Row) -> str:
     """PSNR as text; that of an exact copy is infinite, which JSON cannot say."""
     return "∞" if number(entry.get("rms")) == 0.0 else percent(number(entry.get("psnr")), 1)
 
 
 def png_uri(image: np.ndarray) -> str:
-    """uint8 [3,H,W] as an <img> source."""
+    """uint8 [3,H,W] as an <img> source; of other channels the first, which is light."""
     from PIL import Image
 
     out = io.BytesIO()
@@ -128,7 +136,7 @@ def png_uri(image: np.ndarray) -> str:
 
 
 def _pixels(image: np.ndarray) -> np.ndarray:
-    """uint8 [3,H,W] (or [1,H,W]) as [H,W,3]."""
+    """uint8 [3,H,W] as [H,W,3]; of other channels the first as grey."""
     pixels = np.moveaxis(image.astype(np.uint8), 0, -1)
     return pixels if pixels.shape[-1] == 3 else np.repeat(pixels[..., :1], 3, axis=-1)
 
@@ -154,5 +162,7 @@ def _sheet(group: Group, entries: list[Row], uploads: np.ndarray, nearest: np.nd
         axes.set_axis_off()
 
     height = 0.35 + len(lines) * 1.3 * (WIDTH_IN - 1.0) / (2.2 * across)
-    caption = "Left of each pair what a site uploaded, right the real image nearest to it; PSNR below."
-    return Plot(f"surrogates-{group.slug}", group.label, caption, entries, draw, height_in=height)
+    caption = "Left of each pair what a site uploaded, right the real image nearest to it; PSNR below. " + through_lens(
+        uploads
+    )
+    return Plot(f"surrogates-{group.slug}", group.label, caption.strip(), entries, draw, height_in=height)

@@ -14,7 +14,7 @@ from rescene import __version__
 from rescene.config import resolve
 from rescene.engine.experiment import load_data
 from rescene.errors import ConfigError, DataError, RunError, did_you_mean
-from rescene.use.formats import WRITERS, require_onnx
+from rescene.use.formats import WRITERS, picture_size, require_onnx
 from rescene.use.model import Whole, of_run, open_model
 
 NUM_RANDOM, NUM_TEST = 16, 64  # pictures to compare on
@@ -26,8 +26,9 @@ def export(folder: Path, kinds: Sequence[str], out: Path) -> list[Row]:
     """Write ``out``/model.<kind> for every kind; a row of facts for each. A file that disagrees is removed (E420)."""
     _check_kinds(kinds)
     about, whole = of_run(folder)
-    told = json.dumps(about | _origin(folder))
-    pictures, source = _pictures(folder, about["arch"]["image_size"])
+    size = picture_size(about)
+    told = json.dumps(about | _origin(folder, size))
+    pictures, source = _pictures(folder, size)
     out.mkdir(parents=True, exist_ok=True)
     return [_write(kind, whole, told, out / f"model.{kind}", pictures) | {"compared on": source} for kind in kinds]
 
@@ -86,11 +87,11 @@ def _pictures(folder: Path, size: int) -> tuple[Tensor, str]:
     return torch.cat([noise, test]), f"{NUM_RANDOM} random and {words} images"
 
 
-def _origin(folder: Path) -> Row:
+def _origin(folder: Path, size: int) -> Row:
     """Where a model comes from and what must be known to use it, for people who see the file alone."""
     results = json.loads((folder / "results.json").read_text("utf-8"))
     return {
-        "input": "uint8 RGB pixels [n, 3, image_size, image_size]: shorter side scaled, centre cropped",
+        "input": f"uint8 RGB pixels [n, 3, {size}, {size}]: shorter side scaled, centre cropped",
         "output": "one score (logit) per class; softmax gives confidences",
         "method": results["method"],
         "aa": results["aa"],

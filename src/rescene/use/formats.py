@@ -131,8 +131,13 @@ def _hushed() -> Iterator[None]:
 
 def _example(about: str) -> tuple[tuple[Tensor], tuple[Any]]:
     """Pictures to trace the computation with; the number of pictures stays free."""
-    size = json.loads(about)["arch"]["image_size"]
+    size = picture_size(json.loads(about))
     return (torch.zeros(2, 3, size, size, dtype=torch.uint8),), ({0: torch.export.Dim("batch")},)
+
+
+def picture_size(about: dict[str, Any]) -> int:
+    """Side of the pictures that the whole computation takes: the network's, or those before its lens."""
+    return int(about.get("picture_size") or about["arch"]["image_size"])
 
 
 def _damaged(path: Path, error: Exception) -> ConfigError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rescene.data.lens import Lens, seen
 from rescene.errors import ConfigError
 from rescene.nets import Arch, Net, load_weights
-from rescene.use.formats import READERS
+from rescene.use.formats import READERS, picture_size
 from rescene.versions import MODEL, refuse_newer
 
 
@@ -31,24 +32,29 @@ class Model:
 
     @property
     def image_size(self) -> int:
-        return int(self.about["arch"]["image_size"])
+        """Side of the pictures it takes."""
+        return picture_size(self.about)
 
 
 class Whole(nn.Module):
-    """Normalisation and network in one: uint8 pixels [n, 3, S, S] -> logits. Nothing is left to the caller."""
+    """Lens, normalisation and network in one: uint8 pixels [n, 3, S, S] -> logits. Nothing is left to the caller.
+
+    What the lens gives is not rounded to bytes as in training: between two bytes every runtime would choose for itself.
+    """
 
     mean: Tensor
     std: Tensor
 
-    def __init__(self, net: Net, mean: list[float], std: list[float]) -> None:
+    def __init__(self, net: Net, mean: list[float], std: list[float], lens: Lens | None = None) -> None:
         super().__init__()
-        self.net = net
+        self.net, self.lens = net, lens
         self.register_buffer("mean", torch.tensor(mean).view(-1, 1, 1))
         self.register_buffer("std", torch.tensor(std).view(-1, 1, 1))
         self.eval()
 
     def forward(self, pixels: Tensor) -> Tensor:
-        scores: Tensor = self.net((pixels.float() / 255 - self.mean) / self.std)
+        values = pixels.float() if self.lens is None else seen(self.lens, pixels)
+        scores: Tensor = self.net((values / 255 - self.mean) / self.std)
         return scores
 
 
@@ -64,7 +70,7 @@ def open_model(path: Path) -> Model:
     text, content = READERS[kind](path)
     about = checked(path, text)
     if kind == "safetensors":
-        content = torch.no_grad()(Whole(Arch(**about["arch"]).restore(content), about["mean"], about["std"]))
+        content = torch.no_grad()(_whole(about, content))
     return Model(path, about, content)
 
 
@@ -74,8 +80,11 @@ def of_run(folder: Path) -> tuple[dict[str, Any], Whole]:
         about = checked(folder, (folder / "model" / "model.json").read_text("utf-8"))
     except OSError:
         raise no_model(folder, "this folder holds no model/model.json: no run, or one that has not finished") from None
-    net = Arch(**about["arch"]).restore(load_weights(folder / "model" / "final.safetensors"))
-    return about, Whole(net, about["mean"], about["std"])
+    return about, _whole(about, load_weights(folder / "model" / "final.safetensors"))
+
+
+def _whole(about: dict[str, Any], weights: Mapping[str, Tensor]) -> Whole:
+    return Whole(Arch(**about["arch"]).restore(weights), about["mean"], about["std"], about.get("lens"))
 
 
 def checked(path: Path, text: str | None) -> dict[str, Any]:

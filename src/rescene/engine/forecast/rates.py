@@ -25,7 +25,6 @@ from rescene.steps import Condensation, Training, condense, fit_pool, fit_shard
 
 LONG_ENOUGH_S = 0.4
 CLASSES = 10
-PLAIN = Transform((0.5, 0.5, 0.5), (0.25, 0.25, 0.25), 4)
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,7 @@ def _pool_rate(arch: Arch, device: str, train: Training) -> float:
     def work(meter: FlopMeter, num_images: int) -> None:
         shard = _shard(meter, arch, device, num_images)
         pictures, net = shard.pictures(shard.index), _net(meter, arch, device)
-        fit_pool(net, pictures, shard.labels, PLAIN, once, generator, num_classes=CLASSES, alpha=0.5, tau=1.0)
+        fit_pool(net, pictures, shard.labels, shard.transform, once, generator, num_classes=CLASSES, alpha=0.5, tau=1.0)
 
     return _rate(work, arch, device, 16 * train.batch_size)
 
@@ -136,4 +135,5 @@ def _shard(meter: FlopMeter, arch: Arch, device: str, num_images: int) -> Shard:
     labels = torch.arange(num_images, device=device) % 2
     index = torch.arange(num_images, device=device)
     task = Task(0, (0, 1), CLASSES, None, index, index)
-    return Shard(Images(pixels, labels), index, task, PLAIN, lambda model: meter.attach(arch.restore(model), CLASSES))
+    look = Transform((0.5,) * arch.channels, (0.25,) * arch.channels, 4)
+    return Shard(Images(pixels, labels), index, task, look, lambda model: meter.attach(arch.restore(model), CLASSES))

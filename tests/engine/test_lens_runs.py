@@ -1,0 +1,76 @@
+"""Whole runs through a lens: the same in every engine, across sites, and after an interruption."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import rescene
+from rescene.config import resolve
+from rescene.engine.loop import Run
+
+SMALL = {"model.name": "mlp", "model.lens": "waves", "model.width": 16, "train.augment": False, "tasks.limit": 2,
+         "federation.num_clients": 3, "federation.per_round": 2, "federation.num_rounds": 2, "train.server_epochs": 2,
+         "federation.evaluate_every": 0, "method.start": "coloured", "method.num_steps": 0, "method.ipc": 4}  # fmt: skip
+SUMS = {"privacy.mechanism": "release", "privacy.noise_multiplier": 0.2, "privacy.send": "sums", "privacy.pool": True,
+        "privacy.mean_grid": 4, "privacy.covariance_grid": 4, "privacy.covariance_colour": True, "privacy.noise": "seeded",
+        "privacy.threshold": 1.0}  # fmt: skip
+
+
+def run(folder, **more):
+    return rescene.run("smoke", out=folder, **{**SMALL, **SUMS, **more})
+
+
+def same(one, other):
+    a, b = (load_file(made.folder / "model" / "final.safetensors") for made in (one, other))
+    return all(torch.equal(a[key], b[key]) for key in a)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("lens") / "whole")
+
+
+def test_sums_through_a_lens_teach(whole):
+    values = whole.values
+    assert values["aa"] > 40 and values["events_summary"]["client_failures"] == 0
+    numbers = 19 * 16
+    each = 4 * (numbers + numbers * (numbers + 1) // 2 + 1) + 8  # of a class: mean, covariance, count; label
+    sent, rest = divmod(values["cost"]["measured"]["uplink_bytes"], each)
+    assert rest == 0 and 8 <= sent <= 16  # two classes of two sites in two rounds of two tasks, few of them suppressed
+
+
+def test_one_by_one_is_the_same_run(whole, tmp_path):
+    assert same(run(tmp_path / "single", **{"federation.engine": "one-by-one"}), whole)
+
+
+def test_an_interrupted_run_ends_with_the_same_bits(whole, tmp_path, monkeypatch):
+    perform = Run._perform
+
+    def stop_after(self, step):
+        perform(self, step)
+        if step.task.index == 1 and step.round == 0:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Run, "_perform", stop_after)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "stopped")
+    monkeypatch.setattr(Run, "_perform", perform)
+    resumed = run(tmp_path / "stopped")
+    assert same(resumed, whole)
+    assert (resumed.folder / "results.json").read_bytes() == (whole.folder / "results.json").read_bytes()
+
+
+def test_pictures_travel_as_bytes_too(tmp_path):
+    """Coded uploads have the channels of the lens."""
+    found = rescene.run("smoke", out=tmp_path / "r", **{**SMALL, "federation.wire": "uint8"})
+    assert found.values["events_summary"]["client_failures"] == 0 and found.values["aa"] > 40
+
+
+def test_the_forecast_of_bytes_is_what_such_a_run_sends():
+    from rescene.engine.experiment import prepare
+    from rescene.engine.nominal import nominal_bytes
+
+    recipe = resolve("smoke", [f"{key}={value}" for key, value in SMALL.items()]).recipe
+    made = prepare(recipe)
+    told = nominal_bytes(made.method, made.arch, classes_per_task=2, num_classes=4)
+    assert told["uplink_bytes_per_message"] == 2 * 4 * 19 * 4 * 4 * 4  # classes, images, channels, side, side, float32
