@@ -44,7 +44,7 @@ def test_bytes_are_deviations_in_steps():
     found = look_through("waves", x)
     assert found.dtype == torch.uint8 and found.shape == (5, 19, 4, 4)
     mean, deviation = (torch.tensor(v).reshape(-1, 1, 1) for v in (MEAN, DEVIATION))
-    wanted = ((wave_picture(x.float() / 255) - mean) / deviation).clamp(-127.5 / STEP, 127.5 / STEP)
+    wanted = ((wave_picture(x.float() / 255) - mean) / deviation).clamp(-128 / STEP, 127 / STEP)
     back = through("waves", data()).transform.normalise(found)
     assert float((back - wanted).abs().max()) <= 0.51 / STEP
 

@@ -33,14 +33,14 @@ def seen(lens: Lens, pixels: Tensor) -> Tensor:
     """uint8 [n, 3, s, s] -> float [n, 19, 4, 4] from 0 to 255: S(x) in steps of 1/32 of the deviation above."""
     assert lens == "waves"
     mean, deviation = (torch.tensor(v, device=pixels.device).reshape(-1, 1, 1) for v in (MEAN, DEVIATION))
-    return (127.5 + STEP * (wave_picture(pixels.float() / 255) - mean) / deviation).clamp(0, 255)
+    return (128 + STEP * (wave_picture(pixels.float() / 255) - mean) / deviation).clamp(0, 255)
 
 
 def through(lens: Lens | None, dataset: Dataset) -> Dataset:
     """The data set as seen through a lens, if there is one. How it looks to a network is then stated, not measured."""
     if lens is None:
         return dataset
-    transform = Transform((0.5,) * NUM_WAVES, (STEP / 255,) * NUM_WAVES, pad=0)
+    transform = Transform((128 / 255,) * NUM_WAVES, (STEP / 255,) * NUM_WAVES, pad=0)
     train, test = (
         Images(look_through(lens, split.pixels), split.labels, split.domains) for split in (dataset.train, dataset.test)
     )
