@@ -39,9 +39,9 @@ STEADY = {"rescene": {"method.accumulate": False, "method.buffer": "none"}, "ref
 FEW_CONVOLUTIONS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16", "LRU_CACHE_CAPACITY": "16"}
 FLOWERS_OWN = (" link", " executor", " node")  # processes in which none of our code runs
 DATABASE = "state.db"  # of the link
-# What the link may keep of it: two pools (messages, objects) of five idle connections, SQLAlchemy's default, with two files
-# each, and one file for all. A pool fills by one whenever more letters come at a moment than ever before.
-KEPT_OPEN = 2 * 5 * 2 + 1
+# What the link may hold of it. Two pools (messages, objects), with SQLAlchemy's defaults: each keeps five connections and opens
+# at most fifteen at once. A connection holds the database and its log; when it is closed, SQLite keeps the first for the next.
+KEPT_OPEN = 2 * (5 + 15) + 1  # and one file for all of them
 IN_FLIGHT = 1  # by how much the middle of what comes and goes with the letters may differ between two halves
 ROUNDS = 30  # on loopback
 PER_ROUND_MB = 0.02  # how fast memory may grow, once everything is loaded
@@ -297,7 +297,7 @@ def bounded(found: dict[str, Any]) -> bool:
     True
     >>> bounded({"first": {"files": 20}, "last": {"files": 22}})
     False
-    >>> bounded({"first": {"database": 19}, "last": {"database": 23}})
+    >>> bounded({"first": {"database": 39}, "last": {"database": 43}})
     False
     """
     limits = {key: count + IN_FLIGHT for key, count in found["first"].items()} | {"database": KEPT_OPEN}
