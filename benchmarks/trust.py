@@ -24,12 +24,16 @@ RESULTS = HERE.parent / "results" / "trust"
 BEGIN = time.monotonic()
 
 
-def options(about: str) -> argparse.Namespace:
+def parser(about: str) -> argparse.ArgumentParser:
     """What every check understands."""
-    parser = argparse.ArgumentParser(description=about)
-    parser.add_argument("--full", action="store_true", help="the long form")
-    parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
+    common = argparse.ArgumentParser(description=about)
+    common.add_argument("--full", action="store_true", help="the long form")
+    common.add_argument("--seed", type=int, default=0)
+    return common
+
+
+def options(about: str) -> argparse.Namespace:
+    return parser(about).parse_args()
 
 
 def tell(promise: str, figure: str, held: bool, **more: Any) -> None:

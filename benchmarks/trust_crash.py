@@ -7,6 +7,7 @@ Short: every place once, 10 random kills, 3 SIGTERMs. Full: every place at its f
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -96,6 +97,8 @@ class Crashes:
             self.found.differ.append(f"{self.method}: {what}: {why}")
         elif left := [path.name for path in folder.rglob(".*")]:
             self.found.differ.append(f"{self.method}: {what}: left behind {left}")
+        elif (state := json.loads((folder / "status.json").read_bytes())["state"]) != "done":
+            self.found.differ.append(f"{self.method}: {what}: its status says {state}")
 
     def _start(self, folder: Path, kill_at: str | None = None, places: Path | None = None) -> int:
         def work() -> None:

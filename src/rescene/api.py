@@ -78,7 +78,9 @@ def execute(
     trackers = open_trackers(log)
     folder = RunFolder(out or default_folder(resolved))
     folder.check(resolved)
-    if not folder.finished:
+    if folder.finished:
+        folder.settle()
+    else:
         with tracked(progress, trackers, folder.path, resolved.flat()) as tell:
             run_engine(resolved, folder, tell, elsewhere=elsewhere)
     return load(folder.path)

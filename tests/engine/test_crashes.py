@@ -1,5 +1,6 @@
 """kill -9 where a run writes; the short form of benchmarks/trust_crash.py, which visits every place."""
 
+import errno
 import json
 import os
 import random
@@ -10,6 +11,7 @@ import sys
 import pytest
 import trust_crash
 from safetensors.torch import load_file
+from stopping import stopped_after
 
 import rescene
 from rescene.engine import crashpoints
@@ -33,6 +35,53 @@ def test_killed_at_a_named_place_the_end_is_the_same(crashes, method, place):
     found = crashes[method].found = trust_crash.Found()
     crashes[method].at(place, (crashes[method].places[place] + 1) // 2)
     assert found.held, found.differ
+
+
+@pytest.mark.parametrize(
+    "place", ["results.json renamed", *(f"status.json {at}" for at in ("writing", "written", "synced"))]
+)
+def test_killed_at_its_very_last_write_a_run_is_tidy_once_it_is_opened(crashes, place):
+    """Its results are there, so it is not run again; yet nothing is left behind, and the status says done."""
+    found = crashes["refed"].found = trust_crash.Found()
+    crashes["refed"].at(place, crashes["refed"].places[place])
+    assert found.held, found.differ
+
+
+def test_leftovers_of_killed_writes_are_swept_wherever_they_lie(tmp_path):
+    def litter():
+        left = [
+            tmp_path / name for name in ("r/.a.json.tmp", "r/checkpoints/.chunk-1.safetensors.tmp", "r/csv/.b.csv.tmp")
+        ]
+        for path in left:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(b"half")
+        return left
+
+    with stopped_after(3):
+        rescene.run("smoke", out=tmp_path / "r")
+    unfinished = litter()
+    finished = rescene.run("smoke", out=tmp_path / "r")
+    assert not any(path.exists() for path in unfinished)
+    others, left = tmp_path / "r" / ".sites.json.tmp", litter()
+    others.write_bytes(b"half")  # of a process that may still be writing
+    (tmp_path / "r/status.json").write_bytes(b'{"state"')
+    assert rescene.run("smoke", out=tmp_path / "r").values == finished.values
+    assert not any(path.exists() for path in left) and others.exists()
+    assert json.loads((tmp_path / "r/status.json").read_text())["state"] == "done"
+
+
+def test_a_finished_run_that_cannot_be_tidied_is_still_returned(tmp_path, monkeypatch):
+    finished, status, left = rescene.run("smoke", out=tmp_path / "r"), tmp_path / "r/status.json", tmp_path / "r/.x.tmp"
+    status.write_text('{"state": "running"}')
+    left.write_bytes(b"half")
+
+    def read_only(*args, **more):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    for call in ("replace", "unlink"):
+        monkeypatch.setattr(os, call, read_only)
+    assert rescene.run("smoke", out=tmp_path / "r").values == finished.values
+    assert left.exists() and json.loads(status.read_text()) == {"state": "running"}
 
 
 def test_killed_at_random_moments_also_while_coming_back(crashes):

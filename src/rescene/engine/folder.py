@@ -10,6 +10,7 @@ checkpoints/                                    how to go on
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -40,6 +41,7 @@ from rescene.versions import FOLDER
 
 APPENDED = ("metrics.jsonl", "events.jsonl")
 NOT_COMPARED = {"device"}  # may change between the parts of a run without changing the experiment
+OTHERS = {".sites.json.tmp"}  # the operator's page writes sites.json while the run goes on
 MADE_ON = ("code", "torch", "threads", "cpu_capability", "device")  # with all of these equal, so are the bits
 
 
@@ -95,6 +97,22 @@ class RunFolder:
         if not command.is_file():
             write_atomically(command, f"{_command()}\n".encode())
 
+    def sweep(self) -> None:
+        """Remove what killed writes have left; a folder that cannot be changed is no reason to stop here."""
+        for path in sorted(self.path.rglob(".*.tmp")):
+            if path.name not in OTHERS:
+                with contextlib.suppress(OSError):
+                    path.unlink(missing_ok=True)
+                    reach("removed", path)
+
+    def settle(self) -> None:
+        """A run that was killed after its results were written is as good as any other: leave it as if it had not been."""
+        self.sweep()
+        status = self._facts("status.json")
+        if status.get("state") != "done":
+            with contextlib.suppress(RunError):  # the folder may be read-only by now
+                self.status(**status | {"state": "done"})
+
     def describe(self, experiment: Experiment) -> None:
         """Who holds what, and on what machine."""
         write_json(self.path / "partition.json", {"schema": 1} | experiment.counts())
@@ -117,8 +135,11 @@ class RunFolder:
 
     def environment(self) -> dict[str, Any]:
         """Where the run began; empty if that cannot be read."""
+        return self._facts("env.json")
+
+    def _facts(self, name: str) -> dict[str, Any]:
         try:
-            return dict(json.loads((self.path / "env.json").read_bytes()))
+            return dict(json.loads((self.path / name).read_bytes()))
         except (OSError, ValueError, TypeError):
             return {}
 

@@ -393,6 +393,7 @@ class Run:
 
     def _restore(self) -> int:
         """Load the newest good checkpoint; returns the number of steps done (0: from the beginning)."""
+        self.folder.sweep()
         with warnings_to(self._keep_early):
             saved = self.folder.checkpoints.load()
             self.folder.cut(saved.facts["lengths"] if saved else dict.fromkeys(self.folder.lengths(), 0))
