@@ -73,7 +73,8 @@ def test_the_private_demo_puts_leakage_and_guarantee_beside_accuracy(tmp_path, i
     assert (
         lines[0].startswith("recipe") and "near-copies" in lines[0] and list(rows) == ["demo", "private", "private-dp"]
     )
-    assert rows["private"].rstrip().endswith("0 %") and rows["private-dp"].rstrip().endswith("0 %")
+    # such pictures are all alike to the lens, and a draw that is near to one of them stays at home
+    assert rows["private"].rstrip().endswith(("0 %", "no images sent")) and rows["private-dp"].rstrip().endswith("0 %")
     assert "private: Not private" in result.output and "private-dp: (8.00, 1e-05)-differentially" in result.output
     assert (tmp_path / "d" / "report.html").is_file()
 
