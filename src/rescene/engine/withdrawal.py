@@ -86,21 +86,14 @@ def check_can_forget(resolved: Resolved, client: int, source: RunFolder) -> None
     if len(gone) + 1 == recipe.federation.num_clients:
         raise ConfigError("E161", "no site would be left", where=str(source.path), fix="remove the run folder")
     if recipe.privacy.pool:
-        raise ConfigError(
-            "E162",
-            "a site's part cannot be taken out again: all sites' sums were added up",
-            where=str(source.path),
-            why="privacy.pool=true",
-            fix=f"train again without it: {again(resolved, client, source)}",
-        )
-    if not method.can_forget:
-        raise ConfigError(
-            "E162",
-            f"{method.title} cannot take a site out of its model",
-            where=str(source.path),
-            why=f"its server keeps no uploads by site that could be removed; what sites send: {method.leaves_site}",
-            fix=f"train again without it: {again(resolved, client, source)}",
-        )
+        what, why = "a site's part cannot be taken out again: all sites' sums were added up", "privacy.pool=true"
+    elif not method.can_forget:
+        what = f"{method.title} cannot take a site out of its model"
+        why = f"its server keeps no uploads by site that could be removed; what sites send: {method.leaves_site}"
+    else:
+        return
+    fix = f"train again without it: {again(resolved, client, source)}"
+    raise ConfigError("E162", what, where=str(source.path), why=why, fix=fix)
 
 
 def again(resolved: Resolved, client: int, source: RunFolder) -> str:
