@@ -127,6 +127,6 @@ def test_half_precision_copies_follow_the_weights():
     assert torch.equal(weights.master(conv).bfloat16(), conv)
     gradients = [torch.ones_like(p) for p in weights.parameters]
     before = weights.master(conv).clone()
-    weights.step(gradients, torch.tensor(0.5), momentum=0.9, decay=0.0)
+    weights.step([gradients], torch.tensor(0.5), momentum=0.9, decay=0.0)
     assert torch.allclose(weights.master(conv), before - 0.5)
     assert torch.equal(weights.master(conv).bfloat16(), conv)

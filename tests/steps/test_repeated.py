@@ -6,7 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rescene.steps import Training, fit, repeatable
+from rescene.functional.importance import proximal_penalty
+from rescene.nets import build
+from rescene.steps import Training, fit, frozen, repeatable
 from rescene.steps.repeated import fit_repeated
 from rescene.steps.sgd import Batch, cosine_rate, cross_entropy
 
@@ -47,6 +49,73 @@ def test_it_agrees_where_the_loss_looks_beside_the_batch(tiny_world):
         return F.cross_entropy(net(batch.x), batch.y) + net(batch.beside).square().mean()
 
     assert_agree(tiny_world, loss, beside=[3, 5])  # sizes that do not follow the batch's
+
+
+def test_a_penalty_on_the_weights_themselves_is_part_of_the_loss(tiny_world):
+    anchors = [torch.zeros_like(p) for p in tiny_world["net"].parameters()]
+
+    @repeatable
+    def loss(net, batch):
+        return F.cross_entropy(net(batch.x), batch.y) + proximal_penalty(net.parameters(), anchors, 0.5)
+
+    assert_agree(tiny_world, loss)
+
+
+def test_a_single_image_is_learned_with_the_running_statistics(tiny_world):
+    shard = tiny_world["shards"][2]
+
+    def learned(fit):
+        net = tiny_world["arch"].restore(tiny_world["net"].state_dict())
+        batch = Batch(shard.pictures(shard.index[:1]), shard.labels[:1], shard.index[:1])
+        fit(net, lambda: torch.zeros(1, dtype=torch.long), lambda index: batch)
+        return net.state_dict()
+
+    plain = learned(lambda net, plan, fetch: fit(net, plan, fetch, cross_entropy, SETTINGS, epochs=3))
+    fast = learned(lambda net, plan, fetch: fit_repeated(net, plan, fetch, cross_entropy, SETTINGS, [SETTINGS.lr] * 3))
+    for key, value in plain.items():
+        assert torch.allclose(value.float(), fast[key].float(), atol=1e-4), key
+
+
+def test_afterwards_the_network_has_weights_of_its_own(tiny_world):
+    net = tiny_world["arch"].restore(tiny_world["net"].state_dict())
+    fit_repeated(net, *parts(tiny_world, 1), cross_entropy, SETTINGS, [SETTINGS.lr])
+    assert all(p.is_contiguous() and p.untyped_storage().nbytes() == p.nbytes for p in net.parameters())
+
+
+def test_all_passes_of_the_network_are_told(tiny_world):
+    net, told = tiny_world["arch"].restore(tiny_world["net"].state_dict()), []
+    net.count_passes = told.append
+
+    def loss(net, batch):
+        with torch.no_grad():
+            net(batch.x)
+        return F.cross_entropy(net(batch.x), batch.y)
+
+    plan, fetch = parts(tiny_world, 1)
+    fit_repeated(net, plan, fetch, loss, SETTINGS, [SETTINGS.lr])
+    assert sum(told) == 4 * len(tiny_world["shards"][2])
+
+
+@pytest.mark.parametrize("norm", ["batch", "group"])
+def test_a_teacher_answers_as_the_network_does(norm):
+    net = build("resnet18", num_classes=5, image_size=16, norm=norm, generator=torch.Generator().manual_seed(3)).eval()
+    for module in net.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            module.running_mean.normal_(generator=torch.Generator().manual_seed(4)).mul_(0.1)
+            module.running_var.uniform_(0.5, 2, generator=torch.Generator().manual_seed(5))
+    x = torch.randn(6, 3, 16, 16, generator=torch.Generator().manual_seed(6))
+    with torch.no_grad():
+        expected = net(x)
+    told = []
+    net.count_passes = told.append
+    answers = frozen(net, Training(precision="bfloat16"))
+    found = answers(x)
+    assert found.dtype == torch.float32
+    assert not found.requires_grad
+    assert float((found - expected).norm() / expected.norm()) < 0.03
+    assert told == [6]
+    assert not any(p.requires_grad for p in answers.parameters())
+    assert frozen(net, Training(precision="float32")) is net
 
 
 def assert_agree(world, loss, *, cosine=False, beside=None):

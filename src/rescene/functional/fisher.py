@@ -52,8 +52,15 @@ def quadratic_penalty(parameters: Parameters, fisher: Parameters, anchor: Parame
     >>> quadratic_penalty({"w": torch.tensor([3.0, 9.0])}, {"w": 2 * one}, {"w": one}).item()
     4.0
     """
-    terms = [(f * (parameters[n][: len(f)] - anchor[n][: len(f)]).square()).sum() for n, f in fisher.items()]
-    return 0.5 * sum(terms, torch.zeros(()))
+    if not fisher:
+        return torch.zeros(())
+    theta, a, f = (_row(values, fisher) for values in (parameters, anchor, fisher))
+    return 0.5 * torch.dot(f * (theta - a), theta - a)
+
+
+def _row(values: Parameters, like: Parameters) -> Tensor:
+    """The entries that ``like`` has, all in one row: few operations instead of several for every parameter."""
+    return torch.cat([values[name][: len(value)].reshape(-1) for name, value in like.items()])
 
 
 def blend_fisher(old: Parameters, new: Parameters, old_weight: float, new_weight: float) -> dict[str, Tensor]:

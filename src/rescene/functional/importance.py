@@ -29,8 +29,8 @@ def proximal_coefficient(locality: float) -> float:
 
 def proximal_penalty(parameters: Iterable[Tensor], anchors: Iterable[Tensor], coefficient: float) -> Tensor:
     """(q / 2) ||v - w||^2, whose gradient is the q (v - w) of the update rule; without the half it would be twice that."""
-    squares = [(v - w).square().sum() for v, w in zip(parameters, anchors, strict=True)]
-    return 0.5 * coefficient * torch.stack(squares).sum()
+    v, w = (torch.cat([value.reshape(-1) for value in values]) for values in (parameters, anchors))
+    return 0.5 * coefficient * (v - w).square().sum()
 
 
 def gradient_norms(

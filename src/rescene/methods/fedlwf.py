@@ -25,7 +25,7 @@ from rescene.methods.base import Federation, ModelState, Payload
 from rescene.methods.registry import register
 from rescene.record import Tree
 from rescene.rng import Rng
-from rescene.steps import Batch, repeatable
+from rescene.steps import Batch, Training, frozen, repeatable
 
 
 @register
@@ -54,7 +54,7 @@ class FedLwF(AveragingMethod):
 
     def client_round(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
         net = shard.net(payload["model"])
-        teacher = _teacher(shard, client_state)
+        teacher = _teacher(shard, client_state, self.train)
         first = min(shard.task.classes) if self.local_ce == "new" else 0
 
         @repeatable
@@ -71,6 +71,6 @@ class FedLwF(AveragingMethod):
         return distillation_loss(logits, targets, self.kd_temperature, self.kd_t2)
 
 
-def _teacher(shard: Shard, client_state: Tree) -> nn.Module | None:
+def _teacher(shard: Shard, client_state: Tree, settings: Training) -> nn.Module | None:
     """The previous task's model, frozen, with its own BatchNorm statistics; None in the first task or if never received."""
-    return shard.net(client_state["teacher"]).eval().requires_grad_(False) if client_state else None
+    return frozen(shard.net(client_state["teacher"]), settings) if client_state else None

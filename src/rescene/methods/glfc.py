@@ -35,7 +35,7 @@ from rescene.methods.forms import Dim, Form, Place, either, fields, like, notes,
 from rescene.methods.registry import register
 from rescene.record import Tree, record, to_device
 from rescene.rng import Rng
-from rescene.steps import Batch, class_scores, embed, fit_shard, repeatable, with_replay
+from rescene.steps import Batch, class_scores, embed, fit_shard, frozen, repeatable, with_replay
 from rescene.steps.reconstruction import Inversion, encoder_gradients, encoder_weights, perturb, reconstruct
 from rescene.steps.sgd import Loss
 
@@ -168,7 +168,7 @@ class GLFC(Inversion, AveragingMethod):
     def _loss(self, shard: Shard, old_model: Model | None, *, has_learned: bool) -> Loss:
         """.5 L_GC + .5 L_RD on the client's images followed by its exemplars; old samples are the exemplars."""
         num_current = len(shard)
-        old_net = None if old_model is None else shard.net(old_model).eval().requires_grad_(False)
+        old_net = None if old_model is None else frozen(shard.net(old_model), self.train)
 
         @repeatable
         def loss(net: nn.Module, batch: Batch) -> Tensor:

@@ -28,7 +28,7 @@ from rescene.methods.forms import Form, Place, fields, whole
 from rescene.methods.registry import register
 from rescene.record import Tree
 from rescene.rng import Rng
-from rescene.steps import Batch, fit_shard, repeatable
+from rescene.steps import Batch, fit_shard, frozen, repeatable
 from rescene.steps.synthesis import Synthesis, shuffled_batches, synthesise
 
 
@@ -98,7 +98,7 @@ class TARGET(Synthesis, AveragingMethod):
         # Domain-incremental tasks bring all labels, so that "new" is everything there.
         first = min(shard.task.classes) if self.local_ce == "new" else 0
         past = client_state if self.kd_weight > 0 else None  # None too if nothing was received: first task, joined late
-        teacher = None if past is None else shard.net(past["teacher"]).eval().requires_grad_(False)
+        teacher = None if past is None else frozen(shard.net(past["teacher"]), self.train)
 
         @repeatable
         def loss(net: nn.Module, batch: Batch) -> Tensor:

@@ -2,6 +2,7 @@
 
 from rescene.steps.condense import Condensation, Surrogates, condense
 from rescene.steps.embed import class_scores, embed
+from rescene.steps.passes import frozen
 from rescene.steps.replay import with_replay
 from rescene.steps.sgd import Batch, Loss, Training, cross_entropy, fit, fit_pool, fit_shard, repeatable
 
@@ -18,6 +19,7 @@ __all__ = [
     "fit",
     "fit_pool",
     "fit_shard",
+    "frozen",
     "repeatable",
     "with_replay",
 ]

@@ -156,6 +156,6 @@ class Trainer:
         gradients = list(torch.autograd.grad(logits, self.weights.parameters, outer))
         if self.side is not None:
             self.side.join()
-        self.weights.step(gradients, self.lr, self.settings.momentum, self.settings.weight_decay)
+        self.weights.step([gradients], self.lr, self.settings.momentum, self.settings.weight_decay)
         self.total += losses.sum()
         self.start += self.size

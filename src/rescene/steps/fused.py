@@ -227,14 +227,20 @@ class FlatWeights:
             self.low.copy_(self.theta[: self._count])
 
     @torch.no_grad()
-    def step(self, gradients: list[Tensor], lr: Tensor, momentum: float, decay: float) -> None:
-        """One step of SGD; gradients in the order of ``parameters``."""
-        by_id = {id(p): g for p, g in zip(self.parameters, gradients, strict=True)}
+    def step(self, gradients: list[list[Tensor]], lr: Tensor, momentum: float, decay: float) -> None:
+        """One step of SGD; lists of gradients in the order of ``parameters``, which are added."""
         parts = [(self._large, slice(0, self._count), self.low), (self._small, slice(self._count, None), None)]
         for parameters, place, low in parts:
             if parameters:
-                gradient = torch.cat([_flat(by_id[id(p)]) for p in parameters])
+                gradient = self._summed(gradients, parameters)
                 sgd_(self.theta[place], self.velocity[place], gradient, low, lr, momentum, decay)
+
+    def _summed(self, gradients: list[list[Tensor]], parameters: list[nn.Parameter]) -> Tensor:
+        rows = []
+        for one in gradients:
+            by_id = {id(p): g for p, g in zip(self.parameters, one, strict=True)}
+            rows.append(torch.cat([_flat(by_id[id(p)]) for p in parameters]))
+        return rows[0] if len(rows) == 1 else sum((row.float() for row in rows[1:]), rows[0].float())
 
 
 def sgd_(

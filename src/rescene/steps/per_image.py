@@ -20,6 +20,7 @@ from rescene.functional import importance
 LAYERS = (nn.Conv2d, nn.Linear, nn.BatchNorm2d, nn.GroupNorm, nn.LayerNorm)
 GRADIENT_BYTES = {"cpu": 2**28, "cuda": 2**31}  # for the gradients held at a time
 Take = Callable[[str, Tensor], object]  # a parameter's name and its gradients [n, *shape]
+Meet = Callable[[str, nn.Module, Tensor, Tensor], object]  # a layer, what went in and the gradient of what came out
 SumOfLosses = Callable[[Tensor, Tensor], Tensor]  # logits [n, C], labels [n] -> sum over the images
 
 
@@ -31,8 +32,18 @@ def is_layered(net: nn.Module) -> bool:
 
 def image_gradients(net: nn.Module, x: Tensor, y: Tensor, loss: SumOfLosses, take: Take) -> None:
     """``take`` gets the gradient of each image's loss in every parameter, last layers first. Each layer is used once."""
+
+    def pass_on(name: str, layer: nn.Module, seen: Tensor, g: Tensor) -> None:
+        for kind, value in _gradients(layer, seen, g).items():
+            take(f"{name}.{kind}", value)
+
+    _walk_back(net, x, y, loss, pass_on)
+
+
+def _walk_back(net: nn.Module, x: Tensor, y: Tensor, loss: SumOfLosses, meet: Meet) -> None:
+    """``meet`` every layer on the way back of one backward pass."""
     modules = [(name, module) for name, module in net.named_modules() if isinstance(module, LAYERS)]
-    handles = [module.register_forward_hook(_on_the_way_back(name, take)) for name, module in modules]
+    handles = [module.register_forward_hook(_on_the_way_back(name, meet)) for name, module in modules]
     try:
         x = x.detach().requires_grad_()  # so that the way back passes every layer
         torch.autograd.grad(loss(net(x), y), x)
@@ -53,8 +64,19 @@ def gradient_norms(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 def _squared_norms(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     total = x.new_zeros(len(x))
-    image_gradients(net, x, y, _cross_entropies, lambda _, g: total.add_(g.flatten(1).square().sum(dim=1)))
+    _walk_back(net, x, y, _cross_entropies, lambda _, layer, seen, g: total.add_(_layer_norms(layer, seen, g)))
     return total
+
+
+def _layer_norms(layer: nn.Module, x: Tensor, g: Tensor) -> Tensor:
+    """||gradient in the layer's parameters||^2 of every image: [n]."""
+    if isinstance(layer, nn.Conv2d) and layer.bias is None:
+        patches, back = _patches(layer, x), g.flatten(2)
+        (size, places), width = patches.shape[1:], back.shape[1]
+        if places * (size + width) < size * width:
+            # ||sum_t g_t a_t^T||^2 = sum_{s, t} <a_s, a_t> <g_s, g_t>: without making the gradient, which is larger
+            return (torch.bmm(patches.mT, patches) * torch.bmm(back.mT, back)).sum(dim=(1, 2))
+    return torch.stack([v.flatten(1).square().sum(dim=1) for v in _gradients(layer, x, g).values()]).sum(dim=0)
 
 
 def _cross_entropies(logits: Tensor, y: Tensor) -> Tensor:
@@ -81,19 +103,26 @@ def chunks(net: nn.Module, num_images: int, device: torch.device) -> list[Tensor
     return list(torch.arange(num_images, device=device).split(size)) if num_images else []
 
 
-def _on_the_way_back(name: str, take: Take) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+def _on_the_way_back(name: str, meet: Meet) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
     def hook(layer: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
         x = args[0].detach()
 
-        def hand_on(g: Tensor) -> None:
-            if layer.weight is not None:
-                take(f"{name}.weight", _weight_gradients(layer, x, g))
-            if layer.bias is not None:
-                take(f"{name}.bias", g.sum(dim=_shared(layer, g)) if g.ndim > 2 else g)
+        def on_return(g: Tensor) -> None:  # nothing: a hook's answer would replace the gradient
+            meet(name, layer, x, g)
 
-        out.register_hook(hand_on)
+        out.register_hook(on_return)
 
     return hook
+
+
+def _gradients(layer: nn.Module, x: Tensor, g: Tensor) -> dict[str, Tensor]:
+    """[n, *shape] of each of a layer's parameters."""
+    found = {}
+    if layer.weight is not None:
+        found["weight"] = _weight_gradients(layer, x, g)
+    if layer.bias is not None:
+        found["bias"] = g.sum(dim=_shared(layer, g)) if g.ndim > 2 else g
+    return found
 
 
 def _shared(layer: nn.Module, g: Tensor) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
 """SGD with a loss of one's own on a GPU: the step of each batch size recorded as a CUDA graph for the length of one call.
 
 What a recording freezes is everything but the tensors it reads; so it is used for losses that say they are ``repeatable``.
-Batches are put together outside, draws included. The network runs in bfloat16 where ``train.precision`` allows it, its weights
-and everything around it in float32. The mathematics is that of ``rescene.steps.sgd.fit``.
+Batches are put together outside, draws included. The network runs as ``rescene.steps.passes`` has it. The mathematics is that of
+``rescene.steps.sgd.fit``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from rescene.steps.passes import Passes, is_half
 from rescene.steps.recording import repeated
 from rescene.steps.sgd import AfterEpoch, Batch, Training
 
@@ -41,27 +42,8 @@ def fit_repeated(
         steps.seen.eval()
         if after_epoch is not None:
             after_epoch(epoch)
+    steps.seen.release()
     return mean
-
-
-class HalfPrecision(nn.Module):
-    """The network in bfloat16, with float32 answers."""
-
-    def __init__(self, net: nn.Module, enabled: bool) -> None:
-        super().__init__()
-        self.net, self.enabled = net, enabled
-
-    def features(self, x: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.enabled, cache_enabled=False):
-            out: Tensor = self.net.features(x)  # type: ignore[operator]
-        return out.float()
-
-    def head(self, features: Tensor) -> Tensor:
-        out: Tensor = self.net.head(features)  # type: ignore[operator]
-        return out
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.features(x))
 
 
 def _place(batch: Batch) -> Batch:
@@ -76,12 +58,10 @@ class Repeated:
 
     def __init__(self, net: nn.Module, loss: Callable[[nn.Module, Batch], Tensor], settings: Training) -> None:
         self.net, self.loss, self.settings = net, loss, settings
-        self.parameters: list[Tensor] = [p for p in net.parameters() if p.requires_grad]
-        self.device = self.parameters[0].device
-        half = settings.precision == "bfloat16" or (settings.precision == "auto" and self.device.type == "cuda")
-        self.seen = HalfPrecision(net, half)
-        self.velocity = [torch.zeros_like(p) for p in self.parameters]
-        self.lr, self.total = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
+        device = next(net.parameters()).device
+        self.seen = Passes(net, is_half(settings, device))
+        self.weights = self.seen.weights
+        self.lr, self.total = torch.zeros((), device=device), torch.zeros((), device=device)
         self.places: dict[tuple[int, int], Batch] = {}
         self.steps: dict[tuple[int, int], Callable[[], None]] = {}
 
@@ -91,7 +71,7 @@ class Repeated:
         if size not in self.steps:
             self.places[size] = place = _place(batch)
             often = size[0] == self.settings.batch_size  # the last batch of an epoch has another size at every site
-            state = [*self.parameters, *self.net.buffers(), *self.velocity, self.total]
+            state = [*self.seen.state(), self.total]
             self.steps[size] = repeated(lambda: self._step(place), state, search=often)
         for field in fields(Batch):
             if (own := getattr(self.places[size], field.name)) is not None:
@@ -100,12 +80,6 @@ class Repeated:
 
     def _step(self, batch: Batch) -> None:
         value = self.loss(self.seen, batch)
-        found = torch.autograd.grad(value, self.parameters, allow_unused=True)
-        gradients = [torch.zeros_like(p) if g is None else g for p, g in zip(self.parameters, found, strict=True)]
-        with torch.no_grad():
-            # v <- momentum v + (g + decay theta); theta <- theta - lr v
-            torch._foreach_add_(gradients, self.parameters, alpha=self.settings.weight_decay)
-            torch._foreach_mul_(self.velocity, self.settings.momentum)
-            torch._foreach_add_(self.velocity, gradients)
-            torch._foreach_add_(self.parameters, list(torch._foreach_mul(self.velocity, -self.lr)))
-            self.total += value.detach()
+        gradients = self.seen.gradients(value)
+        self.weights.step(gradients, self.lr, self.settings.momentum, self.settings.weight_decay)
+        self.total += value.detach()

@@ -27,6 +27,7 @@ from rescene.hyperparameters import Hyperparameters, hyper
 from rescene.nets import tell_flops
 from rescene.rng import Rng
 from rescene.steps.generator import add_gradients, fresh_generator, generator_flops, reptile_gradients
+from rescene.steps.passes import frozen
 from rescene.steps.repeated import Repeated
 from rescene.steps.sgd import Batch, Training
 
@@ -218,13 +219,14 @@ class StudentTraining:
     def __init__(self, teacher: nn.Module, student: nn.Module, transform: Transform, settings: Synthesis) -> None:
         s, self.student, self.transform, self.settings = settings, student, transform, settings
         student.requires_grad_(True)
+        sgd = Training(batch_size=s.synthesis_batch, momentum=s.student_momentum, weight_decay=s.student_weight_decay)
+        answers = frozen(teacher, sgd)
 
         def loss(net: nn.Module, batch: Batch) -> Tensor:
             with torch.no_grad():
-                targets = teacher(batch.x)
+                targets = answers(batch.x)
             return distillation_loss(net(batch.x), targets, s.student_temperature, t2=True)
 
-        sgd = Training(batch_size=s.synthesis_batch, momentum=s.student_momentum, weight_decay=s.student_weight_decay)
         self.steps = Repeated(student, loss, sgd)
         self.rounds = 0
 
