@@ -29,7 +29,7 @@ from rescene.deploy.flower import FlowerPost, client
 from rescene.deploy.folder import Federation, init
 from rescene.deploy.letters import Letter, Patience, Undelivered
 from rescene.deploy.processes import alive, check_port, end_orphans, environment, free_port, running, start, stop
-from rescene.engine import RunFolder, crashpoints, loop
+from rescene.engine import RunFolder, crashpoints, parts
 from rescene.engine.folder import made_on
 from rescene.errors import ConfigError, RunError
 
@@ -128,7 +128,7 @@ def test_the_server_app_goes_on_elsewhere_only_if_it_is_told_to(tmp_path, monkey
     with pytest.raises(KeyboardInterrupt):
         serve(grid, resolved, tmp_path, out)
     monkeypatch.setattr(crashpoints, "watcher", None)
-    monkeypatch.setattr(loop, "made_on", lambda device: made_on(device) | {"torch": "9.9"})
+    monkeypatch.setattr(parts, "made_on", lambda device: made_on(device) | {"torch": "9.9"})
     with pytest.raises(RunError, match="E416"):
         serve(grid, resolved, tmp_path, out)
     assert not (out / "results.json").exists() and events(out)[-1]["code"] == "E416"

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 import rescene
 from rescene.cli.app import app
-from rescene.engine import loop
+from rescene.engine import parts
 from rescene.engine.folder import MADE_ON, made_on
 from rescene.errors import RunError
 from rescene.report import write_report
@@ -23,7 +23,7 @@ def stop(folder, steps=3):
 
 def move(monkeypatch, **there):
     """From now on code or machine are others."""
-    monkeypatch.setattr(loop, "made_on", lambda device: made_on(device) | there)
+    monkeypatch.setattr(parts, "made_on", lambda device: made_on(device) | there)
 
 
 def test_env_json_says_what_the_bits_depend_on(tmp_path):

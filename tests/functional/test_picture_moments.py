@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rescene.functional.picture_moments import drawn_pictures, picture_moments, without_noise
+from rescene.functional.picture_moments import drawn_pictures, picture_law, picture_moments, without_noise
 
 G = 4  # pictures of the size of both grids: nothing is smoothed, so moments come back exactly
 
@@ -31,7 +31,7 @@ def test_without_noise_the_drawn_pictures_have_the_real_moments(colour):
     x = pictures(channels=channels)
     mean = picture_moments(x, G, G, 0.5, colour).mean(dim=0).double()
     white = torch.randn(20000, channels * G * G, generator=torch.Generator().manual_seed(1))
-    drawn = drawn_pictures(mean, 1e-9, x.shape[1:], white, G, G, 0.5, colour)
+    drawn = drawn_pictures(picture_law(mean, 1e-9, x.shape[1:], G, G, 0.5, colour), white)
     assert drawn.shape == (20000, 3, G, G)
     real, made = x[:, :channels].flatten(1), drawn[:, :channels].flatten(1).float()
     assert torch.allclose(made.mean(dim=0), real.mean(dim=0), atol=0.06)
@@ -44,11 +44,8 @@ def test_noise_alone_makes_no_variation():
     mean = picture_moments(torch.ones(1, 3, 16, 16), 8, 8, 1.0)[0]
     g, deviation = torch.Generator().manual_seed(0), 0.02
     noised = mean + deviation * torch.randn(len(mean), generator=g)
-    drawn = drawn_pictures(noised, deviation, (3, 16, 16), torch.randn(50, 64, generator=g), 8, 8, 1.0)
-    kept = drawn.std(dim=0).square().mean()
-    free = (
-        drawn_pictures(noised, 0.0, (3, 16, 16), torch.randn(50, 64, generator=g), 8, 8, 1.0).std(dim=0).square().mean()
-    )
+    laws = [picture_law(noised, told, (3, 16, 16), 8, 8, 1.0) for told in (deviation, 0.0)]
+    kept, free = (drawn_pictures(law, torch.randn(50, 64, generator=g)).std(dim=0).square().mean() for law in laws)
     assert kept < 0.2 * free
 
 
@@ -59,7 +56,7 @@ def test_directions_that_drown_in_noise_share_what_they_have_together():
     mean = picture_moments(x, G, G, 1.0, True).mean(dim=0)
     noised = mean + deviation * torch.randn(len(mean), generator=g)
     white = torch.randn(5000, 3 * G * G, generator=g)
-    drawn = drawn_pictures(noised, deviation, x.shape[1:], white, G, G, 1.0, True)
+    drawn = drawn_pictures(picture_law(noised, deviation, x.shape[1:], G, G, 1.0, True), white)
     assert float(drawn.var(dim=0).mean()) == pytest.approx(float(x.var(dim=0).mean()), rel=0.05)
 
 

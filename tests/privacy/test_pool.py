@@ -15,7 +15,7 @@ from rescene.privacy.mechanism import Site, digest
 from rescene.privacy.noise import Noise
 from rescene.rng import Rng
 from rescene.steps import Condensation
-from rescene.steps.private_moments import drawn_from_moments, released_moments
+from rescene.steps.private_moments import drawn_from_laws, laws_of, released_moments
 from rescene.steps.release import condense_released, pooled
 
 POOLED = replace(SUMS, pooled=True)
@@ -38,8 +38,9 @@ def test_the_draw_is_that_of_one_site_that_holds_all(tiny_world):
     rngs = [Rng(k) for k in range(3)]
     made = condense_released(None, shards, rngs, SETTINGS, 0, release, sums_of(shards))
     (whole,) = sums_of([everything])
+    laws = laws_of(whole, everything.images.pixels.shape[1:], release, math.sqrt(3) * release.deviation)
     for found, rng in zip(made, rngs, strict=True):
-        alone = drawn_from_moments(everything, rng, whole, SETTINGS, release, math.sqrt(3) * release.deviation)
+        alone = drawn_from_laws(everything, rng, laws, SETTINGS)
         assert torch.equal(found.labels, alone.labels) and len(found.labels) == 6
         assert torch.allclose(found.images, alone.images, atol=1e-5)
     assert not torch.equal(made[0].images, made[1].images), "every site has draws of its own"
@@ -47,9 +48,9 @@ def test_the_draw_is_that_of_one_site_that_holds_all(tiny_world):
 
 def test_the_noise_is_that_of_all_who_sent(tiny_world):
     shards = tiny_world["shards"]
-    (true, *_), _ = pooled(sums_of(shards), POOLED)
+    true, _ = pooled(sums_of(shards), POOLED)
     draws = [pooled(sums_of(shards, Noise), POOLED) for _ in range(60)]
-    noise = torch.stack([sums[0] - true for sums, _ in draws])
+    noise = torch.stack([total - true for total, _ in draws])
     assert float(noise.std()) == pytest.approx(draws[0][1], rel=0.05)
     assert draws[0][1] == pytest.approx(math.sqrt(3) * POOLED.deviation)
 
@@ -57,13 +58,31 @@ def test_the_noise_is_that_of_all_who_sent(tiny_world):
 def test_who_declines_gets_nothing_and_adds_nothing(tiny_world):
     first, _, last = sums_of(tiny_world["shards"])
     found, deviation = pooled([first, None, last], POOLED)
-    assert found[1] is None and torch.equal(found[0], first + last) and torch.equal(found[0], found[2])
+    assert torch.equal(found, first + last)
     assert deviation == pytest.approx(math.sqrt(2) * POOLED.deviation)
-    assert pooled([None, None], POOLED) == ([None, None], POOLED.deviation)
+    assert pooled([None, None], POOLED)[0] is None
     made = condense_released(
         None, tiny_world["shards"], [Rng(k) for k in range(3)], SETTINGS, 0, POOLED, [first, None, last]
     )
     assert made[1].num_declined == 1 and not len(made[1].labels) and len(made[0].labels) == 6
+    nobody = condense_released(None, tiny_world["shards"], [Rng(k) for k in range(3)], SETTINGS, 0, POOLED, [None] * 3)
+    assert [own.num_declined for own in nobody] == [1, 1, 1]
+
+
+def test_the_sum_is_decomposed_once_per_class_and_the_draws_are_those_of_one_site_at_a_time(tiny_world, monkeypatch):
+    shards, rngs, eigh, sizes = tiny_world["shards"], [Rng(k) for k in range(3)], torch.linalg.eigh, []
+    release, sums = replace(POOLED, sigma=1e-5), sums_of(shards)
+    total, deviation = pooled(sums, release)
+    alone = [
+        drawn_from_laws(shard, rng, laws_of(total, shard.images.pixels.shape[1:], release, deviation), SETTINGS)
+        for shard, rng in zip(shards, rngs, strict=True)
+    ]
+    monkeypatch.setattr(torch.linalg, "eigh", lambda matrix: sizes.append(len(matrix)) or eigh(matrix))
+    made = condense_released(None, shards, rngs, SETTINGS, 0, release, sums)
+    assert sizes == [4, 4], "two classes, 2 x 2 cells"
+    assert all(torch.equal(own.images, other.images) for own, other in zip(made, alone, strict=True))
+    apart = condense_released(None, shards, rngs, SETTINGS, 0, replace(release, pooled=False), sums)
+    assert len(sizes) == 2 + sum(len(own.labels.unique()) for own in apart), "not pooled: once per site and class"
 
 
 def test_a_class_that_one_site_kept_home_is_drawn_from_the_others(tiny_world):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,36 @@ def test_other_recipes_of_one_method_stay_apart_and_say_how(tmp_path: Path) -> N
     assert [group.label for group in groups] == ["ReSCENE beta=0.5", "ReSCENE beta=0.1"]
     assert len({group.slug for group in groups}) == 2
     assert differing_settings(groups) == ["federation.beta"]
+
+
+def recipes(tmp_path: Path, *told: tuple[str, dict[str, Any]]) -> list[Run]:
+    """Runs of recipes with these names and method settings."""
+    runs = []
+    for i, (name, settings) in enumerate(told):
+        made = config("rescene", 0)
+        made["method"] |= settings
+        folder = write_run(tmp_path / f"run-{i}", "rescene", 0, aa=90.0 - i, config=made)
+        if name:
+            (folder / "origin.json").write_text(json.dumps({"recipe": name}))
+        runs.append(load_run(folder))
+    return runs
+
+
+@pytest.mark.parametrize(("told", "labels"), [
+    ([("demo", {"a": 0, "b": 0, "c": 0, "d": 0}), ("private", {"a": 1, "b": 1, "c": 1, "d": 0}),
+      ("private-dp", {"a": 1, "b": 1, "c": 1, "d": 1})], ["demo", "private", "private-dp"]),
+    ([("demo", {"a": 0, "b": 0, "c": 0, "d": 0}), ("private", {"a": 1, "b": 1, "c": 1, "d": 0}),
+      ("private", {"a": 1, "b": 1, "c": 1, "d": 1})], ["demo d=0", "private d=0", "private d=1"]),
+    ([("demo", {"a": 0}), ("private", {"a": 1})], ["a=0", "a=1"]),
+    ([("demo", {"a": 0, "b": 0, "c": 0, "d": 0}), ("demo", {"a": 1, "b": 1, "c": 1, "d": 0}),
+      ("demo", {"a": 1, "b": 1, "c": 1, "d": 1})], ["a=0 b=0 c=0 d=0", "a=1 b=1 c=1 d=0", "a=1 b=1 c=1 d=1"]),
+    ([("demo", {"a": 0, "b": 0, "c": 0, "d": 0}), ("", {"a": 1, "b": 1, "c": 1, "d": 1})],
+     ["a=0 b=0 c=0 …", "a=1 b=1 c=1 …"]),
+])  # fmt: skip
+def test_where_many_settings_differ_the_recipes_name_is_the_label_and_no_two_are_alike(
+    tmp_path: Path, told: list[tuple[str, dict[str, Any]]], labels: list[str]
+) -> None:
+    assert [group.label for group in group_runs(recipes(tmp_path, *told))] == [f"ReSCENE {words}" for words in labels]
 
 
 def test_seed_and_device_do_not_make_another_recipe(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from rescene.engine.evaluate import summed
 from rescene.engine.experiment import Experiment
 from rescene.engine.folder import APPENDED, RunFolder
 from rescene.engine.loop import Run
+from rescene.engine.products import save_gallery
 from rescene.engine.watch import Progress, warnings_to
 from rescene.errors import ConfigError, RunError
 from rescene.methods.base import Model
@@ -210,7 +211,7 @@ class Withdrawal(Run):
         }
         self.facts.forgotten.append(record)
         if self.leakage.samples:
-            self._save_gallery()
+            save_gallery(self.folder, self.leakage)
         told = (
             f"site {name or client} left: {record['num_images']} of its images were removed, and the model trained anew"
         )

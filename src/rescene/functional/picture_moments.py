@@ -10,6 +10,7 @@ From a noised mean of psi pictures can be drawn at will: mean + noise with the c
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,22 +29,29 @@ def picture_moments(x: Tensor, grid: int, coarse: int, weight: float, colour: bo
     return torch.cat([p, weight * products], dim=1)
 
 
-def drawn_pictures(
+class PictureLaw(NamedTuple):
+    """What pictures are drawn from: their mean, and how far they vary along each axis of the coarse picture."""
+
+    mean: Tensor  # [1, channels, s, s]
+    axes: Tensor  # [d, d], one per column
+    scale: Tensor  # [d]
+    coarse: int  # side of what varies
+
+
+def picture_law(
     mean: Tensor,
     deviation: float,
     shape: torch.Size,
-    noise: Tensor,
     grid: int,
     coarse: int,
     weight: float,
     colour: bool = False,
-) -> Tensor:
-    """A picture of this ``shape`` [channels, s, s] for each row of white ``noise`` [m, d], from the moments ``mean``.
+) -> PictureLaw:
+    """The law of pictures of this ``shape`` [channels, s, s] with the moments ``mean``, which carry noise of this ``deviation``.
 
-    The moments carry noise of this ``deviation``. The mean picture is smoothed by :func:`without_noise`; of the covariance those
-    directions are kept that stand out: the eigenvalues of a symmetric matrix of such noise end at 2 sqrt(d) times its deviation
-    (Wigner's semicircle). Where the covariance is that of the whole picture, the others share what they have together, which the
-    noise hides least.
+    The mean picture is smoothed by :func:`without_noise`; of the covariance those directions are kept that stand out: the
+    eigenvalues of a symmetric matrix of such noise end at 2 sqrt(d) times its deviation (Wigner's semicircle). Where the
+    covariance is that of the whole picture, the others share what they have together, which the noise hides least.
     """
     channels, size = shape[0], shape[-1]
     split = channels * grid * grid
@@ -63,9 +71,13 @@ def drawn_pictures(
         colour and coarse == size and not bool(stands_out.all())
     ):  # nothing is smoothed away: keep what the others add up to
         rest = max(0.0, float(values[~stands_out].mean()))
-    scale = torch.where(stands_out, values, rest).sqrt()
-    varied = ((noise.to(mean) * scale) @ axes.T * math.sqrt(size_q)).reshape(len(noise), -1, coarse, coarse)
-    return _smooth(picture, size) + _smooth(varied, size)
+    return PictureLaw(_smooth(picture, size), axes, torch.where(stands_out, values, rest).sqrt(), coarse)
+
+
+def drawn_pictures(law: PictureLaw, noise: Tensor) -> Tensor:
+    """A picture [channels, s, s] for each row of white ``noise`` [m, d]."""
+    varied = (noise.to(law.mean) * law.scale) @ law.axes.T * math.sqrt(len(law.scale))
+    return law.mean + _smooth(varied.reshape(len(noise), -1, law.coarse, law.coarse), law.mean.shape[-1])
 
 
 def without_noise(picture: Tensor, deviation: float) -> Tensor:

@@ -18,6 +18,7 @@ from rescene.report.look import REFERENCES, Look, is_ours, key_of, look_of, plai
 from rescene.report.runs import Row, Run, number
 
 _NOT_THE_EXPERIMENT = {"seed", "device", "threads", "out", "tag"}
+_FEW = 3  # settings that a label names
 METRICS = ("aa", "aia", "old", "recent", "forgetting")
 
 
@@ -148,13 +149,30 @@ def _variants(method: str, runs: Sequence[Run]) -> list[Group]:
     cells: dict[str, tuple[Row, list[Run]]] = {}
     for run, flat in zip(runs, flats, strict=True):
         cells.setdefault(same([flat.get(key) for key in apart]), (flat, []))[1].append(run)
+    settings, members = zip(*cells.values(), strict=True)
     groups = []
-    for i, (config, members) in enumerate(cells.values()):
-        traits = [f"{key.split('.')[-1]}={plain(config[key], 24)}" for key in apart if key in config]
-        name = " ".join([look_of(method).label, *traits[:3], *(["…"] if len(traits) > 3 else [])])
-        kept, repeats = _one_per_seed(members)
+    for i, words in enumerate(_telling(settings, [own[0].recipe for own in members], apart)):
+        name = " ".join([look_of(method).label, *words])
+        kept, repeats = _one_per_seed(members[i])
         groups.append(Group(method, name, slug(name), i, kept, repeats))
     return groups
+
+
+def _telling(settings: Sequence[Row], recipes: Sequence[str], apart: Sequence[str]) -> list[list[str]]:
+    """Words for each cell that no other one has: a few settings, or where many differ the recipe's name if that differs too.
+
+    Settings come to that as long as they tell cells apart that still look alike.
+    """
+    columns = [
+        [f"{key.split('.')[-1]}={plain(own[key], 24)}" if key in own else "" for own in settings] for key in apart
+    ]
+    named = len(apart) > _FEW and all(recipes) and len(set(recipes)) > 1
+    shown = [[plain(name, 24) for name in recipes]] if named else []
+    for i, column in enumerate(columns):
+        if (i < _FEW and not named) or len(set(zip(*shown, column, strict=True))) > len(set(zip(*shown, strict=True))):
+            shown.append(column)
+    cut = not named and len(shown) < len(columns)
+    return [[word for word in [*(column[i] for column in shown), "…" * cut] if word] for i in range(len(settings))]
 
 
 def _one_per_seed(members: list[Run]) -> tuple[tuple[Run, ...], tuple[Run, ...]]:

@@ -45,6 +45,7 @@ class Run:
     problems: tuple[str, ...]
     audit: Row  # what attacks on it showed, if somebody made them (rescene audit)
     withdrawal: Row = field(default_factory=dict)  # a comparison with the run that never saw a site (rescene forget)
+    recipe: str = ""  # its name; empty: not recorded
 
     @property
     def finished(self) -> bool:
@@ -178,6 +179,7 @@ def load_run(folder: Path) -> Run:
         problems=tuple(problems),
         audit=audit,
         withdrawal=json_object(folder / "withdrawal.json", problems),
+        recipe=str(json_object(folder / "origin.json", problems).get("recipe") or ""),
     )
 
 

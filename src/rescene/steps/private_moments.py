@@ -7,19 +7,20 @@ else touches the images, and every class of the task is treated alike whether th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from rescene.data import Shard
-from rescene.functional.picture_moments import drawn_pictures, picture_moments
+from rescene.functional.picture_moments import PictureLaw, drawn_pictures, picture_law, picture_moments
 from rescene.functional.release import noised_means
 from rescene.privacy.mechanism import Mechanism, digest
 from rescene.rng import Rng
 from rescene.steps.condense import CHUNK, Condensation, Surrogates, collect
 from rescene.steps.moments import possible
-from rescene.steps.private_embeddings import noised_sums, not_suppressed
+from rescene.steps.private_embeddings import noised_sums
 
 WHOLE_TASK = -1  # the round under which the ledger keeps what is released once per task
 
@@ -35,23 +36,29 @@ def released_moments(shard: Shard, centre: Tensor | None = None) -> Tensor | Non
     return None if found is None else found["sums"]
 
 
-def drawn_from_moments(
-    shard: Shard, rng: Rng, sums: Tensor | None, settings: Condensation, mechanism: Mechanism, deviation: float
-) -> Surrogates:
-    """Surrogates from sums with noise of this deviation; the shard says which classes, size and device, and may be empty."""
-    if sums is None:
-        return replace(collect(shard, []), num_declined=1)
+def laws_of(sums: Tensor, shape: torch.Size, mechanism: Mechanism, deviation: float) -> list[PictureLaw | None]:
+    """What pictures of this shape are drawn from, for each class of sums with noise of this deviation; None: suppressed."""
     means, enough = noised_means(sums, mechanism.kappa, mechanism.least_count)
     counts = sums[:, -1] / mechanism.kappa
-    classes, images = not_suppressed(shard.task.classes, enough), []
-    shape = shard.images.pixels.shape[1:]
-    for label, mean, count in zip(classes, means[enough], counts[enough], strict=True):
-        noise = torch.randn(
-            settings.ipc, num_rows(mechanism, shape[0]), generator=rng.at("condense", label).generator()
-        )
-        drawn = drawn_pictures(mean.float(), deviation / float(count), shape, noise, *_grids(mechanism))
-        images.append(possible(drawn.to(shard.device), shard.transform))
-    suppressed = int((~enough).sum())
+    return [
+        picture_law(mean.float(), deviation / float(count), shape, *_grids(mechanism)) if sent else None
+        for mean, count, sent in zip(means, counts, enough, strict=True)
+    ]
+
+
+def drawn_from_laws(
+    shard: Shard, rng: Rng, laws: Sequence[PictureLaw | None] | None, settings: Condensation
+) -> Surrogates:
+    """Surrogates; the shard says which classes, size and device, and may be empty. No laws: the site declined."""
+    if laws is None:
+        return replace(collect(shard, []), num_declined=1)
+    classes, images = [], []
+    for label, law in zip(shard.task.classes, laws, strict=True):
+        if law is not None:
+            noise = torch.randn(settings.ipc, len(law.scale), generator=rng.at("condense", label).generator())
+            images.append(possible(drawn_pictures(law, noise).to(shard.device), shard.transform))
+            classes.append(label)
+    suppressed = len(laws) - len(classes)
     if not images:
         return replace(collect(shard, []), num_suppressed=suppressed)
     labels = torch.tensor(classes, device=shard.device).repeat_interleave(settings.ipc)

@@ -11,19 +11,20 @@ rounding of the sums to float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rescene.data import Shard
+from rescene.functional.picture_moments import PictureLaw
 from rescene.functional.release import noised_means
 from rescene.privacy.mechanism import Mechanism
 from rescene.rng import Rng
 from rescene.steps.condense import CHUNK, Condensation, Surrogates, assign
 from rescene.steps.private_embeddings import condensed_embeddings, embedded, networks, released_embeddings
-from rescene.steps.private_moments import drawn_from_moments, moments_of, num_rows, released_moments
+from rescene.steps.private_moments import drawn_from_laws, laws_of, moments_of, num_rows, released_moments
 
 
 def released(
@@ -72,27 +73,31 @@ def condense_released(
 ) -> list[Surrogates]:
     """Post-processing. The shards say which classes, what size and device; they may be empty."""
     if settings.start == "coloured":
-        deviation = mechanism.deviation
-        if mechanism.pooled:
-            sums, deviation = pooled(sums, mechanism)
-        return [
-            drawn_from_moments(shard, rng, own, settings, mechanism, deviation)
-            for shard, rng, own in zip(shards, rngs, sums, strict=True)
-        ]
+        laws = _laws(sums, shards[0].images.pixels.shape[1:], mechanism)
+        return [drawn_from_laws(shard, rng, own, settings) for shard, rng, own in zip(shards, rngs, laws, strict=True)]
     assert net is not None
     return condensed_embeddings(net, shards, rngs, settings, noise_seed, mechanism, sums)
 
 
-def pooled(sums: Sequence[Tensor | None], mechanism: Mechanism) -> tuple[list[Tensor | None], float]:
-    """For every site that sent something the sum of all of them, and the deviation of the noise in it.
+def _laws(
+    sums: Sequence[Tensor | None], shape: torch.Size, mechanism: Mechanism
+) -> Iterable[list[PictureLaw | None] | None]:
+    """What each site's pictures are drawn from, one site at a time; where sums are pooled found once, for all of them."""
+    if not mechanism.pooled:
+        return (None if own is None else laws_of(own, shape, mechanism, mechanism.deviation) for own in sums)
+    total, deviation = pooled(sums, mechanism)
+    together = None if total is None else laws_of(total, shape, mechanism, deviation)
+    return (None if own is None else together for own in sums)
+
+
+def pooled(sums: Sequence[Tensor | None], mechanism: Mechanism) -> tuple[Tensor | None, float]:
+    """The sum of all that was sent, None if nothing was, and the deviation of the noise in it.
 
     Of a class that few sites sent the noise is less than that.
     """
     sent = [own for own in sums if own is not None]
-    if not sent:
-        return list(sums), mechanism.deviation
-    total = torch.stack(sent).sum(dim=0)
-    return [None if own is None else total for own in sums], mechanism.deviation * math.sqrt(len(sent))
+    total = torch.stack(sent).sum(dim=0) if sent else None
+    return total, mechanism.deviation * math.sqrt(len(sent))
 
 
 def sums_upload(sums: Tensor | None, classes: Sequence[int], mechanism: Mechanism) -> dict[str, Any]:

@@ -1,0 +1,33 @@
+"""What a run leaves besides numbers: its model, and a few surrogates to look at."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from safetensors.torch import save
+
+from rescene.engine.checkpoint import write_atomically, write_json
+from rescene.engine.experiment import Experiment
+from rescene.engine.folder import RunFolder
+from rescene.engine.watch import LeakageWatch
+from rescene.methods.base import Model
+from rescene.versions import MODEL
+
+
+def save_model(run: RunFolder, e: Experiment, weights: Model) -> None:
+    """The final model, before anything is evaluated or exported that might fail."""
+    folder = run.directory("model")
+    model = {key: value.detach().cpu().contiguous() for key, value in weights.items()}
+    write_atomically(folder / "final.safetensors", save(model))
+    card = {"schema": MODEL, "arch": vars(e.arch), "classes": list(e.dataset.classes[: e.tasks[-1].num_seen])}
+    look: dict[str, Any] = {"mean": e.dataset.transform.mean, "std": e.dataset.transform.std}
+    if e.recipe.model.lens is not None:
+        look |= {"lens": e.recipe.model.lens, "picture_size": e.dataset.picture_size}
+    write_json(folder / "model.json", card | look)
+
+
+def save_gallery(run: RunFolder, leakage: LeakageWatch) -> None:
+    """A few surrogates per class beside their nearest real images, of all tasks so far."""
+    pictures, rows = leakage.gallery()
+    write_atomically(run.path / "surrogates.safetensors", save(pictures))
+    write_json(run.path / "surrogates.json", {"schema": 1, "pairs": rows})
