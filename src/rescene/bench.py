@@ -21,9 +21,11 @@ from torch import Tensor, nn
 from rescene.data import Images, Shard, Task, Transform
 from rescene.engine import Streams, wire
 from rescene.functional import herd_classes, perturbed
+from rescene.functional.distillation import distillation_loss
 from rescene.nets import Arch, forward_flops
 from rescene.rng import Rng, seeded_generator
-from rescene.steps import Condensation, Training, class_scores, condense, fit_pool, fit_shard, sgd
+from rescene.steps import Condensation, Training, class_scores, condense, fit_pool, fit_shard, frozen, repeatable, sgd
+from rescene.steps.per_image import gradient_norms
 from rescene.steps.recording import TURN
 
 LOOK = Transform(mean=(0.49, 0.48, 0.45), std=(0.25, 0.24, 0.26), pad=4)
@@ -76,6 +78,11 @@ def measure(device: torch.device) -> Iterator[Figure]:
         yield from _agreement(device)
     yield from _condensation(device, size, rate)
     yield _work(f"local training of {SITES} sites", local_speed(device, size), 3, size, rate)
+    taught = local_speed(device, size, _taught)
+    yield _work("the same with a teacher (a loss of one's own)", taught, 4, size, rate)
+    if device.type == "cuda":
+        yield Figure("the last against plain steps", taught / local_speed(device, size, _taught_plainly), "x")
+    yield _work("norms of single images' gradients", norms_speed(device, size), 3, size, rate)
     yield _work("evaluation", evaluation_speed(device, size), 1, size, rate)
     picks = herding_seconds(device, size)
     yield Figure(f"herding, 10 classes, B={size.budget} of {size.candidates}", picks, "s", "<= 0.2")
@@ -225,17 +232,39 @@ def _condensation(device: torch.device, size: Size, rate: float) -> Iterator[Fig
         yield Figure(f"upload of one site, {form}", len(wire.encode(made.images, form)) / 1e6, "MB", "<= 0.07")
 
 
-def local_speed(device: torch.device, size: Size) -> float:
+def _taught_plainly(teacher: nn.Module) -> sgd.Loss:
+    """Cross-entropy and distillation, as FedLwF has them."""
+
+    def loss(net: nn.Module, batch: sgd.Batch) -> Tensor:
+        logits = net(batch.x)
+        with torch.no_grad():
+            targets = teacher(batch.x)
+        return F.cross_entropy(logits, batch.y) + distillation_loss(logits, targets, 2.0)
+
+    return loss
+
+
+def _taught(teacher: nn.Module) -> sgd.Loss:
+    return repeatable(_taught_plainly(teacher))
+
+
+def local_speed(device: torch.device, size: Size, loss_of: Callable[[nn.Module], sgd.Loss] | None = None) -> float:
     """Images per second of a round of local training, as the engine does it: some sites at a time on a GPU."""
     shards, settings = _shards(device, size), Training(local_epochs=4)
     model = _net(device, size, CLASSES).state_dict()
 
     def site(shard: Shard) -> None:
-        fit_shard(size.arch.restore(model), shard, settings, seeded_generator(0, device))
+        loss = None if loss_of is None else loss_of(frozen(size.arch.restore(model), settings))
+        fit_shard(size.arch.restore(model), shard, settings, seeded_generator(0, device), loss)
 
     streams = Streams(device, 2) if device.type == "cuda" else None
     seconds = best(device, lambda: list(streams.outcomes(site, shards) if streams else map(site, shards)))
     return 4 * sum(len(shard) for shard in shards) / seconds
+
+
+def norms_speed(device: torch.device, size: Size) -> float:
+    net, (images, labels) = _net(device, size).eval(), _pool(device, size.real)
+    return size.real / best(device, lambda: gradient_norms(net, images, labels))
 
 
 def evaluation_speed(device: torch.device, size: Size) -> float:

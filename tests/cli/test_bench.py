@@ -25,6 +25,8 @@ def test_every_figure_is_measured_and_written(tmp_path, monkeypatch):
         "server training",
         "condensation of a round",
         "local training",
+        "with a teacher",
+        "norms of single images",
         "evaluation",
         "herding",
         "upload",

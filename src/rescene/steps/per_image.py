@@ -76,7 +76,7 @@ def _layer_norms(layer: nn.Module, x: Tensor, g: Tensor) -> Tensor:
         if places * (size + width) < size * width:
             # ||sum_t g_t a_t^T||^2 = sum_{s, t} <a_s, a_t> <g_s, g_t>: without making the gradient, which is larger
             return (torch.bmm(patches.mT, patches) * torch.bmm(back.mT, back)).sum(dim=(1, 2))
-    return torch.stack([v.flatten(1).square().sum(dim=1) for v in _gradients(layer, x, g).values()]).sum(dim=0)
+    return torch.stack([_squared_sum(v.flatten(1), dim=1) for v in _gradients(layer, x, g).values()]).sum(dim=0)
 
 
 def _cross_entropies(logits: Tensor, y: Tensor) -> Tensor:
@@ -90,9 +90,15 @@ def mean_squared_gradients(
     sums = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
     count = 0
     for x, y in batches:
-        image_gradients(net, x, y, loss, lambda name, g: sums[name].add_(g.square().sum(dim=0)))
+        image_gradients(net, x, y, loss, lambda name, g: sums[name].add_(_squared_sum(g)))
         count += len(y)
     return {name: value / max(count, 1) for name, value in sums.items()}
+
+
+def _squared_sum(g: Tensor, dim: int = 0) -> Tensor:
+    """sum g^2 along a dimension, reading the gradients once and writing nothing of their size."""
+    norms: Tensor = torch.linalg.vector_norm(g, dim=dim)
+    return norms.square()
 
 
 def chunks(net: nn.Module, num_images: int, device: torch.device) -> list[Tensor]:
