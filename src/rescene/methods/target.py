@@ -114,7 +114,7 @@ class TARGET(Synthesis, AveragingMethod):
 
     def _past_batches(self, pixels: Tensor, shard: Shard, rng: Rng) -> Callable[[], Tensor]:
         """The next batch of synthetic images each time, ready for the network."""
-        source = rng.generator()
+        source = rng.generator(shard.device)
         batches = shuffled_batches(pixels, self.synthetic_batch, source)
 
         def beside() -> Tensor:

@@ -29,7 +29,7 @@ def fit_repeated(
     after_epoch: AfterEpoch | None = None,
 ) -> float:
     """Train ``net`` in place for one epoch at each of ``rates``; returns the mean loss of the last one."""
-    steps, mean = Repeated(net, loss, settings), 0.0
+    steps, count = Repeated(net, loss, settings), 0
     for epoch, rate in enumerate(rates, 1):
         steps.lr.fill_(rate)
         steps.total.zero_()
@@ -38,12 +38,12 @@ def fit_repeated(
         kept = [index for index in batches if len(index) > 1 or len(batches) == 1]
         for index in kept:
             steps.train(fetch(index))
-        mean = float(steps.total) / max(len(kept), 1)
+        count = len(kept)
         steps.seen.eval()
         if after_epoch is not None:
             after_epoch(epoch)
     steps.seen.release()
-    return mean
+    return float(steps.total) / max(count, 1)  # the only time that anybody waits for the device
 
 
 def _place(batch: Batch) -> Batch:

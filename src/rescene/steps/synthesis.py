@@ -103,7 +103,7 @@ def synthesise(
         images, notes["synthesis_loss"] = search.round(r)
         pool.append((images * LEVELS).round().to(torch.uint8))
         if r >= settings.warmup_rounds and settings.adversarial_weight > 0:
-            notes["student_loss"] = learning.round(torch.cat(pool), rng.at("distil", r).generator())
+            notes["student_loss"] = learning.round(torch.cat(pool), rng.at("distil", r).generator(device))
     return Synthetic(
         torch.cat(pool), notes | {"synthetic_images": settings.synthesis_rounds * settings.synthesis_batch}
     )
@@ -135,30 +135,33 @@ class Search:
 
     def round(self, r: int) -> tuple[Tensor, float]:
         """The images [synthesis_batch, 3, s, s] in [0, 1] of lowest loss among the steps of round ``r``, and that loss."""
-        s, source = self.settings, self.rng.at("search", r).generator()
-        z = torch.randn(s.synthesis_batch, s.latent_size, generator=source).to(self.device).requires_grad_()
-        labels = torch.randint(self.num_classes, (s.synthesis_batch,), generator=source).to(self.device)
+        s, source = self.settings, self.rng.at("search", r).generator(self.device)
+        z = torch.randn(s.synthesis_batch, s.latent_size, generator=source, device=self.device).requires_grad_()
+        labels = torch.randint(self.num_classes, (s.synthesis_batch,), generator=source, device=self.device)
         copy = deepcopy(self.generator)
         optimiser = torch.optim.Adam(copy.parameters(), s.generator_lr, betas=BETAS)
         optimiser.add_param_group({"params": [z], "lr": s.latent_lr})
         self.student.eval().requires_grad_(False)
-        best, best_loss = None, float("inf")
+        best: Tensor | None = None
+        best_loss = torch.full((), torch.inf, device=self.device)
         for _ in range(s.generator_steps):
             images = copy(z)
             tell_flops(s.synthesis_batch * self.painting_flops)  # both ways: the generator is not the global network
             # Rounds count from 1 in this rule: L_adv joins in round `warmup_rounds`, the student learns a round later.
             loss = self.loss(images, labels, adversarial=r + 1 >= s.warmup_rounds, source=source)
-            if (value := float(loss.detach())) < best_loss:
-                best, best_loss = images.detach(), value
+            better = loss.detach() < best_loss  # decided on the device: nobody waits for it
+            best = images.detach() if best is None else torch.where(better, images.detach(), best)
+            best_loss = torch.where(better, loss.detach(), best_loss)
             optimiser.zero_grad()
             loss.backward()
             if s.meta_update == "fomaml":
                 add_gradients(self.generator, copy)
             optimiser.step()
-        if best is None:
+        found = float(best_loss)
+        if best is None or math.isinf(found):
             raise _diverged(r)
         self._learn_from(copy)
-        return best, best_loss
+        return best, found
 
     def _learn_from(self, copy: nn.Module) -> None:
         """One step of the base generator, and the batch statistics of the round's last step into their average."""
@@ -254,7 +257,7 @@ class StudentTraining:
 def shuffled_batches(items: Tensor, size: int, source: torch.Generator) -> Iterator[Tensor]:
     """Batches of a set without end, every item once before any comes twice; a trailing single item waits (BatchNorm)."""
     while True:
-        for index in torch.split(torch.randperm(len(items), generator=source), size):
+        for index in torch.split(torch.randperm(len(items), generator=source, device=source.device), size):
             if len(index) > 1 or len(items) == 1:
                 yield items[index.to(items.device)]
 
