@@ -28,6 +28,7 @@ from rescene.cli.frame import (
     load_plugins,
     verb,
 )
+from rescene.cli.help import use_plain_help
 from rescene.cli.papers import paper_app
 from rescene.cli.presenting import plot, table
 from rescene.cli.using import export, predict
@@ -363,6 +364,8 @@ def list_things(
             "E109", f"cannot list {what!r}" + (f"; did you mean {close}?" if close else ""), why=", ".join(LISTS)
         )
     print_rows(LISTS[what](), as_json)
+    if what == "recipes" and not as_json:
+        print("The paper's tables are recipes of many cells: rescene paper list")
 
 
 @app.command()
@@ -479,3 +482,4 @@ def doctor(as_json: AsJson = False) -> None:
 
 
 add_examples(app)
+use_plain_help(app, data_app, paper_app, deploy_app, new_app)
