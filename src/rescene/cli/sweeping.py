@@ -63,7 +63,7 @@ def run_sweep(
         print_rows([{"folder": str(r.folder), **_headline(r)} for r in results], as_json=True)
     elif results:
         page = write_report([result.folder for result in results], _common(cells) / "report.html")
-        print_summary(results, page)
+        print_summary(results, page, settings=_settings(cells, results))
     if failures:
         print_rows(failures)
     return len(failures)
@@ -202,6 +202,17 @@ def _split(value: str) -> list[str]:
         else:
             parts[-1] += character
     return parts
+
+
+def _settings(cells: Sequence[Cell], results: Sequence[Result]) -> list[dict[str, str]]:
+    """Of each result, the overrides that the sweep varies, by the last part of their key; the method has its own column."""
+    chosen = {cell.folder: dict(text.split("=", 1) for text in cell.overrides) for cell in cells}
+    varied = {key for key in chosen[cells[0].folder] if len({own[key] for own in chosen.values()}) > 1}
+    varied -= {"method", "method.name"}
+    return [
+        {key.rpartition(".")[2]: value for key, value in chosen[result.folder].items() if key in varied}
+        for result in results
+    ]
 
 
 def _common(cells: list[Cell]) -> Path:
