@@ -24,6 +24,7 @@ from rescene.cli.frame import (
     Plugin,
     Quiet,
     RecipeName,
+    busy,
     interruptible,
     load_plugins,
     verb,
@@ -407,7 +408,8 @@ def report(
     found = [run for folder in folders for run in find_runs(folder)]
     if not found:
         raise ConfigError("E108", "no run folder there", where=", ".join(map(str, folders)), fix="rescene runs")
-    page = write_report(found, out or folders[0] / "report.html")
+    with busy(f"drawing the page of {len(found)} runs"):
+        page = write_report(found, out or folders[0] / "report.html")
     print(page)
     if open_page:
         typer.launch(str(page))

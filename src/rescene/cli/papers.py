@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rescene.cli.frame import AsJson, Jobs, Quiet, interruptible, verb
+from rescene.cli.frame import AsJson, Jobs, Quiet, busy, interruptible, verb
 from rescene.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ Runs = Annotated[
     list[Path] | None, typer.Option("--runs", help="where results lie (default: results/ and runs/); may be repeated")
 ]
 Format = Annotated[str, typer.Option("--format", help="text, markdown, latex, csv, html or json")]
+READING = "reading the stored results"
 Written = Annotated[Path | None, typer.Option("--out", help="file; its ending chooses the format")]
 
 
@@ -38,10 +39,12 @@ def paper_list(
     kind: Format = "text",
 ) -> None:
     """The tables: where they stand in the paper, cells, runs done, command."""
-    from rescene.paper.tables import status_grid
-    from rescene.report.formats import render
+    with busy(READING):
+        from rescene.paper.tables import status_grid
+        from rescene.report.formats import render
 
-    print(render(status_grid(_store(runs), lite), kind), end="")
+        text = render(status_grid(_store(runs), lite), kind)
+    print(text, end="")
 
 
 @paper_app.command("run")
@@ -118,12 +121,15 @@ def paper_table(
 ) -> None:
     """Ours, paper, difference, seeds done, and the command for what is missing."""
     from rescene.cli.presenting import format_for, put
-    from rescene.paper import paper_recipe
-    from rescene.paper.tables import table_grid
-    from rescene.report.formats import render
 
     kind = format_for(kind, out)
-    put(render(table_grid(paper_recipe(name), _store(runs), only or (), commands=kind != "latex"), kind), out)
+    with busy(READING):
+        from rescene.paper import paper_recipe
+        from rescene.paper.tables import table_grid
+        from rescene.report.formats import render
+
+        text = render(table_grid(paper_recipe(name), _store(runs), only or (), commands=kind != "latex"), kind)
+    put(text, out)
 
 
 @paper_app.command("check")
@@ -135,16 +141,17 @@ def paper_check(
     kind: Format = "text",
 ) -> None:
     """Hold stored results against the paper's bands, and its claims against our results; exit code 5 where one fails."""
-    from rescene.paper import paper_recipe, recipe_names
-    from rescene.paper.checks import band_grid
-    from rescene.paper.pages import claims_grid
-    from rescene.report.formats import render
+    with busy(READING):
+        from rescene.paper import paper_recipe, recipe_names
+        from rescene.paper.checks import band_grid
+        from rescene.paper.pages import claims_grid
+        from rescene.report.formats import render
 
-    store = _store(runs)
-    names = recipe_names(lite=False) if name == "all" else [] if name == "claims" else [name]
-    grids = [band_grid([paper_recipe(n) for n in names], store, everything)] if names else []
-    grids += [claims_grid(store)] if name in ("all", "claims") else []
-    parts = [render(grid, kind) for grid in grids]
+        store = _store(runs)
+        names = recipe_names(lite=False) if name == "all" else [] if name == "claims" else [name]
+        grids = [band_grid([paper_recipe(n) for n in names], store, everything)] if names else []
+        grids += [claims_grid(store)] if name in ("all", "claims") else []
+        parts = [render(grid, kind) for grid in grids]
     several = kind == "json" and len(parts) > 1
     print(f"[{','.join(parts)}]\n" if several else "\n".join(parts), end="")
     verdicts = {str(row[grid.columns.index("verdict")]) for grid in grids for row in grid.rows}
@@ -161,12 +168,14 @@ def paper_figure(
 ) -> None:
     """A figure of the paper: its values hollow, ours filled."""
     from rescene.cli.presenting import writing
-    from rescene.paper.figures import figure
-    from rescene.report.canvas import render
 
-    plot = figure(name, _store(runs))
-    with writing(out / f"{plot.name}.png"):
-        render(plot, out)
+    with busy(READING):
+        from rescene.paper.figures import figure
+        from rescene.report.canvas import render
+
+        plot = figure(name, _store(runs))
+        with writing(out / f"{plot.name}.png"):
+            render(plot, out)
     print(out / f"{plot.name}.png")
 
 

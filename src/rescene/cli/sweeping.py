@@ -15,6 +15,7 @@ import torch
 
 from rescene.api import Result, default_folder, execute, load
 from rescene.cli.costing import NO_FORECAST, plan_columns, plan_words, price
+from rescene.cli.frame import busy
 from rescene.cli.listing import Row, print_rows
 from rescene.cli.live import watch
 from rescene.cli.livepage import live_page
@@ -143,7 +144,7 @@ def print_plan(cells: Sequence[Cell], as_json: bool, refused: Sequence[Row] = ()
     rows: list[dict[str, Any]] = []
     total: dict[str, float] = {}
     problems: dict[str, str] = {}
-    for cell in cells:
+    for cell in _one_by_one(cells):
         row: dict[str, Any] = {"cell": " ".join(cell.overrides), "folder": str(cell.folder)}
         problem: ResceneError | None
         try:
@@ -167,6 +168,14 @@ def print_plan(cells: Sequence[Cell], as_json: bool, refused: Sequence[Row] = ()
     if not as_json:
         for what, fix in problems.items():
             print(f"{what}\n  fix: {fix}")
+
+
+def _one_by_one(cells: Sequence[Cell]) -> Iterator[Cell]:
+    """The cells, each announced while it is priced."""
+    with busy("measuring this device") as status:
+        for number, cell in enumerate(cells, start=1):
+            yield cell
+            status.update(f"pricing cell {number} of {len(cells)} ...")
 
 
 def grid(recipe: str, overrides: list[str], seeds: str, out: Path | None) -> list[Cell]:
