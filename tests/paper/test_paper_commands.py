@@ -73,6 +73,12 @@ def test_the_plan_names_the_small_form_and_says_that_it_is_not_comparable(here, 
     assert "rescene paper run budget-lite" in full
 
 
+def test_a_cell_without_a_forecast_still_needs_its_images(here):
+    shown = invoke("run", "privacy", "--only", "*sigma=5", "--seeds", "0", "--plan", "--runs", "kept").output
+    assert shown.count("cannot run: E201") == 4 and "to run" not in shown
+    assert "rescene data prepare cifar10" in shown and "No cost in advance for 4 of 4 cells" in shown
+
+
 def test_a_table_is_no_recipe_and_the_message_says_what_to_type():
     result = CliRunner().invoke(app, ["sweep", "paper/main", "--plan"])
     assert result.exit_code == 2 and "rescene paper run main --plan" in result.output

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from rescene.api import Result, default_folder, execute, load
-from rescene.cli.costing import NO_FORECAST, plan_columns, plan_words, price
+from rescene.cli.costing import NO_FORECAST, load_or_stand_in, plan_columns, plan_words, price
 from rescene.cli.frame import busy
 from rescene.cli.listing import Row, print_rows
 from rescene.cli.live import watch
@@ -144,6 +145,7 @@ def print_plan(cells: Sequence[Cell], as_json: bool, refused: Sequence[Row] = ()
     rows: list[dict[str, Any]] = []
     total: dict[str, float] = {}
     problems: dict[str, str] = {}
+    unpriced: list[str] = []
     for cell in _one_by_one(cells):
         row: dict[str, Any] = {"cell": " ".join(cell.overrides), "folder": str(cell.folder)}
         problem: ResceneError | None
@@ -151,7 +153,10 @@ def print_plan(cells: Sequence[Cell], as_json: bool, refused: Sequence[Row] = ()
             priced = price(cell.resolved)
             figures, problem = plan_columns(priced), priced.missing
         except ResceneError as error:
-            figures, problem = {}, None if error.code == NO_FORECAST else error  # a plug-in runs all the same
+            figures, problem = {}, error
+            if error.code == NO_FORECAST:  # it may run all the same
+                problem = _missing(cell)
+                unpriced.append(error.why or "")
         if problem is not None and not cell.done:
             row["state"] = f"cannot run: {problem.code}"
             problems[f"[{problem.code}] {problem.what}"] = problem.fix or ""
@@ -168,6 +173,16 @@ def print_plan(cells: Sequence[Cell], as_json: bool, refused: Sequence[Row] = ()
     if not as_json:
         for what, fix in problems.items():
             print(f"{what}\n  fix: {fix}")
+        for why, num in Counter(unpriced).items():
+            print(f"No cost in advance for {num} of {len(cells)} cells: {why}.")
+
+
+def _missing(cell: Cell) -> ResceneError | None:
+    """The complaint about a cell's images, if they are not here."""
+    try:
+        return load_or_stand_in(cell.resolved.recipe.data)[1]
+    except ResceneError as error:
+        return error
 
 
 def _one_by_one(cells: Sequence[Cell]) -> Iterator[Cell]:
