@@ -35,6 +35,14 @@ def test_every_example_of_the_help_parses(line):
     assert f"  {line}\n" in shown
 
 
+@pytest.mark.parametrize("verb", [("run",), ("table",), ("paper", "run"), ("data", "inspect"), ("deploy", "check")])
+def test_help_says_once_what_each_argument_is_and_has_no_escapes(verb):
+    shown = invoke(app, [*verb, "--help"]).output
+    assert shown.count("rguments:\n") == 1 and "\\[" not in shown and "[required]" in shown
+    first = shown.partition("Arguments:\n")[2].splitlines()[0]
+    assert len(first.partition("[required]")[0].split()) > 1, "the first argument is not described"
+
+
 def test_exit_codes_stand_in_the_help():
     text = " ".join(invoke(app, ["--help"]).output.split())
     for words in ("0 done", "2 recipe or usage", "3 data", "4 run failed", "5 check failed", "130 interrupted"):

@@ -80,6 +80,15 @@ def test_a_sweep_skips_what_is_done_and_goes_on_after_a_failure(tmp_path):
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "s").glob("*/results.json")} == before
 
 
+def test_a_sweep_says_which_row_is_which(tmp_path):
+    args = ["sweep", "smoke", "method=fedavg", "federation.beta=0.1,0.5", "--seeds", "0,1"]
+    result = invoke(app, [*args, *TINY, "--out", str(tmp_path / "s"), "-q"])
+    assert result.exit_code == 0, result.output
+    head, *rows = [line.split() for line in result.output.splitlines()[:5]]
+    assert head[:4] == ["method", "beta", "seed", "AA"]
+    assert [row[:3] for row in rows] == [["fedavg", beta, seed] for beta in ("0.1", "0.5") for seed in "01"]
+
+
 def test_cost_before_a_run():
     facts = json.loads(invoke(app, ["cost", "smoke", "model.width=2", "--uplink-mbps", "8", "--json"]).output)
     assert facts["method"] == "ReSCENE" and facts["forecast"]["client_flops"] > 0

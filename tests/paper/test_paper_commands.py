@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from rescene.cli import sweeping
 from rescene.cli.app import app
 from rescene.paper import Store, paper_recipe, recipes
+from rescene.paper.figures import _final_rows, _mark
 from rescene.paper.pages import refreshed
 
 ROOT = Path(__file__).parents[2]
@@ -50,8 +51,37 @@ def test_list_and_table(here):
     for kind in ("text", "markdown", "latex", "csv", "html", "json"):
         result = invoke("table", "main", "--only", "cifar10/0.5/fedavg", "--runs", "kept", "--format", kind)
         assert result.exit_code == 0 and "15.84" in result.output, result.output
-    assert invoke("table", "main", "--runs", "kept", "--out", "main.tex", "--format", "latex").exit_code == 0
-    assert "toprule" in (here / "main.tex").read_text()
+    assert invoke("table", "main", "--runs", "kept", "--out", "made/main.tex").exit_code == 0
+    assert "toprule" in (here / "made" / "main.tex").read_text()
+    assert "main-lite" in invoke("list", "--runs", "kept").output
+
+
+def test_what_cannot_be_written_gets_an_answer(here):
+    (here / "file").write_text("")
+    for args, code in [
+        (("table", "budget", "--out", "file/t.tex"), "E147"),
+        (("table", "budget", "--out", "t.doc"), "E140"),
+        (("figure", "old-recent", "--out", "file/drawn"), "E147"),
+    ]:
+        result = invoke(*args, "--runs", "kept")
+        assert result.exit_code == 2 and code in result.output, result.output
+
+
+def test_the_plan_names_the_small_form_and_says_that_it_is_not_comparable(here, tiny):
+    assert "Not comparable with the paper" in invoke("run", tiny, "--plan", "--runs", "kept").output
+    full = invoke("run", "budget", "--only", "*B=500", "--seeds", "0", "--plan", "--runs", "kept").output
+    assert "rescene paper run budget-lite" in full
+
+
+def test_a_cell_without_a_forecast_still_needs_its_images(here):
+    shown = invoke("run", "privacy", "--only", "*sigma=5", "--seeds", "0", "--plan", "--runs", "kept").output
+    assert shown.count("cannot run: E201") == 4 and "to run" not in shown
+    assert "rescene data prepare cifar10" in shown and "No cost in advance for 4 of 4 cells" in shown
+
+
+def test_a_table_is_no_recipe_and_the_message_says_what_to_type():
+    result = CliRunner().invoke(app, ["sweep", "paper/main", "--plan"])
+    assert result.exit_code == 2 and "rescene paper run main --plan" in result.output
 
 
 def test_run_goes_on_where_a_cell_cannot(here, tiny):
@@ -103,6 +133,11 @@ def test_check_fails_where_a_result_falls_out_of_its_band(here):
     assert bad.exit_code == 5 and "out of band" in bad.output and "at least 68.80" in bad.output
 
 
+def test_check_of_everything_is_one_json_document(here):
+    bands, claims = json.loads(invoke("check", "--runs", "kept", "--format", "json").output)
+    assert "allowed" in bands["columns"] and "claim" in claims["columns"]
+
+
 def test_check_claims(here):
     assert invoke("check", "claims", "--runs", "kept").exit_code == 0
     write_run(here / "kept", cell_of(MAIN, "cifar10/0.5/rescene"), aa=50.0)
@@ -142,6 +177,18 @@ def test_figures(here, name, rows):
     assert len(lines) - 1 - len(ours) == rows and len(ours) == (1 if name == "old-recent" else 5)
     svg = (here / "drawn" / f"paper-{name}.svg").read_text()
     assert all(text in svg for text in ("CIFAR-100", "TinyImageNet", "ReSCENE (ours)", "ReSCENE (paper)"))
+
+
+def test_fewer_server_epochs_look_different_in_a_figure(here):
+    cell, drawn = cell_of(MAIN, "cifar10/0.1/rescene"), []
+    for overrides in ((), ("train.server_epochs=10",)):
+        matrix = [[50.0 if j <= i else None for j in range(5)] for i in range(5)]
+        write_run(here / "kept", cell, matrix=matrix, overrides=overrides)
+    for row in _final_rows(Store([here / "kept"])):
+        if row["whose"] == "ours":
+            drawn.append(_mark(row, 8))
+    full, fast = drawn
+    assert full.get("fillstyle", "full") == "full" and fast["fillstyle"] != "full"
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/paper.md"])

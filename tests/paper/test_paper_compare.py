@@ -55,7 +55,7 @@ def test_old_results_without_a_newer_key_and_damaged_ones(tmp_path):
     (tmp_path / "torn").mkdir()
     (tmp_path / "torn" / "results.json").write_text('{"aa": 1')
     store = Store([tmp_path])
-    assert len(store.find(cell.resolve().recipe)) == 1
+    assert len(store.find(cell.experiment)) == 1
     assert sorted(path.name for path in store.unreadable) == ["run-1", "torn"]
     assert any("torn" in note for note in table_grid(MAIN, store, [cell.name]).notes)
 
@@ -136,6 +136,52 @@ def test_measured_costs_stand_beside_the_nominal_ones(tmp_path):
     assert total["server_share"].mean == pytest.approx(60.0)
 
 
+def test_replay_memory_needs_no_run_and_agrees_with_table_8(tmp_path):
+    recipe = paper_recipe("matched-memory")
+    for line in compare(recipe, Store([tmp_path])):
+        for metric in ("budget", "images_per_client", "images_in_all"):
+            if metric in line.paper:
+                ours, told = line.ours[metric].mean, line.paper[metric].mean
+                split = line.cell.method == "refed" and metric != "budget"  # its cache follows the split
+                assert ours == pytest.approx(told, rel=0.1) if split else ours == told, (line.cell.name, metric)
+
+
+@pytest.mark.parametrize(("setting", "kept"), [("temporal", 1500.0), ("keep-all", 4000.0)])
+def test_surrogates_kept_and_their_share_of_all(tmp_path, setting, kept):
+    recipe = paper_recipe("full-accumulation")
+    name = f"cifar10/0.5/rescene/{setting}"
+    folder = write_run(tmp_path, cell_of(recipe, name))
+    results = json.loads((folder / "results.json").read_text())
+    classes = [{"num_pool": 3000, "num_kept": 1000}, {"num_pool": 1000, "num_kept": 500}]
+    (folder / "results.json").write_text(json.dumps(results | {"theory": {"classes": classes}}))
+    ours = line_of(compare(recipe, Store([tmp_path])), name).ours
+    assert (ours["samples"].mean, ours["samples_ratio"].mean) == (kept, kept / 4000)
+
+
+def test_a_bound_in_the_paper_is_shown_as_one_and_has_no_difference(tmp_path):
+    grid = table_grid(paper_recipe("cost-total"), Store([tmp_path]), ["cifar10/0.5/glfc"])
+    rows = {row[4]: dict(zip(grid.columns, row, strict=True)) for row in grid.rows}
+    assert "less than" in rows["paper"]["server PFLOP"].note and rows["difference"]["server PFLOP"].mean is None
+    assert rows["paper"]["total PFLOP"].note == "" and rows["difference"]["total PFLOP"].mean is not None
+
+
+def test_no_method_is_best_of_itself(tmp_path):
+    cell = cell_of(MAIN, "cifar10/0.1/rescene")
+    write_run(tmp_path, cell, aa=80.0)
+    write_run(tmp_path, cell, aa=70.0, overrides=("train.server_epochs=10",))
+    alone = render(table_grid(MAIN, Store([tmp_path]), ["cifar10/0.1"]), "text")
+    assert "80.00" in alone and "70.00" in alone and "*" not in alone
+    write_run(tmp_path, cell_of(MAIN, "cifar10/0.1/refed"), aa=30.0)
+    shown = render(table_grid(MAIN, Store([tmp_path]), ["cifar10/0.1"]), "text")
+    assert "80.00*" in shown and "Marked (*" in shown
+    assert "The rest: rescene paper run main --only cifar10/0.1" in shown
+
+
+def test_domains_have_names(tmp_path):
+    notes = table_grid(paper_recipe("office31"), Store([tmp_path])).notes
+    assert "Domains: T0 Amazon, T1 DSLR, T2 Webcam." in notes
+
+
 def test_changes_are_relative_to_twenty_clients(tmp_path):
     recipe = paper_recipe("clients-100")
     write_run(tmp_path, cell_of(MAIN, "cifar10/0.5/refed"), aa=50.0)
@@ -146,7 +192,7 @@ def test_changes_are_relative_to_twenty_clients(tmp_path):
 
 def test_what_a_run_does_not_hold_is_none(tmp_path):
     write_run(tmp_path, cell_of(MAIN, "cifar10/0.5/fedavg"), cost={"nominal": None, "measured": {}})
-    (run,) = Store([tmp_path]).find(cell_of(MAIN, "cifar10/0.5/fedavg").resolve().recipe)
+    (run,) = Store([tmp_path]).find(cell_of(MAIN, "cifar10/0.5/fedavg").experiment)
     assert [read(run, m) for m in ("client_pflop", "task_9", "samples", "task_server_pflop")] == [None] * 4
     assert over_seeds([run], "server_compute_ratio", reference=[run]) is None
     assert read(run, "task_1") == 60.0

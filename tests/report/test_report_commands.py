@@ -97,17 +97,17 @@ def pages(monkeypatch: pytest.MonkeyPatch) -> tuple[Clock, list[float]]:
     return clock, written
 
 
-def test_the_page_follows_the_tasks_in_a_twentieth_of_the_time(
+def test_the_page_follows_rounds_and_tasks_in_a_twentieth_of_the_time(
     pages: tuple[Clock, list[float]], tmp_path: Path
 ) -> None:
     clock, written = pages
     told: list[str] = []
     with live_page(lambda event: told.append(event["event"]), [tmp_path], tmp_path / "r.html") as take:
-        for second, kind in ((10, "task"), (70, "round"), (71, "task"), (90, "task"), (112, "task"), (113.5, "task")):
+        for second, kind in ((10, "task"), (70, "phase"), (71, "round"), (90, "task"), (112, "task"), (113.5, "task")):
             clock.now = max(clock.now, second)
             take({"event": kind})
     assert written == [71, 113.5]  # 3 s assumed: from 60 s on; 2 s taken: 40 s after 73
-    assert told == ["task", "round", "task", "task", "task", "task"]
+    assert told == ["task", "phase", "round", "page", "task", "task", "task"]  # the page is announced once
 
 
 def test_an_interrupted_run_leaves_no_page_that_says_running(pages: tuple[Clock, list[float]], tmp_path: Path) -> None:

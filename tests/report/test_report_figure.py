@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,10 @@ from report_fixtures import accuracy_matrix, leakage, write_run
 
 from rescene.errors import ConfigError
 from rescene.report import load_run
-from rescene.report.canvas import Plot
+from rescene.report.canvas import Plot, _drawn
 from rescene.report.figure import KINDS, figure, together
 from rescene.report.groups import Group, group_runs
+from rescene.report.plots_curves import matching_curve, rounds_curve
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +47,35 @@ def test_print_formats_repeat_to_the_byte(groups: list[Group], tmp_path: Path, e
     first, _ = figure(groups, "old-recent", tmp_path / f"a{ending}")
     again, _ = figure(groups, "old-recent", tmp_path / f"b{ending}")
     assert first.read_bytes() == again.read_bytes() and first.read_bytes().startswith(start)
+
+
+def ticks(plot: Plot | None) -> tuple[list[str], list[str]]:
+    """What stands at the two axes of a plot."""
+    assert plot is not None
+    with _drawn(plot) as sheet:
+        sheet.draw_without_rendering()
+        (axes,) = sheet.axes
+        both = [[text.get_text() for text in axis.get_ticklabels(which="both")] for axis in (axes.xaxis, axes.yaxis)]
+    return both[0], both[1]
+
+
+def test_few_rounds_are_whole_numbers(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    few = [line for line in lines if json.loads(line).get("kind") == "round"][:3]
+    (folder / "metrics.jsonl").write_text("\n".join(few))
+    shown = ticks(rounds_curve(group_runs([load_run(folder)])))[0]
+    assert {"1", "2", "3"} <= set(shown) and not any("." in text for text in shown)
+
+
+def test_a_loss_within_one_power_of_ten_has_readable_ticks(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for i, line in enumerate(lines):
+        line["notes"] = {"matching_loss": 0.2 + 0.01 * i}
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    shown = ticks(matching_curve(group_runs([load_run(folder)])))[1]
+    assert sum(bool(text) for text in shown) > 1 and not any("$" in text for text in shown)
 
 
 def test_curves_hold_both_panels_and_every_seed(groups: list[Group], tmp_path: Path) -> None:

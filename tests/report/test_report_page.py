@@ -17,11 +17,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 from page_parser import Page
-from report_fixtures import CLASSES, NUM_TASKS, accuracy_matrix, leakage, partition, results, write_run, write_running
+from report_fixtures import (
+    CLASSES,
+    NUM_TASKS,
+    accuracy_matrix,
+    config,
+    leakage,
+    partition,
+    results,
+    write_run,
+    write_running,
+)
 
 import rescene.report
 from rescene.errors import DataError
 from rescene.report import canvas, comparison_rows, load_run, write_report
+from rescene.report.facts import setting
 
 FIGURES = {
     *("old-recent", "inside-between", "forgetting", "tasks", "incremental", "rounds", "confusion"),
@@ -294,3 +305,21 @@ def test_report_layer_reads_files_only_and_imports_lazily() -> None:
     probe = "import sys, rescene.report; print([m for m in ('torch', 'matplotlib', 'PIL') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_setting_tells_every_value_where_runs_differ(tmp_path: Path) -> None:
+    runs = []
+    for beta in (0.5, 0.1):
+        own = config("rescene", 0)
+        own["federation"]["beta"] = beta
+        runs.append(load_run(write_run(tmp_path / f"run-{beta}", config=own)))
+    told = dict(setting(runs[0], runs))
+    assert told["Skew β"] == "0.1, 0.5" and told["Tasks"] == str(NUM_TASKS)
+
+
+def test_classes_are_those_of_the_tasks(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    told = json.loads((folder / "partition.json").read_text())
+    (folder / "partition.json").write_text(json.dumps(told | {"classes": [*CLASSES, "never asked"]}))
+    run = load_run(folder)
+    assert dict(setting(run, [run]))["Classes"] == str(len(CLASSES))

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 from page_parser import Page
-from report_fixtures import write_run
+from report_fixtures import config, write_run
 from typer.testing import CliRunner
 
 from rescene.cli.app import app
 from rescene.report import load_run, write_report
+from rescene.report.plots_pool import pool_balance
 from rescene.report.theory import class_rows, findings
 
 invoke = CliRunner().invoke
@@ -157,3 +158,18 @@ def test_the_verb_says_what_is_missing(tmp_path: Path, case: str) -> None:
     result = invoke(app, ["theory", str(folder)])
     assert result.exit_code == 2 and "Traceback" not in result.output
     assert ("E108" if case == "nowhere" else "E160") in result.output and "fix" in result.output
+
+
+def test_the_pool_is_shown_as_it_is_held_and_as_it_is_drawn(tmp_path: Path) -> None:
+    own = config("rescene", 0)
+    own["method"] |= {"alpha": 0.5}
+    rows = (class_row("Coat", num_kept=100), class_row("Bag", task=1, num_pool=400, num_kept=100))
+    run = load_run(write_run(tmp_path / "run", theory=record(*rows), config=own))
+    plot = pool_balance(run)
+    assert plot is not None
+    # an earlier class has its buffer, the newest every upload: 100 and 400; square roots 10 and 20
+    assert [(row["class"], row["n_c"], row["pi_c"]) for row in plot.rows] == [("Coat", 100, 20.0), ("Bag", 400, 80.0)]
+    assert [row["q_c"] for row in plot.rows] == pytest.approx([100 / 3, 200 / 3])
+    page = write_report([tmp_path / "run"], tmp_path / "r.html").read_text("utf-8")
+    assert "What the server trains on" in page and 'id="figure-pool"' in page
+    assert pool_balance(load_run(write_run(tmp_path / "other", "fedavg"))) is None

@@ -13,6 +13,7 @@ from rescene.cli.data_verbs import data_app
 from rescene.cli.deploying import deploy_app
 from rescene.cli.estimate_verbs import audit, bench, cost, privacy, scale
 from rescene.cli.examples import add_examples
+from rescene.cli.help import use_plain_help
 from rescene.cli.look_verbs import doctor, list_things, quarantine, report, runs, show, theory
 from rescene.cli.method_verbs import explain, new_app
 from rescene.cli.papers import paper_app
@@ -64,3 +65,4 @@ app.command("list")(list_things)
 for one in (show, report, table, plot, export, predict, theory, quarantine, runs, doctor):
     app.command()(one)
 add_examples(app)
+use_plain_help(app, data_app, paper_app, deploy_app, new_app)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
 
+from rescene.cli.frame import busy
 from rescene.cli.listing import print_rows
 from rescene.config import Resolved
 from rescene.config.schema import DataSection
@@ -75,7 +76,8 @@ def show_cost(
     ):
         if value is not None and not value > 0:
             raise ConfigError("E115", f"--{name} {value:g} is not possible", fix="a number above 0")
-    priced = price(resolved)
+    with busy("measuring this device"):
+        priced = price(resolved)
     facts = _facts(priced, uplink_mbps, client_gflops, server_gflops)
     if as_json:
         print(json.dumps(facts))

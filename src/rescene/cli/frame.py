@@ -8,12 +8,15 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from rescene.cli.completion import complete_override, complete_recipe
 from rescene.errors import ResceneError
+
+if TYPE_CHECKING:
+    from rich.status import Status
 
 RecipeName = Annotated[
     str,
@@ -60,6 +63,13 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
             _stop(error)
 
     return guarded
+
+
+def busy(what: str) -> Status:
+    """``with busy("counting") as status``: says on a terminal what takes a while, until it is done; elsewhere nothing."""
+    from rich.console import Console
+
+    return Console(stderr=True).status(f"{what} ...")
 
 
 def load_plugins(paths: list[Path] | None) -> None:

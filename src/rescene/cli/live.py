@@ -14,6 +14,7 @@ from rich.live import Live
 from rich.table import Table
 
 Event = dict[str, Any]
+PAGE = "the page so far, which follows the run: {page}"
 WIDE = 1.5  # slowest over mean pace from which one number would promise too much
 
 
@@ -92,6 +93,8 @@ class Lines:
                 f"{event['method']:<8} task {event['task'] + 1} done: "
                 + "  ".join(f"{a:.1f}" for a in event["accuracy"])
             )
+        elif kind == "page":
+            self._say(PAGE.format(**event))
         elif kind == "event" and event["level"] != "info":
             self._say(f"{event['level']}[{event['code']}] {event['message']}")
 
@@ -132,6 +135,8 @@ class Panel:
             row["tasks"] = "  ".join(f"{a:.0f}" for a in event["accuracy"])
         elif kind == "done":
             row["phase"] = "done"
+        elif kind == "page":
+            self.console.print(PAGE.format(**event), markup=False)
         elif kind == "event" and event["level"] != "info":
             self.console.print(f"{event['level']}[{event['code']}] {event['message']}", markup=False)
         row["left"] = "" if kind == "done" else self.pace.left()

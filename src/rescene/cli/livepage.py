@@ -1,4 +1,4 @@
-"""The report of a run that is going: rewritten after tasks, so that the open page, which reloads itself, stays true."""
+"""The report of a run that is going: rewritten after rounds, so that the open page, which reloads itself, stays true."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ def live_page(tell: Callable[[Event], None], folders: Sequence[Path], page: Path
 
     def take(event: Event) -> None:
         tell(event)
-        if event["event"] == "task":
+        if event["event"] in ("round", "task"):
+            before = written.exists
             written.perhaps()
+            if written.exists and not before:
+                tell({**event, "event": "page", "page": str(page)})
 
     try:
         yield take

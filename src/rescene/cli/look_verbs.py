@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from rescene.cli.frame import AsJson, Overrides, Plugin, load_plugins, verb
+from rescene.cli.frame import AsJson, Overrides, Plugin, busy, load_plugins, verb
 from rescene.errors import ConfigError, did_you_mean
 
 
@@ -29,6 +29,8 @@ def list_things(
             "E109", f"cannot list {what!r}" + (f"; did you mean {close}?" if close else ""), why=", ".join(LISTS)
         )
     print_rows(LISTS[what](), as_json)
+    if what == "recipes" and not as_json:
+        print("The paper's tables are recipes of many cells: rescene paper list")
 
 
 @verb
@@ -68,7 +70,8 @@ def report(
     found = [run for folder in folders for run in find_runs(folder)]
     if not found:
         raise ConfigError("E108", "no run folder there", where=", ".join(map(str, folders)), fix="rescene runs")
-    page = write_report(found, out or folders[0] / "report.html")
+    with busy(f"drawing the page of {len(found)} runs"):
+        page = write_report(found, out or folders[0] / "report.html")
     print(page)
     if open_page:
         typer.launch(str(page))

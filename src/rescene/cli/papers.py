@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rescene.cli.frame import AsJson, Jobs, Quiet, interruptible, verb
+from rescene.cli.frame import AsJson, Jobs, Quiet, busy, interruptible, verb
 from rescene.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,7 +27,8 @@ Runs = Annotated[
     list[Path] | None, typer.Option("--runs", help="where results lie (default: results/ and runs/); may be repeated")
 ]
 Format = Annotated[str, typer.Option("--format", help="text, markdown, latex, csv, html or json")]
-Written = Annotated[Path | None, typer.Option("--out", help="write to this file instead of the terminal")]
+READING = "reading the stored results"
+Written = Annotated[Path | None, typer.Option("--out", help="file; its ending chooses the format")]
 
 
 @paper_app.command("list")
@@ -38,10 +39,12 @@ def paper_list(
     kind: Format = "text",
 ) -> None:
     """The tables: where they stand in the paper, cells, runs done, command."""
-    from rescene.paper.tables import status_grid
-    from rescene.report.formats import render
+    with busy(READING):
+        from rescene.paper.tables import status_grid
+        from rescene.report.formats import render
 
-    print(render(status_grid(_store(runs), lite), kind), end="")
+        text = render(status_grid(_store(runs), lite), kind)
+    print(text, end="")
 
 
 @paper_app.command("run")
@@ -66,7 +69,7 @@ def paper_run(
     from rescene.cli.listing import print_rows
     from rescene.cli.sweeping import print_plan, run_cells
     from rescene.paper import paper_recipe
-    from rescene.paper.tables import table_grid
+    from rescene.paper.tables import NOT_COMPARABLE, table_grid
     from rescene.report.formats import render
 
     recipe = paper_recipe(name)
@@ -77,6 +80,12 @@ def paper_run(
     if plan:
         runs_to_plan = [_sweep_cell(cell, seed, store, out) for cell in wanted for seed in numbers]
         print_plan(runs_to_plan, as_json, _refused_rows(refused))
+        if not as_json:
+            print(
+                NOT_COMPARABLE
+                if recipe.lite
+                else f"A small form, in minutes: rescene paper run {recipe.name}-lite --plan"
+            )
         return
     ready: list[Cell] = []
     for cell in wanted:
@@ -103,18 +112,24 @@ def paper_run(
 
 @paper_app.command("table")
 @verb
-def paper_table(name: Name, only: Only = None, runs: Runs = None, kind: Format = "text", out: Written = None) -> None:
+def paper_table(
+    name: Name,
+    only: Only = None,
+    runs: Runs = None,
+    kind: Annotated[str, typer.Option("--format", help="text, markdown, latex, csv, html or json")] = "",
+    out: Written = None,
+) -> None:
     """Ours, paper, difference, seeds done, and the command for what is missing."""
-    from rescene.paper import paper_recipe
-    from rescene.paper.tables import table_grid
-    from rescene.report.formats import render
+    from rescene.cli.presenting import format_for, put
 
-    text = render(table_grid(paper_recipe(name), _store(runs), only or (), commands=kind != "latex"), kind)
-    if out:
-        out.write_text(text, encoding="utf-8")
-        print(out)
-    else:
-        print(text, end="")
+    kind = format_for(kind, out)
+    with busy(READING):
+        from rescene.paper import paper_recipe
+        from rescene.paper.tables import table_grid
+        from rescene.report.formats import render
+
+        text = render(table_grid(paper_recipe(name), _store(runs), only or (), commands=kind != "latex"), kind)
+    put(text, out)
 
 
 @paper_app.command("check")
@@ -126,16 +141,19 @@ def paper_check(
     kind: Format = "text",
 ) -> None:
     """Hold stored results against the paper's bands, and its claims against our results; exit code 5 where one fails."""
-    from rescene.paper import paper_recipe, recipe_names
-    from rescene.paper.checks import band_grid
-    from rescene.paper.pages import claims_grid
-    from rescene.report.formats import render
+    with busy(READING):
+        from rescene.paper import paper_recipe, recipe_names
+        from rescene.paper.checks import band_grid
+        from rescene.paper.pages import claims_grid
+        from rescene.report.formats import render
 
-    store = _store(runs)
-    names = recipe_names(lite=False) if name == "all" else [] if name == "claims" else [name]
-    grids = [band_grid([paper_recipe(n) for n in names], store, everything)] if names else []
-    grids += [claims_grid(store)] if name in ("all", "claims") else []
-    print("\n".join(render(grid, kind) for grid in grids), end="")
+        store = _store(runs)
+        names = recipe_names(lite=False) if name == "all" else [] if name == "claims" else [name]
+        grids = [band_grid([paper_recipe(n) for n in names], store, everything)] if names else []
+        grids += [claims_grid(store)] if name in ("all", "claims") else []
+        parts = [render(grid, kind) for grid in grids]
+    several = kind == "json" and len(parts) > 1
+    print(f"[{','.join(parts)}]\n" if several else "\n".join(parts), end="")
     verdicts = {str(row[grid.columns.index("verdict")]) for grid in grids for row in grid.rows}
     if verdicts & {"out of band", "not supported"}:
         raise typer.Exit(5)
@@ -149,12 +167,15 @@ def paper_figure(
     runs: Runs = None,
 ) -> None:
     """A figure of the paper: its values hollow, ours filled."""
-    from rescene.paper.figures import figure
-    from rescene.report.canvas import render
+    from rescene.cli.presenting import writing
 
-    plot = figure(name, _store(runs))
-    out.mkdir(parents=True, exist_ok=True)
-    render(plot, out)
+    with busy(READING):
+        from rescene.paper.figures import figure
+        from rescene.report.canvas import render
+
+        plot = figure(name, _store(runs))
+        with writing(out / f"{plot.name}.png"):
+            render(plot, out)
     print(out / f"{plot.name}.png")
 
 
@@ -206,7 +227,7 @@ def _sweep_cell(cell: PaperCell, seed: int, store: Store, out: Path | None) -> C
     from rescene.cli.sweeping import Cell
 
     resolved = cell.resolve(f"seed={seed}")
-    found = store.find(resolved.recipe, [seed])
+    found = store.find(cell.experiment, [seed])
     folder = default_folder(resolved)
     place = found[0].folder if found else out / folder.name if out else folder
     return Cell((cell.name, f"seed={seed}"), resolved, place)

@@ -50,16 +50,26 @@ def table(
     from rescene.report.compare import compare
     from rescene.report.formats import render
 
+    kind = format_for(kind, out)
+    put(render(compare(loaded(folders), by, metric, across), kind), out)
+
+
+def format_for(kind: str, out: Path | None) -> str:
+    """The format that was asked for, or else the one of the file's ending."""
     ending = out.suffix if out else ".txt"
     kind = kind or _KINDS.get(ending, "")
     if not kind:
         why = f"known endings are {', '.join(_KINDS)}"
         raise ConfigError("E140", f"no table format ends in '{ending}'", where="--out", why=why, fix="--format csv")
-    text = render(compare(loaded(folders), by, metric, across), kind)
+    return kind
+
+
+def put(text: str, out: Path | None) -> None:
+    """To the terminal or into a file, whose name is printed."""
     if out is None:
         print(text, end="")
         return
-    with _writing(out):
+    with writing(out):
         out.write_text(text, "utf-8", newline="")
     print(out)
 
@@ -82,7 +92,7 @@ def plot(
         kind, *folders = str(folders[0]), *folders[1:]
     groups = group_runs(loaded(folders))
     out = out or Path(f"{kind}.png")
-    with _writing(out):
+    with writing(out):
         paths = figure(groups, kind, out)
     print(*paths, sep="\n")
     apart = differing_settings(groups)
@@ -91,7 +101,7 @@ def plot(
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def writing(path: Path) -> Iterator[None]:
     """The folder is made; what cannot be written gets a message instead of a traceback."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -100,12 +100,18 @@ def plan_run(resolved: Resolved, out: Path | None, as_json: bool) -> None:
     print("dry run: nothing was trained")
 
 
-def print_summary(results: list[Result], page: Path, names: Sequence[str] = ()) -> None:
-    """The table at the end of a run, a demo or a sweep, and what left the sites. ``names``: of the rows, if not methods."""
+def print_summary(
+    results: list[Result], page: Path, names: Sequence[str] = (), settings: Sequence[dict[str, str]] = ()
+) -> None:
+    """The table at the end of a run, a demo or a sweep, and what left the sites.
+
+    ``names``: of the rows, if not methods. ``settings``: what tells rows of one method apart.
+    """
     from rescene.cli.listing import print_rows
 
     rows, statements = [], {}
-    for result, name in zip(results, names or [r.values["method"] for r in results], strict=True):
+    methods = [result.values["method"] for result in results]
+    for result, name, setting in zip(results, names or methods, settings or [{} for _ in results], strict=True):
         values = result.values
         statements[f"{name}: {values['privacy']['statement']}"] = None
         per_task = {f"T{j}": _known(v) for j, v in enumerate(values["accuracy_matrix"][-1])}
@@ -118,6 +124,7 @@ def print_summary(results: list[Result], page: Path, names: Sequence[str] = ()) 
         rows.append(
             {
                 "recipe" if names else "method": name,
+                **setting,
                 "AA": _known(values["aa"]),
                 "AIA": _known(values["aia"]),
                 **per_task,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +15,8 @@ from typing import Any
 import torch
 
 from rescene.api import Result, default_folder, execute, load
-from rescene.cli.costing import NO_FORECAST, plan_columns, plan_words, price
+from rescene.cli.costing import NO_FORECAST, load_or_stand_in, plan_columns, plan_words, price
+from rescene.cli.frame import busy
 from rescene.cli.listing import Row, print_rows
 from rescene.cli.live import watch
 from rescene.cli.livepage import live_page
@@ -63,7 +65,7 @@ def run_sweep(
         print_rows([{"folder": str(r.folder), **_headline(r)} for r in results], as_json=True)
     elif results:
         page = write_report([result.folder for result in results], _common(cells) / "report.html")
-        print_summary(results, page)
+        print_summary(results, page, settings=_settings(cells, results))
     if failures:
         print_rows(failures)
     return len(failures)
@@ -143,14 +145,18 @@ def print_plan(cells: Sequence[Cell], as_json: bool, refused: Sequence[Row] = ()
     rows: list[dict[str, Any]] = []
     total: dict[str, float] = {}
     problems: dict[str, str] = {}
-    for cell in cells:
+    unpriced: list[str] = []
+    for cell in _one_by_one(cells):
         row: dict[str, Any] = {"cell": " ".join(cell.overrides), "folder": str(cell.folder)}
         problem: ResceneError | None
         try:
             priced = price(cell.resolved)
             figures, problem = plan_columns(priced), priced.missing
         except ResceneError as error:
-            figures, problem = {}, None if error.code == NO_FORECAST else error  # a plug-in runs all the same
+            figures, problem = {}, error
+            if error.code == NO_FORECAST:  # it may run all the same
+                problem = _missing(cell)
+                unpriced.append(error.why or "")
         if problem is not None and not cell.done:
             row["state"] = f"cannot run: {problem.code}"
             problems[f"[{problem.code}] {problem.what}"] = problem.fix or ""
@@ -167,6 +173,24 @@ def print_plan(cells: Sequence[Cell], as_json: bool, refused: Sequence[Row] = ()
     if not as_json:
         for what, fix in problems.items():
             print(f"{what}\n  fix: {fix}")
+        for why, num in Counter(unpriced).items():
+            print(f"No cost in advance for {num} of {len(cells)} cells: {why}.")
+
+
+def _missing(cell: Cell) -> ResceneError | None:
+    """The complaint about a cell's images, if they are not here."""
+    try:
+        return load_or_stand_in(cell.resolved.recipe.data)[1]
+    except ResceneError as error:
+        return error
+
+
+def _one_by_one(cells: Sequence[Cell]) -> Iterator[Cell]:
+    """The cells, each announced while it is priced."""
+    with busy("measuring this device") as status:
+        for number, cell in enumerate(cells, start=1):
+            yield cell
+            status.update(f"pricing cell {number} of {len(cells)} ...")
 
 
 def grid(recipe: str, overrides: list[str], seeds: str, out: Path | None) -> list[Cell]:
@@ -202,6 +226,17 @@ def _split(value: str) -> list[str]:
         else:
             parts[-1] += character
     return parts
+
+
+def _settings(cells: Sequence[Cell], results: Sequence[Result]) -> list[dict[str, str]]:
+    """Of each result, the overrides that the sweep varies, by the last part of their key; the method has its own column."""
+    chosen = {cell.folder: dict(text.split("=", 1) for text in cell.overrides) for cell in cells}
+    varied = {key for key in chosen[cells[0].folder] if len({own[key] for own in chosen.values()}) > 1}
+    varied -= {"method", "method.name"}
+    return [
+        {key.rpartition(".")[2]: value for key, value in chosen[result.folder].items() if key in varied}
+        for result in results
+    ]
 
 
 def _common(cells: list[Cell]) -> Path:

@@ -10,7 +10,9 @@ import hashlib
 import json
 import tomllib
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -139,6 +141,14 @@ def _read(name: str) -> tuple[dict[str, Any], str]:
         text, origin = path.read_text(encoding="utf-8"), str(path)
     elif name in recipe_names():
         text, origin = recipe_text(name), f"recipe {name}"
+    elif name.startswith("paper/"):
+        table = name.removeprefix("paper/")
+        raise ConfigError(
+            "E101",
+            f"{name!r} is many experiments, not one recipe",
+            why="a table of the paper has its own verb",
+            fix=f"rescene paper run {table} --plan, or rescene paper run {table} --only CELL",
+        )
     else:
         close = did_you_mean(name, recipe_names())
         raise ConfigError(
@@ -148,7 +158,7 @@ def _read(name: str) -> tuple[dict[str, Any], str]:
             fix="rescene list recipes, or give a file ending in .yaml, .toml or .json",
         )
     try:
-        tree = tomllib.loads(text) if name.endswith(".toml") else yaml.safe_load(text)
+        tree = deepcopy(_tree(text, name.endswith(".toml")))
     except (yaml.YAMLError, tomllib.TOMLDecodeError) as error:
         raise ConfigError("E105", f"{origin} cannot be read", why=str(error)) from None
     if not isinstance(tree, dict):
@@ -156,6 +166,12 @@ def _read(name: str) -> tuple[dict[str, Any], str]:
             "E105", f"{origin} is not a recipe", why="it holds no sections", fix="rescene show demo prints one"
         )
     return tree, origin
+
+
+@lru_cache(maxsize=64)
+def _tree(text: str, is_toml: bool) -> Any:
+    """A recipe's text as it stands; the tables of the paper ask for the same few hundreds of times."""
+    return tomllib.loads(text) if is_toml else yaml.safe_load(text)
 
 
 def _parse(overrides: Iterable[str] | Mapping[str, Any]) -> Flat:

@@ -24,9 +24,14 @@ SECOND_TASK = 1  # "at task 2 with one completed task's buffer"
 COLUMNS = ("client_flops", "client_state_bytes", "uplink_bytes_per_message", "downlink_bytes_per_message")
 
 
-def paper_experiment(data: str, method: str, seed: int = 0, overrides: Sequence[str] = ()) -> Experiment:
-    """The set-up of a recipe on a data set of the right size without pictures. All methods see the same split."""
-    recipe = resolve(data, [f"method={method}", f"seed={seed}", "device=cpu", *overrides]).recipe
+def paper_experiment(
+    data: str, method: str, seed: int = 0, overrides: Sequence[str] = (), own: Sequence[str] = ()
+) -> Experiment:
+    """The set-up of a recipe on a data set of the right size without pictures. All methods see the same split.
+
+    ``own``: overrides of the method alone, which have no part in the split.
+    """
+    recipe = resolve(data, [f"method={method}", f"seed={seed}", "device=cpu", *overrides, *own]).recipe
     split = _split(data, seed, tuple(overrides))
     return replace(split, recipe=recipe, method=recipe.build_method())
 

@@ -129,8 +129,7 @@ def nominal_server_flops(experiment: Experiment, task: int) -> float:
         per_round = federation.per_round * own * method.ipc
         images = per_round * federation.num_rounds
         if method.name in ("rescene", "raw-upload"):  # |B u S|: the pool grows, the buffers of earlier tasks stay
-            pool_of_class = federation.per_round * federation.num_rounds * method.ipc
-            buffers = _old_classes(experiment, task) * min(method.budget, pool_of_class)
+            buffers = _old_classes(experiment, task) * min(method.budget, _pool_of_class(experiment))
             images = federation.num_rounds * buffers + per_round * sum(range(1, federation.num_rounds + 1))
         return float(images * train.server_epochs * TRAINING_PASSES * forward)
     parameters = sum(p.numel() for p in arch.skeleton(num_classes).parameters())
@@ -144,6 +143,35 @@ def nominal_server_flops(experiment: Experiment, task: int) -> float:
     elif method.name == "fedcbdr":
         flops += 2.0 * len(experiment.tasks[task].train) * arch.skeleton(1).feature_size ** 2
     return flops
+
+
+def nominal_replay(experiment: Experiment) -> dict[str, float] | None:
+    """A method's memory parameter, and the images that a client and everybody together hold for replay (App. D.3).
+
+    Counted as in Table 8: at the end of the sequence, every site with its full share. None for a method it does not list.
+    """
+    method: Any = experiment.method
+    num_classes, num_clients = experiment.tasks[-1].num_seen, experiment.recipe.federation.num_clients
+    if method.name == "rescene":
+        kept = num_classes * min(method.budget, _pool_of_class(experiment))
+        return {"budget": method.budget, "images_per_client": 0, "images_in_all": kept}
+    if method.name == "target":
+        budget = each = method.images_per_client or method.synthesis_rounds * method.synthesis_batch
+    elif method.name in ("glfc", "fedcbdr"):
+        budget = method.num_exemplars if method.name == "glfc" else method.budget
+        each = budget * num_classes
+    elif method.name == "refed":
+        sizes = [[len(shard) for shard in shards] for shards in experiment.shards]
+        budget, each = method.storage, _re_fed(sizes, method.storage)[0][-1]
+    else:
+        return None
+    return {"budget": budget, "images_per_client": each, "images_in_all": each * num_clients}
+
+
+def _pool_of_class(experiment: Experiment) -> int:
+    """Surrogates of a class that a task collects, if every participant sends IPC of them."""
+    federation = experiment.recipe.federation
+    return int(federation.per_round * federation.num_rounds * experiment.method.ipc)  # type: ignore[attr-defined]
 
 
 def _synthesis_flops(method: Any, arch: Arch, forward: int) -> float:

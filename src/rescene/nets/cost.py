@@ -28,6 +28,12 @@ def state_bytes(state: Mapping[str, Tensor]) -> int:
     return sum(value.numel() * value.element_size() for key, value in state.items() if not key.endswith(COUNTER))
 
 
+@lru_cache(maxsize=256)
+def model_bytes(arch: Arch, num_classes: int) -> int:
+    """``state_bytes`` of a network that nobody has to build: forecasts ask for the same few again and again."""
+    return state_bytes(arch.skeleton(num_classes).state_dict())
+
+
 def forward_flops(arch: Arch, num_classes: int) -> int:
     """FLOPs of one image's forward pass: two per multiply-add, convolutions and linear layers only.
 

@@ -10,11 +10,11 @@ from fnmatch import fnmatch
 from functools import lru_cache
 from importlib.resources import files
 
-from rescene.paper.costs import nominal
-from rescene.paper.metrics import BYTES, COSTS, NOMINAL, over_seeds, relative
+from rescene.paper.costs import nominal, replay
+from rescene.paper.metrics import BYTES, COSTS, NOMINAL, REPLAY, over_seeds, relative
 from rescene.paper.numbers import Printed, printed
 from rescene.paper.recipes import FAST_LABEL, PaperCell, PaperRecipe, paper_recipe
-from rescene.paper.store import Store, Stored, identity
+from rescene.paper.store import Store, Stored
 from rescene.report.groups import Spread, spread
 
 # The paper's B=2000 is its full accumulation by its own words, and prints 68.36 against 69.19 (App. D.4, Table 4b).
@@ -51,7 +51,7 @@ class Line:
         return None if found is None else 100 * found.mean
 
     def difference(self, metric: str) -> float | None:
-        if metric in self.ours and metric in self.paper:
+        if metric in self.ours and metric in self.paper and not self.paper[metric].is_bound:
             return self.ours[metric].mean - self.paper[metric].mean
         return None
 
@@ -59,7 +59,7 @@ class Line:
 def compare(recipe: PaperRecipe, store: Store, only: Iterable[str] = (), costs: bool = True) -> list[Line]:
     """One line per cell, and one more where it was run with E_srv=10. ``costs=False`` leaves the nominal ones out."""
     lines = []
-    own = {identity(cell.resolve().recipe) for cell in recipe.cells if not cell.unavailable}
+    own = {cell.experiment for cell in recipe.cells if not cell.unavailable}
     for cell in recipe.chosen(only):
         numbers = {} if recipe.lite else _with_kept(recipe, cell)
         if cell.unavailable:
@@ -67,8 +67,8 @@ def compare(recipe: PaperRecipe, store: Store, only: Iterable[str] = (), costs: 
             continue
         lines.append(_line(recipe, cell, "", store, numbers, costs))
         fast = None if recipe.lite else cell.fast
-        if fast and identity(fast.resolve().recipe) not in own:
-            exact = _printed_for(identity(fast.resolve().recipe))
+        if fast and fast.experiment not in own:
+            exact = _printed_for(fast.experiment)
             exact = {metric: number for metric, number in exact.items() if metric in recipe.metrics}
             line = _line(recipe, fast, FAST_LABEL, store, numbers | exact, costs)
             if line.runs:
@@ -79,28 +79,39 @@ def compare(recipe: PaperRecipe, store: Store, only: Iterable[str] = (), costs: 
 def _line(
     recipe: PaperRecipe, cell: PaperCell, variant: str, store: Store, paper: dict[str, Printed], costs: bool
 ) -> Line:
-    runs = store.find(cell.resolve().recipe, recipe.seeds)
+    runs = store.find(cell.experiment, recipe.seeds)
     other = recipe.reference(cell)
     if other and variant:
         other = other.fast or other
-    reference = store.find(other.resolve().recipe, recipe.seeds) if other else ()
+    reference = store.find(other.experiment, recipe.seeds) if other else ()
     ours = _known({m: over_seeds(runs, m, reference) for m in recipe.metrics})
     measured: dict[str, Spread] = {}
     if costs and not recipe.lite and any(m in NOMINAL for m in recipe.metrics):
         measured = {m: value for m, value in ours.items() if m in COSTS}
         ours |= {m: value for m, value in nominal(cell, recipe.seeds, other).items() if m in recipe.metrics}
+    if costs and not recipe.lite and any(m in REPLAY for m in recipe.metrics):
+        ours |= replay(cell, recipe.seeds)
     return Line(cell, variant, runs, recipe.seeds, ours, measured, paper)
 
 
 def _with_kept(recipe: PaperRecipe, cell: PaperCell) -> dict[str, Printed]:
     """What the paper prints for a cell, and the share of AA that follows from it where the recipe asks for one."""
-    numbers = {n.metric: n for n in printed(recipe.table) if n.cell == cell.name}
+    numbers = dict(_by_cell(recipe.table).get(cell.name, {}))
     other = recipe.reference(cell)
     if other and "aa_kept" in recipe.metrics:
-        (base,) = (n for n in printed(recipe.table) if (n.cell, n.metric) == (other.name, "aa"))
+        base = _by_cell(recipe.table)[other.name]["aa"]
         kept = relative("aa_kept", numbers["aa"].mean, base.mean)
         numbers["aa_kept"] = replace(numbers["aa"], metric="aa_kept", mean=round(kept or 0.0, 1), digits=1)
     return numbers
+
+
+@lru_cache
+def _by_cell(table: str) -> dict[str, dict[str, Printed]]:
+    """The numbers of a table by cell and metric."""
+    found: dict[str, dict[str, Printed]] = {}
+    for number in printed(table):
+        found.setdefault(number.cell, {})[number.metric] = number
+    return found
 
 
 def _known(values: dict[str, Spread | None]) -> dict[str, Spread]:
@@ -110,7 +121,7 @@ def _known(values: dict[str, Spread | None]) -> dict[str, Spread]:
 def _printed_for(experiment: str) -> dict[str, Printed]:
     """What the paper prints for an experiment with fewer server epochs: Table 5 has a few."""
     for cell in paper_recipe("server-epochs").cells:
-        if identity(cell.resolve().recipe) == experiment:
+        if cell.experiment == experiment:
             return {n.metric: n for n in printed("server-epochs") if n.cell == cell.name}
     return {}
 

@@ -8,7 +8,7 @@ from statistics import fmean
 
 from rescene.engine.cost_tables import SECOND_TASK, paper_experiment
 from rescene.engine.experiment import Experiment
-from rescene.engine.nominal import nominal_bytes, nominal_client_flops, nominal_server_flops
+from rescene.engine.nominal import nominal_bytes, nominal_client_flops, nominal_replay, nominal_server_flops
 from rescene.paper.recipes import PaperCell
 from rescene.report.groups import Spread
 
@@ -19,6 +19,12 @@ def nominal(cell: PaperCell, seeds: Sequence[int], reference: PaperCell | None =
     if reference:
         figures["client_compute_ratio"] = figures["client_pflop"] / _clients(reference, tuple(seeds))
     return {key: Spread(value, None, 0) for key, value in figures.items()}
+
+
+def replay(cell: PaperCell, seeds: Sequence[int]) -> dict[str, Spread]:
+    """The memory columns of Table 8, mean over the splits of these seeds; nothing for a method that it does not list."""
+    told = [nominal_replay(_world(cell, seed)) or {} for seed in seeds]
+    return {key: Spread(fmean(each[key] for each in told), None, 0) for key in told[0]}
 
 
 @lru_cache(maxsize=256)
@@ -49,4 +55,5 @@ def _clients(cell: PaperCell, seeds: tuple[int, ...]) -> float:
 
 def _world(cell: PaperCell, seed: int) -> Experiment:
     shared = [text for text in cell.overrides if not text.startswith("method")]  # the split is the same for all methods
-    return paper_experiment(cell.base, cell.method, seed, shared)
+    own = [text for text in cell.overrides if text.startswith("method.")]
+    return paper_experiment(cell.base, cell.method, seed, shared, own)

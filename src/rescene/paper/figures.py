@@ -72,7 +72,8 @@ def task_curves(store: Store) -> Plot:
                 for row in finals:
                     if (row["data"], row["beta"]) == (data, beta):
                         ours = row["whose"] == "ours"
-                        style = {"linestyle": "-" if ours else ":", "linewidth": 2.2 if ours else 1.2}
+                        dash = ":" if not ours else "--" if row["setting"] else "-"
+                        style = {"linestyle": dash, "linewidth": 2.2 if ours else 1.2}
                         axes.plot(range(len(row["final"])), row["final"], **{**_mark(row, 5), **style})
                 num = max(len(row["final"]) for row in finals if row["data"] == data)
                 axes.set_xticks(range(num), [f"T{t}" for t in range(num)])
@@ -111,9 +112,11 @@ def _final(values: Mapping[str, Any]) -> list[float]:
 
 
 def _mark(row: Row, size: float) -> dict[str, Any]:
-    """The method's colour and marker: filled for ours, hollow for the paper's."""
+    """The method's colour and marker: filled for ours, half of it where E_srv differs, hollow for the paper's."""
     look, ours = look_of(row["method"]), row["whose"] == "ours"
+    half = {"fillstyle": "left", "markerfacecoloralt": CARD} if row["setting"] else {}
     return {
+        **half,
         "marker": look.marker,
         "color": look.colour,
         "markersize": size + 2 * is_ours(row["method"]) + 3 * (look.marker == "*"),

@@ -27,6 +27,7 @@ COSTS = (
     *("task_client_pflop", "task_server_pflop", "task_total_pflop", "client_share", "server_share"),
 )
 NOMINAL = tuple(metric for metric in COSTS if metric not in ("server_pflop", "server_compute_ratio"))  # see costs.py
+REPLAY = ("budget", "images_per_client", "images_in_all")  # of the recipe, see costs.py
 _RELATIVE = {  # to the reference cell
     "aa_change": "aa",
     "aia_change": "aia",
@@ -62,6 +63,9 @@ def read(run: Stored, metric: str) -> float | None:
         return final[task] if task < len(final) else None
     if metric.startswith("task_") or metric.endswith("_share"):
         return _second_task(run).get(metric)
+    if metric in ("samples", "samples_ratio"):
+        kept, sent = _surrogates(run)
+        return kept if metric == "samples" else kept / sent if kept is not None and sent else None
     if metric == "nearest_rms":  # median distance of an upload to the nearest real image; none if no images are sent
         return number((run.results.get("leakage") or {}).get("nearest_rms_median"))
     value = run.results.get(metric)
@@ -86,6 +90,16 @@ def relative(metric: str, value: float, reference: float) -> float | None:
     if metric.endswith("_change"):
         return value - reference
     return (100 if metric.endswith("_kept") else 1) * value / reference if reference else None
+
+
+def _surrogates(run: Stored) -> tuple[float | None, float | None]:
+    """Surrogates kept at the end and sent in all (Table 4b); None where the run did not record its buffers."""
+    rows = (run.results.get("theory") or {}).get("classes")
+    if not rows:
+        return None, None
+    sent = sum(row["num_pool"] for row in rows)
+    everything = run.results["config"]["method"].get("buffer") == "keep-all"
+    return (sent if everything else sum(row["num_kept"] for row in rows)), sent
 
 
 def _measured(run: Stored, key: str, unit: float) -> float | None:

@@ -32,6 +32,11 @@ class Printed:
     def cell(self) -> str:
         return cell_name(self.data, self.beta, self.method, self.setting)
 
+    @property
+    def is_bound(self) -> bool:
+        """Printed as less or more than ``mean``, as in "<0.01": nothing to take a difference from."""
+        return self.note.endswith(" than")
+
 
 def cell_name(data: str, beta: str, method: str, setting: str = "") -> str:
     """The name a cell goes by on the command line.

@@ -17,6 +17,7 @@ from rescene.data import available
 from rescene.engine.nominal import SURROGATE_METHODS
 from rescene.errors import ConfigError, ResceneError, did_you_mean
 from rescene.paper.numbers import cell_name, printed
+from rescene.paper.store import identity
 
 SEEDS = (0, 1, 2)  # Sec. 4.1
 FAST = "train.server_epochs=10"  # a tenth of the server's work; the paper prints it for one cell only (Table 5)
@@ -55,6 +56,11 @@ class PaperCell:
 
     def resolve(self, *more: str) -> Resolved:
         return _resolved(self.base, (*self.overrides, *more))
+
+    @property
+    def experiment(self) -> str:
+        """What the runs of this cell are found by."""
+        return _experiment(self.base, self.overrides)
 
     @property
     def fast(self) -> PaperCell | None:
@@ -173,6 +179,11 @@ def _specs() -> dict[str, Any]:
 @cache
 def _resolved(base: str, overrides: tuple[str, ...]) -> Resolved:
     return resolve(base, overrides)
+
+
+@cache
+def _experiment(base: str, overrides: tuple[str, ...]) -> str:
+    return identity(_resolved(base, overrides).recipe)
 
 
 def _identity(cell: PaperCell) -> dict[str, str]:

@@ -69,9 +69,9 @@ class Store:
         stored = Stored(file.parent, recipe.seed, results)
         self.runs.setdefault(identity(recipe), {}).setdefault(recipe.seed, stored)
 
-    def find(self, recipe: Recipe, seeds: Sequence[int] | None = None) -> tuple[Stored, ...]:
-        """Runs of this experiment, by seed."""
-        found = self.runs.get(identity(recipe), {})
+    def find(self, experiment: str, seeds: Sequence[int] | None = None) -> tuple[Stored, ...]:
+        """Runs of this experiment (its identity), by seed."""
+        found = self.runs.get(experiment, {})
         return tuple(found[seed] for seed in sorted(found) if seeds is None or seed in seeds)
 
 

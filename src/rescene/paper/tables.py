@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rescene.paper.compare import Line, compare
-from rescene.paper.metrics import NOMINAL, label
+from rescene.paper.metrics import NOMINAL, REPLAY, label
 from rescene.paper.numbers import printed
 from rescene.paper.recipes import FAST_LABEL, PaperRecipe, paper_recipe, recipe_names
 from rescene.paper.store import Store
@@ -18,9 +19,14 @@ from rescene.report.look import REFERENCES, key_of, look_of
 SIDE_BY_SIDE = 2  # more metrics than this, and ours and the paper's stand one below the other
 DATA = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "tinyimagenet": "TinyImageNet", "office31": "Office-31"}
 NOT_COMPARABLE = "A lite form: small images, few tasks and rounds. Not comparable with the paper."
+LIST_NOTES = (
+    "Each also has a small form, not comparable with the paper, in minutes on a laptop: rescene paper run main-lite",
+    "Before running: --plan; ours beside the paper's: rescene paper table main; its figures: rescene paper figure old-recent",
+)
 OTHER_EPOCHS = (
     "E_srv=10 is compared with the paper's E_srv=100, except CIFAR-10 at beta 0.1, where it prints both (Table 5)."
 )
+BEST = "Marked (*, bold): our best of what was run in one setting; the control never wins."
 COPIES = "near-copies: uploaded images with PSNR > 30 dB to a real training image; read accuracy together with it."
 
 
@@ -36,7 +42,7 @@ def table_grid(recipe: PaperRecipe, store: Store, only: Iterable[str] = (), comm
     if not commands:
         columns, rows = columns[:-1], [row[:-1] for row in rows]
     title = f"paper/{recipe.name}: {recipe.title} ({recipe.place})"
-    return Grid(title, tuple(columns), tuple(map(tuple, rows)), tuple(_notes(recipe, lines, store)))
+    return Grid(title, tuple(columns), tuple(map(tuple, rows)), tuple(_notes(recipe, lines, store, bool(best), only)))
 
 
 def command(recipe: PaperRecipe, line: Line) -> str:
@@ -114,7 +120,9 @@ def _ours(value: Spread | None, best: bool, digits: int = 2) -> Cell:
 
 def _paper(line: Line, metric: str, note: str = "") -> Cell:
     number = line.paper.get(metric)
-    return Cell(number.mean, number.std, note=note, digits=number.digits) if number else Cell(None)
+    if number is None:
+        return Cell(None)
+    return Cell(number.mean, number.std, note=number.note if number.is_bound else note, digits=number.digits)
 
 
 def _difference(line: Line, metric: str) -> Cell:
@@ -125,11 +133,11 @@ def _difference(line: Line, metric: str) -> Cell:
 
 def _digits(line: Line, metric: str) -> int:
     number = line.paper.get(metric)
-    return number.digits if number else 2
+    return number.digits if number else 0 if metric in REPLAY else 2
 
 
 def _best(lines: Sequence[Line], metrics: Sequence[str]) -> set[tuple[int, str]]:
-    """Our best AA and AIA among competitors in one setting (among settings, where a table has a single method)."""
+    """Our best AA and AIA among the competitors run in one setting (among settings, where a table has a single method)."""
     one_method = len({line.cell.method for line in lines}) == 1
     found = set()
     for metric in (m for m in metrics if m in ("aa", "aia")):
@@ -139,18 +147,30 @@ def _best(lines: Sequence[Line], metrics: Sequence[str]) -> set[tuple[int, str]]
                 key = (line.cell.data, line.cell.beta, "" if one_method else line.cell.setting)
                 groups.setdefault(key, []).append(line)
         for group in groups.values():
-            if len(group) > 1:
+            if len(group if one_method else {line.cell.method for line in group}) > 1:
                 found.add((id(max(group, key=lambda line: line.ours[metric].mean)), metric))
     return found
 
 
-def _notes(recipe: PaperRecipe, lines: Sequence[Line], store: Store) -> Iterable[str]:
+def _notes(
+    recipe: PaperRecipe, lines: Sequence[Line], store: Store, marked: bool, only: Iterable[str]
+) -> Iterable[str]:
     if recipe.lite:
         yield NOT_COMPARABLE
+    if marked:
+        yield BEST
+    tasks = [
+        n for line in lines for n in line.paper.values() if n.metric.startswith("task_") and n.metric[5:].isdigit()
+    ]
+    domains = dict.fromkeys(f"{label(n.metric)} {n.note}" for n in tasks if n.note)
+    if domains:
+        yield f"Domains: {', '.join(domains)}."
     if any(line.variant for line in lines):
         yield OTHER_EPOCHS
     if not recipe.lite and any(metric in NOMINAL for metric in recipe.metrics):
         yield "Costs: ours in the paper's conventions, on our split, which needs no run; measured is what our runs counted."
+    if not recipe.lite and any(metric in REPLAY for metric in recipe.metrics):
+        yield "Budget and images: ours as the paper counts them, on our split, which needs no run."
     if any(line.near_copies is not None for line in lines):
         yield COPIES
     exact = [line for line in lines if not line.variant]
@@ -158,7 +178,7 @@ def _notes(recipe: PaperRecipe, lines: Sequence[Line], store: Store) -> Iterable
     fast = sum(len(line.runs) for line in lines if line.variant)
     yield f"{done} of {wanted} runs are stored" + (f", and {fast} at {FAST_LABEL}." if fast else ".")
     if done < wanted and not all(line.cell.unavailable for line in exact):
-        yield f"The rest: rescene paper run {recipe.name}"
+        yield f"The rest: rescene paper run {recipe.name}" + "".join(f" --only {shlex.quote(text)}" for text in only)
     for obstacle in dict.fromkeys(line.cell.obstacle for line in exact if line.missing):
         if obstacle:
             yield f"cannot run here: {obstacle.reason}. fix: {obstacle.fix}"
@@ -179,7 +199,7 @@ def status_grid(store: Store, lite: bool = False) -> Grid:
         to_run = "not available yet" if waiting else f"rescene paper run {name}" if done < wanted else ""
         shown = f"{done}/{wanted}" + (f" (+{fast} at {FAST_LABEL})" if fast else "")
         rows.append((f"paper/{name}", recipe.place, recipe.title, str(len(recipe.cells)), shown, to_run))
-    return Grid("", ("recipe", "in the paper", "what", "cells", "runs done", "command"), tuple(rows))
+    return Grid("", ("recipe", "in the paper", "what", "cells", "runs done", "command"), tuple(rows), LIST_NOTES)
 
 
 def results_grid(store: Store, root: str = "results") -> Grid:

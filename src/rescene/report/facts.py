@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,27 +19,13 @@ _MOST_EVENTS = 60
 
 
 def setting(run: Run, runs: Sequence[Run]) -> Pairs:
-    """The experiment in a few facts; what a folder does not tell is left out."""
-    flat, at_sites = flatten(run.config), bool(run.config.get("sites"))  # nobody drew a split then
-    tasks = run.tasks or run.partition.get("tasks") or []
-    names = run.partition.get("classes") or [name for task in run.tasks for name in task.get("classes") or []]
-    turns = [len(row.get("participants") or ()) for row in run.rounds]
-    per_task = Counter(row.get("task") for row in run.rounds)
+    """The experiment in a few facts, every value where runs differ; what a folder does not tell is left out."""
+    others = [_set_up(other) for other in runs]
     seeds = sorted({other.seed for other in runs if other.seed is not None})
     seconds = spread(number(other.timing.get("total_s")) for other in runs)
     facts: list[tuple[str, Any]] = [
-        ("Data", run.env.get("data") or _first(flat, "data.name", "data.path", "data", "data.source", "data.kind")),
-        ("Tasks", len(tasks) or run.status.get("num_tasks")),
-        ("Classes", len(set(map(str, names))) or None),
-        ("Sites", number(run.partition.get("num_clients")) or flat.get("federation.num_clients")),
-        ("Sites per round", max(turns, default=flat.get("federation.per_round"))),
-        (
-            "Rounds per task",
-            run.status.get("num_rounds") or max(per_task.values(), default=flat.get("federation.num_rounds")),
-        ),
-        ("Skew β", None if at_sites else next((v for key, v in flat.items() if key.split(".")[-1] == "beta"), None)),
+        *((name, _together([value, *(other[name] for other in others)])) for name, value in _set_up(run).items()),
         ("Evaluated", run.results.get("evaluated")),
-        ("Model", _first(flat, "model.name", "model", "model.arch", "model.kind")),
         ("Seeds", ", ".join(map(str, seeds)) or None),
         ("Device", run.env.get("device") or run.config.get("device")),
         ("Went on elsewhere", _elsewhere(runs)),
@@ -47,6 +34,38 @@ def setting(run: Run, runs: Sequence[Run]) -> Pairs:
         ("Time per run", seconds_text(seconds.mean) if seconds else None),
     ]
     return [(name, _short(value)) for name, value in facts if value not in (None, "", 0)]
+
+
+def _set_up(run: Run) -> dict[str, Any]:
+    """What one run was set up with."""
+    flat, at_sites = flatten(run.config), bool(run.config.get("sites"))  # nobody drew a split then
+    tasks = run.tasks or run.partition.get("tasks") or []
+    names = [name for task in run.tasks for name in task.get("classes") or []] or run.partition.get("classes") or []
+    turns = [len(row.get("participants") or ()) for row in run.rounds]
+    per_task = Counter(row.get("task") for row in run.rounds)
+    return {
+        "Data": run.env.get("data") or _first(flat, "data.name", "data.path", "data", "data.source", "data.kind"),
+        "Tasks": len(tasks) or run.status.get("num_tasks"),
+        "Classes": len(set(map(str, names))) or None,
+        "Sites": number(run.partition.get("num_clients")) or flat.get("federation.num_clients"),
+        "Sites per round": max(turns, default=flat.get("federation.per_round")),
+        "Rounds per task": run.status.get("num_rounds")
+        or max(per_task.values(), default=flat.get("federation.num_rounds")),
+        "Skew β": None if at_sites else next((v for key, v in flat.items() if key.split(".")[-1] == "beta"), None),
+        "Model": _first(flat, "model.name", "model", "model.arch", "model.kind"),
+    }
+
+
+def _together(values: Sequence[Any]) -> str | None:
+    """Every value once, numbers by size.
+
+    >>> _together([0.5, 0.1, None, 0.5]), _together([100, 20]), _together([None])
+    ('0.1, 0.5', '20, 100', None)
+    """
+    told = {_short(value): value for value in values if value not in (None, "", 0)}
+    sizes = {text: number(value) for text, value in told.items()}
+    ordered = sorted(told, key=lambda text: (math.inf if sizes[text] is None else sizes[text], text))
+    return ", ".join(ordered) or None
 
 
 def _elsewhere(runs: Sequence[Run]) -> str | None:

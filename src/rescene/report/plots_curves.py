@@ -90,8 +90,12 @@ def matching_curve(groups: Sequence[Group]) -> Plot | None:
     """What condensation has left of the difference between surrogates and real images, round by round."""
 
     def scale(axes: Any) -> None:
+        from matplotlib.ticker import LogLocator, NullFormatter
+
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))  # a loss may stay within one power of ten
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())  # matplotlib's own are mathtext, which canvas leaves unread
         axes.set_ylabel("matching loss (log scale)")
 
     caption = "Loss at the last condensation step, mean over classes and sites; networks differ between rounds."
@@ -105,7 +109,7 @@ def _rounds(
     rows = rows if key == "accuracy" else [row for row in rows if row[key]]
     if not any(row[key] is not None for row in rows):
         return None
-    place = {step: i for i, step in enumerate(sorted({(row["task"], row["round"]) for row in rows}))}
+    place = {step: i for i, step in enumerate(sorted({(row["task"], row["round"]) for row in rows}), start=1)}
     starts = {task: i for (task, _), i in reversed(place.items())}
 
     def draw(sheet: Any) -> None:
@@ -119,6 +123,7 @@ def _rounds(
         for group in groups:
             _round_line(axes, group, [row for row in rows if row["method"] == group.label], place, key)
         axes.set_xlabel("communication round")
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(False, axis="x")
         legend_above(sheet, *axes.get_legend_handles_labels())
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from rescene.engine.experiment import Experiment
 from rescene.engine.forecast import averaging, replay, surrogates
 from rescene.engine.forecast.world import Exchange, Moment, Pricer, World
-from rescene.nets import state_bytes
+from rescene.nets import model_bytes
 
 __all__ = ["PRICERS", "Exchange", "Forecast", "Moment", "forecast"]
 
@@ -77,7 +77,7 @@ def forecast(experiment: Experiment, stands_for: float = 1) -> Forecast | None:
         begin, end = Moment(task.index, None), Moment(task.index, None)
         pricer.begin(begin)
         moments.append(begin)
-        model = state_bytes(experiment.arch.skeleton(task.num_seen).state_dict())
+        model = model_bytes(experiment.arch, task.num_seen)
         for r in range(world.num_rounds):
             moment = Moment(task.index, r)
             pricer.round(moment, world.participants(task.index, r))

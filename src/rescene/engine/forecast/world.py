@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from rescene.data import LazySplit
 from rescene.engine.experiment import Experiment
-from rescene.nets import forward_flops
+from rescene.nets import Arch, forward_flops
 from rescene.record import num_bytes
 
 FLOAT, LABEL, DOUBLE = 4, 8, 8  # bytes of a float32, an int64 and a float64
@@ -54,6 +55,13 @@ class Moment:
         return sum(exchange.down_bytes for exchange in self.exchanges)
 
 
+@lru_cache(maxsize=64)
+def _smallest(arch: Arch) -> tuple[int, int, int]:
+    """Of a network with one class: features, bytes of the whole state, bytes of the parameters."""
+    net = arch.skeleton(1)
+    return net.feature_size, num_bytes(net.state_dict()), num_bytes(dict(net.named_parameters()))
+
+
 class World:
     """An experiment seen through its sizes. Bytes count tensors; plain numbers for the log are small change."""
 
@@ -66,12 +74,8 @@ class World:
         self.num_rounds = experiment.recipe.federation.num_rounds
         self.clients = experiment.clients
         self.image_values = experiment.arch.channels * experiment.arch.image_size**2
-        smallest = experiment.arch.skeleton(1)
-        self.feature_size = smallest.feature_size
+        self.feature_size, self._model_bytes, self._weight_bytes = _smallest(experiment.arch)
         self._row_bytes = (self.feature_size + 1) * FLOAT  # of the head, the part that grows
-        self._model_bytes, self._weight_bytes = (
-            num_bytes(dict(part)) for part in (smallest.state_dict(), smallest.named_parameters())
-        )
 
     def held(self, task: int, client: int) -> dict[int, int]:
         """Images of each class that the client has any of, ascending labels; asked of those who take part only."""
