@@ -8,7 +8,7 @@ import pytest
 from paper_runs import cell_of, write_run
 
 from rescene.paper import Store, paper_recipe, printed
-from rescene.paper.compare import RUN_TO_RUN, band, compare, explanation, findings
+from rescene.paper.compare import RUN_TO_RUN, _registered, band, compare, explanation, findings
 from rescene.paper.metrics import over_seeds, read
 from rescene.paper.tables import results_grid, status_grid, table_grid
 from rescene.report.formats import render
@@ -97,7 +97,7 @@ def test_verdicts_on_stored_results(tmp_path, method, aa, verdict):
     assert found["aa"] == verdict
 
 
-def test_nominal_costs_need_no_run_and_known_differences_are_explained(tmp_path):
+def test_nominal_costs_need_no_run_and_what_is_known_of_a_difference_is_told(tmp_path):
     recipe = paper_recipe("cost-client")
     only = [
         line for line in compare(recipe, Store([tmp_path]), ["cifar10"]) if line.cell.method in ("fedavg", "rescene")
@@ -107,17 +107,32 @@ def test_nominal_costs_need_no_run_and_known_differences_are_explained(tmp_path)
     assert fedavg.ours["client_pflop"].mean == pytest.approx(32.68, rel=0.03)
     assert rescene.ours["client_compute_ratio"].mean == pytest.approx(0.11, abs=0.005)
     assert compare(recipe, Store([tmp_path]), ["cifar10/0.5/fedavg"], costs=False)[0].ours == {}
-    why = explanation("cost-client:cifar10/0.5/rescene", "client_pflop")
-    assert "16,763" in why and not explanation("cost-client:cifar10/0.5/fedavg", "client_pflop")
+    pflop = rescene.ours["client_pflop"].mean
+    known = explanation("cost-client:cifar10/0.5/rescene", "client_pflop", pflop)
+    assert "16,763" in known.why and not known.is_known
+    assert not explanation("cost-client:cifar10/0.5/fedavg", "client_pflop", pflop).why
 
 
-def test_an_explained_figure_is_not_out_of_band(tmp_path, monkeypatch):
-    write_run(tmp_path, cell_of(MAIN, "cifar10/0.5/refed"), aa=20.0)
-    assert {f.verdict for f in findings(MAIN, Store([tmp_path])) if f.metric == "aa"} == {"out of band"}
-    known = (("main:cifar10/*/refed", "aa", "another scoring"),)
-    monkeypatch.setattr("rescene.paper.compare._explained", lambda: known)
+@pytest.mark.parametrize(
+    ("aa", "cause", "verdict", "why"),
+    [
+        (20.0, "known", "explained", "another scoring"),
+        (20.0, "open", "out of band", "cause open: another scoring"),
+        (21.0, "known", "out of band", ""),  # what was explained is another figure
+    ],
+)
+def test_only_a_figure_whose_cause_is_known_is_explained(tmp_path, monkeypatch, aa, cause, verdict, why):
+    write_run(tmp_path, cell_of(MAIN, "cifar10/0.5/refed"), aa=aa)
+    row = {"where": "main:cifar10/*/refed", "metric": "aa", "ours": "20.00", "cause": cause, "why": "another scoring"}
+    monkeypatch.setattr("rescene.paper.compare._registered", lambda: (row,))
     (found,) = [f for f in findings(MAIN, Store([tmp_path])) if f.metric == "aa"]
-    assert (found.verdict, found.why) == ("explained", "another scoring")
+    assert (found.verdict, found.why) == (verdict, why)
+
+
+def test_what_is_registered_is_whole():
+    rows = _registered()
+    assert {row["cause"] for row in rows} <= {"known", "open"}
+    assert all(row["why"] and float(row["ours"]) > 0 for row in rows)
 
 
 def test_measured_costs_stand_beside_the_nominal_ones(tmp_path):

@@ -2,7 +2,7 @@
 
 numbers/*.csv   what the paper prints, one file per table
 recipes.yaml    how each table is run here        claims.yaml    what the text says of its tables
-explained.csv   differences we know the reason of
+explained.csv   what we know of differences
 """
 
 from rescene.paper.numbers import Printed, printed, table_names

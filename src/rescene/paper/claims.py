@@ -106,9 +106,10 @@ def _judge(name: str, claim: Spec, book: Book) -> Verdict:
     limit = spec[sign.replace(" ", "_")]
     verdict, why = "not yet measured", ""
     if figure is not None:
-        verdict = "supported" if _holds(figure, sign, limit) else "not supported"
-        why = explanation(f"claims:{name}", kind) if verdict == "not supported" else ""
-    verdict = "explained" if why else verdict
+        verdict = "supported"
+        if not _holds(figure, sign, limit):
+            registered = explanation(f"claims:{name}", kind, figure)
+            verdict, why = "explained" if registered.is_known else "not supported", registered.why
     return Verdict(name, claim["says"], claim["place"], f"{sign} {limit}", figure, known, needed, verdict, why)
 
 

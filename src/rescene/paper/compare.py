@@ -141,7 +141,7 @@ def band(number: Printed) -> tuple[float, float] | None:
 
 @dataclass(frozen=True)
 class Finding:
-    """One stored figure held against its band. ``verdict``: in band, explained or out of band."""
+    """One stored figure held against its band. ``verdict``: in band, explained or out of band; the last may have a ``why``."""
 
     table: str
     line: Line
@@ -159,19 +159,33 @@ def findings(recipe: PaperRecipe, store: Store) -> list[Finding]:
             allowed = band(number)
             if allowed is None or metric not in line.ours:
                 continue
-            inside = allowed[0] - 1e-9 <= line.ours[metric].mean <= allowed[1] + 1e-9
-            why = "" if inside else explanation(f"{recipe.table}:{line.cell.name}", metric)
-            verdict = "in band" if inside else "explained" if why else "out of band"
+            figure = line.ours[metric].mean
+            verdict, why = "in band", ""
+            if not allowed[0] - 1e-9 <= figure <= allowed[1] + 1e-9:
+                registered = explanation(f"{recipe.table}:{line.cell.name}", metric, figure)
+                verdict, why = "explained" if registered.is_known else "out of band", registered.why
             found.append(Finding(recipe.table, line, metric, allowed, verdict, why))
     return found
 
 
-def explanation(where: str, metric: str) -> str:
-    """The registered reason of a difference, or nothing."""
-    return next((why for pattern, name, why in _explained() if name == metric and fnmatch(where, pattern)), "")
+@dataclass(frozen=True)
+class Explanation:
+    """What is registered of a difference: its cause is known, or (``why`` says what is) still open."""
+
+    is_known: bool = False
+    why: str = ""
+
+
+def explanation(where: str, metric: str, figure: float) -> Explanation:
+    """What is registered of this figure. Another figure at the same place, say of more seeds, needs to be explained anew."""
+    for row in _registered():
+        if row["metric"] == metric and fnmatch(where, row["where"]) and round(figure, 2) == float(row["ours"]):
+            is_known = row["cause"] == "known"
+            return Explanation(is_known, row["why"] if is_known else f"cause open: {row['why']}")
+    return Explanation()
 
 
 @lru_cache
-def _explained() -> tuple[tuple[str, str, str], ...]:
+def _registered() -> tuple[dict[str, str], ...]:
     text = (files("rescene.paper") / "explained.csv").read_text(encoding="utf-8")
-    return tuple((row["where"], row["metric"], row["why"]) for row in csv.DictReader(text.splitlines()))
+    return tuple(csv.DictReader(text.splitlines()))
