@@ -43,6 +43,12 @@ def test_help_says_once_what_each_argument_is_and_has_no_escapes(verb):
     assert len(first.partition("[required]")[0].split()) > 1, "the first argument is not described"
 
 
+@pytest.mark.parametrize("group", [(), ("paper",), ("deploy",)])
+def test_the_list_of_verbs_is_in_whole_sentences(group):
+    shown = invoke(app, [*group, "--help"]).output.partition("Commands:\n")[2]
+    assert shown and "..." not in shown
+
+
 def test_exit_codes_stand_in_the_help():
     text = " ".join(invoke(app, ["--help"]).output.split())
     for words in ("0 done", "2 recipe or usage", "3 data", "4 run failed", "5 check failed", "130 interrupted"):

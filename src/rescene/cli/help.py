@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 import typer
-from typer.core import TyperArgument, TyperCommand
+from typer.core import TyperArgument, TyperCommand, TyperGroup
 from typer.utils import get_params_from_function
 
 
@@ -41,7 +41,17 @@ class PlainCommand(TyperCommand):
                     formatter.write_dl(records)
 
 
+class PlainGroup(TyperGroup):
+    """A list of verbs in whole sentences; click would cut each off at one line."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, (command.help or "").strip()) for name, command in commands if command])
+
+
 def use_plain_help(*apps: typer.Typer) -> None:
     for app in apps:
+        app.info.cls = PlainGroup
         for command in app.registered_commands:
             command.cls = PlainCommand
