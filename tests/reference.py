@@ -144,3 +144,14 @@ def condensation(
             scale = 1.0 if settings.clip is None else max(1.0, float(x.grad.norm()) / settings.clip)
             surrogates[label] = own - settings.image_lr * x.grad / scale
     return surrogates
+
+
+def counted_flops(function: Callable[..., Tensor], *inputs: Tensor) -> int:
+    """FLOPs of one call of any function, without gradients; on the meta device nothing is computed."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        function(*inputs)
+    counts, ops = counter.get_flop_counts()["Global"], torch.ops.aten
+    # Convolutions and linear layers only: attention's two products (bmm or a fused kernel) are left out, as in the paper.
+    return sum(int(counts.get(op, 0)) for op in (ops.convolution, ops.addmm, ops.mm))

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from reference import counted_flops
 from rescene.errors import ConfigError
-from rescene.nets import Arch, counted_flops, forward_flops
+from rescene.nets import Arch, forward_flops
 from rescene.rng import seeded_generator
 from rescene.steps.per_image import is_layered
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from rescene.nets import NAMES, Arch, build, counted_flops, forward_flops, state_bytes
+from reference import counted_flops
+from rescene.nets import NAMES, Arch, build, forward_flops, state_bytes
 from rescene.nets.layers import norm_layer
 from rescene.rng import seeded_generator
 

@@ -61,6 +61,24 @@ def test_a_penalty_on_the_weights_themselves_is_part_of_the_loss(tiny_world):
     assert_agree(tiny_world, loss)
 
 
+def test_in_bfloat16_the_weights_stay_in_float32_and_the_loss_near(tiny_world):
+    anchors = [torch.zeros_like(p) for p in tiny_world["net"].parameters()]
+
+    @repeatable
+    def loss(net, batch):  # two looks and a penalty, so that everything is added up in both precisions
+        penalty = proximal_penalty(net.parameters(), anchors, 0.1)
+        return F.cross_entropy(net(batch.x), batch.y) + net(batch.x.flip(3)).square().mean() + penalty
+
+    found = []
+    for precision in ("float32", "bfloat16"):
+        net = tiny_world["arch"].restore(tiny_world["net"].state_dict())
+        settings = SETTINGS.model_copy(update={"precision": precision})
+        found.append(fit_repeated(net, *parts(tiny_world, 1), loss, settings, [SETTINGS.lr] * 3))
+        assert all(p.dtype == torch.float32 for p in net.parameters())
+    assert found[1] == pytest.approx(found[0], rel=0.05)
+    assert found[0] != found[1]
+
+
 def test_a_single_image_is_learned_with_the_running_statistics(tiny_world):
     shard = tiny_world["shards"][2]
 

@@ -1,7 +1,7 @@
 """Networks with features(x), a head and a forward pass; the head grows with the classes."""
 
 from rescene.nets.base import NAMES, Arch, Net, build, check_fits, grow_head
-from rescene.nets.cost import count_passes, counted_flops, flops_to, forward_flops, model_bytes, state_bytes, tell_flops
+from rescene.nets.cost import count_passes, flops_to, forward_flops, layer_flops, model_bytes, state_bytes, tell_flops
 from rescene.nets.weights import load_weights
 
 __all__ = [
@@ -11,9 +11,9 @@ __all__ = [
     "build",
     "check_fits",
     "count_passes",
-    "counted_flops",
     "flops_to",
     "forward_flops",
+    "layer_flops",
     "grow_head",
     "load_weights",
     "model_bytes",

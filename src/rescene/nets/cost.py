@@ -45,36 +45,33 @@ def forward_flops(arch: Arch, num_classes: int) -> int:
 
 @lru_cache(maxsize=64)
 def _body_flops(arch: Arch) -> tuple[int, int]:
-    """FLOPs of one image up to its features, and how many features there are: the head is the part that grows.
+    """FLOPs of one image up to its features, and how many features there are: the head is the part that grows."""
+    net = arch.skeleton(1)
+    empty = {key: torch.zeros(value.shape, dtype=value.dtype) for key, value in net.state_dict().items()}
+    net.load_state_dict(empty, assign=True)
+    image = torch.zeros(1, arch.channels, arch.image_size, arch.image_size)
+    return layer_flops(net.body, image), net.feature_size
 
-    Our bodies consist of layers, so that hooks on one pass of an empty image suffice. torch's own counter, and the meta
-    device, would load its compiler: 800 modules and 200 MB, in every process that Flower starts for a message.
+
+def layer_flops(net: nn.Module, x: Tensor) -> int:
+    """FLOPs of one pass through a network that consists of layers; convolutions and linear layers count.
+
+    torch's own counter, and the meta device, would load its compiler: 800 modules and 200 MB, in every process that
+    Flower starts for a message.
     """
-    net, flops = arch.skeleton(1).eval(), 0
+    flops = 0
 
     def count(layer: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
         nonlocal flops
         flops += 2 * output.numel() * layer.weight[0].numel()  # type: ignore[index]
 
-    for layer in net.modules():
-        if isinstance(layer, (nn.Conv2d, nn.Linear)):
-            layer.register_forward_hook(count)
-    empty = {key: torch.zeros(value.shape, dtype=value.dtype) for key, value in net.state_dict().items()}
-    net.load_state_dict(empty, assign=True)
+    layers = [layer for layer in net.modules() if isinstance(layer, (nn.Conv2d, nn.Linear))]
+    handles = [layer.register_forward_hook(count) for layer in layers]
     with torch.no_grad():
-        net.features(torch.zeros(1, arch.channels, arch.image_size, arch.image_size))
-    return flops, net.feature_size
-
-
-def counted_flops(function: Callable[..., Tensor], *inputs: Tensor) -> int:
-    """FLOPs of one call of any function, without gradients; on the meta device nothing is computed."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        function(*inputs)
-    counts, ops = counter.get_flop_counts()["Global"], torch.ops.aten
-    # Convolutions and linear layers only: attention's two products (bmm or a fused kernel) are left out, as in the paper.
-    return sum(int(counts.get(op, 0)) for op in (ops.convolution, ops.addmm, ops.mm))
+        net.eval()(x)
+    for handle in handles:
+        handle.remove()
+    return flops
 
 
 _listener: ContextVar[Callable[[int], None] | None] = ContextVar("flops listener", default=None)

@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from rescene.nets import counted_flops
+from rescene.nets import layer_flops
 
 LEAK = 0.2
 REDUCTION = 4  # two doublings: the generator starts at a quarter of the image's side
@@ -65,9 +65,10 @@ def fresh_generator(latent_size: int, width: int, image_size: int, source: torch
 
 @lru_cache(maxsize=16)
 def generator_flops(latent_size: int, width: int, image_size: int) -> int:
-    """FLOPs of painting one image, counted on the meta device."""
-    with torch.device("meta"):
-        return counted_flops(ImageGenerator(latent_size, width, image_size).eval(), torch.empty(1, latent_size))
+    """FLOPs of painting one image."""
+    with torch.random.fork_rng(devices=[]):  # its values do not matter, and nobody else's draws change
+        generator = ImageGenerator(latent_size, width, image_size)
+    return layer_flops(generator, torch.zeros(1, latent_size))
 
 
 @torch.no_grad()
