@@ -76,6 +76,9 @@ def test_the_distances_are_those_of_the_images(seen):
             assert row["num_kept"] == 12 < row["num_pool"] == int(own.sum())
             assert row["num_window"] == int(recent.sum())
             assert sum(row["rounds"]["num"]) == row["num_pool"]
+            mine = kept.rounds[kept.labels == label].tolist()
+            assert row["rounds"]["num_kept"] == [mine.count(r) for r in row["rounds"]["round"]]
+            assert row["rounds"]["recent"] == [r >= 3 for r in row["rounds"]["round"]]
 
 
 def test_staleness_is_that_of_the_models_on_the_way(seen):

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from rescene.cli.app import app
 from rescene.report import load_run, write_report
 from rescene.report.plots_pool import pool_balance
+from rescene.report.plots_theory import picks_plot
 from rescene.report.theory import class_rows, findings
 
 invoke = CliRunner().invoke
@@ -33,6 +34,8 @@ def class_row(name: str = "Coat", task: int = 0, **changes: Any) -> dict[str, An
         "real_drift": [0.2] * 4,
         "model_distance": [4.0, 3.0, 2.0, 1.0],
         "staleness_bound": [0.95] * 4,
+        "num_kept": [10, 20, 30, 40],
+        "recent": [False, True, True, True],
     }
     row = {
         "task": task, "class": name, "num_pool": 200, "num_window": 150, "num_kept": 100,
@@ -122,7 +125,9 @@ def test_the_page_has_the_section_and_its_figures(tmp_path: Path) -> None:
     page = write_report(folders, tmp_path / "out" / "report.html")
     html = page.read_text("utf-8")
     ids = Page(html).values("id")
-    assert {"theory", "figure-theory-distance", "figure-theory-staleness"} <= set(ids) and len(ids) == len(set(ids))
+    assert {"theory", "figure-theory-distance", "figure-theory-picks", "figure-theory-staleness"} <= set(ids) and len(
+        ids
+    ) == len(set(ids))
     assert "<b>Coat</b>" not in html and "seed 1" in html and 'href="#theory"' in html
     with (page.parent / "plots" / "theory-staleness.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -173,3 +178,13 @@ def test_the_pool_is_shown_as_it_is_held_and_as_it_is_drawn(tmp_path: Path) -> N
     page = write_report([tmp_path / "run"], tmp_path / "r.html").read_text("utf-8")
     assert "What the server trains on" in page and 'id="figure-pool"' in page
     assert pool_balance(load_run(write_run(tmp_path / "other", "fedavg"))) is None
+
+
+def test_picks_are_summed_over_classes_and_missing_in_older_records() -> None:
+    picks = picks_plot([{"seed": 0, **class_row()}, {"seed": 0, **class_row("Bag")}])
+    assert picks is not None
+    assert [row["num_kept"] for row in picks.rows] == [20, 40, 60, 80]
+    assert [row["num"] for row in picks.rows] == [100] * 4
+    older = class_row()
+    older["rounds"] = {key: value for key, value in older["rounds"].items() if key not in ("num_kept", "recent")}
+    assert picks_plot([{"seed": 0, **older}]) is None

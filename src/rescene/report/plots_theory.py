@@ -13,7 +13,7 @@ from rescene.report.theory import round_rows
 
 
 def plots(rows: Sequence[Row]) -> list[Plot | None]:
-    return [distance_plot(rows), staleness_plot(rows)] if rows else []
+    return [distance_plot(rows), picks_plot(rows), staleness_plot(rows)] if rows else []
 
 
 def distance_plot(rows: Sequence[Row]) -> Plot:
@@ -49,6 +49,35 @@ def distance_plot(rows: Sequence[Row]) -> Plot:
     )
     kept = [{key: row[key] for key in keys} for row in rows]
     return Plot("theory-distance", "Buffer against the real class mean", caption, kept, draw, height_in=4.9)
+
+
+def picks_plot(rows: Sequence[Row]) -> Plot | None:
+    """Which rounds the buffers come from, and which of them formed the target; None for runs that did not record it."""
+    steps = [step for row in rows for step in round_rows(row) if step.get("num_kept") is not None]
+    numbers = sorted({step["round"] for step in steps})
+    if len(numbers) < 2:
+        return None
+    sums = [
+        {"round": r, **{key: sum(step[key] for step in steps if step["round"] == r) for key in ("num", "num_kept")}}
+        for r in numbers
+    ]
+    recent = [step["round"] for step in steps if step["recent"]]
+
+    def draw(sheet: Any) -> None:
+        axes = sheet.subplots()
+        axes.axvspan(min(recent) - 0.5, numbers[-1] + 0.5, color=MUTED, alpha=0.12, linewidth=0, label="target window")
+        axes.bar(numbers, [s["num"] for s in sums], 0.8, color=SKY, label="uploaded")
+        axes.bar(numbers, [s["num_kept"] for s in sums], 0.8, color=BLUE, label="kept")
+        axes.set_xticks(numbers[:: thinned(len(numbers))])
+        axes.set(xlabel="round of the uploads", ylabel="surrogates", xlim=(numbers[0] - 0.5, numbers[-1] + 0.5))
+        axes.grid(False, axis="x")
+        legend_above(sheet, *axes.get_legend_handles_labels())
+
+    caption = (
+        "All classes and tasks together. Herding aims at the mean of the shaded rounds, the last ⌈λR⌉, and may pick from all "
+        "of them; where a class has no more uploads than the budget, everything is kept."
+    )
+    return Plot("theory-picks", "Which rounds the buffer comes from", caption, sums, draw)
 
 
 def staleness_plot(rows: Sequence[Row]) -> Plot | None:
