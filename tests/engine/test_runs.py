@@ -18,6 +18,8 @@ import torch
 from safetensors.torch import load_file
 
 import rescene
+from rescene.data import load
+from rescene.engine.watch import LeakageWatch
 from rescene.errors import ConfigError, RunError
 from rescene.methods import Method, ModelState
 from rescene.methods.registry import register
@@ -48,6 +50,9 @@ def test_a_run_leaves_a_complete_folder(tmp_path):
               "csv/accuracy_matrix.csv", "csv/rounds.csv", "csv/cost.csv", "csv/confusion.csv", "csv/participation.csv",
               "model/final.safetensors", "model/model.json"}  # fmt: skip
     assert wanted <= files
+    pairs = json.loads((result.folder / "surrogates.json").read_text())["pairs"]
+    rounds = {t: [p["round"] for p in pairs if p["task"] == t] for t in (0, 1)}
+    assert all(seen == sorted(seen) and set(seen) == {0, 1, 2} for seen in rounds.values()), "first, middle, latest"
     values = json.loads((result.folder / "results.json").read_text())
     for key in ("aa", "aia", "accuracy_matrix", "forgetting", "cost", "leakage", "seed", "config", "within_task"):
         assert key in values
@@ -509,3 +514,14 @@ def test_memory_grows_by_the_pool_only(tmp_path, monkeypatch):
     run(tmp_path / "r", federation__num_rounds=9, tasks__limit=1)
     (early, late), grown = (live[4], live[9]), pool[9] - pool[4]  # step 1 begins the task
     assert grown > 0 and abs(late - early - grown) < 4096  # a third of a picture: distances are held twice
+
+
+@pytest.mark.parametrize(("num_rounds", "moments"), [
+    (1, [["latest"]]),
+    (2, [["first", "latest"], ["latest"]]),
+    (4, [["first", "latest"], ["latest"], ["middle", "latest"], ["latest"]]),
+])  # fmt: skip
+def test_uploads_are_kept_from_the_first_middle_and_latest_round(num_rounds, moments):
+    watch = LeakageWatch(load("fashion-mini"), num_rounds)
+    for watch.round, wanted in enumerate(moments):
+        assert watch._moments() == wanted

@@ -45,7 +45,7 @@ class Parts:
         self.writer, self.done = Writer(e.device), 0  # steps whose checkpoint is on disk
         self.steps = schedule(e)
         self.made_on = made_on(e.device)
-        self.leakage = LeakageWatch(e.dataset)
+        self.leakage = LeakageWatch(e.dataset, e.recipe.federation.num_rounds)
         self.theory = TheoryWatch(e)
         self.ledger = Ledger(FlopMeter(e.arch))
         federation = resolved.recipe.federation

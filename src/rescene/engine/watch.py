@@ -19,7 +19,7 @@ from rescene.errors import ResceneWarning
 from rescene.methods import Payload
 from rescene.privacy import nearest_real, psnr, summarise, summarise_starts
 
-SAMPLES_PER_CLASS = 4
+SAMPLES = {"first": 1, "middle": 1, "latest": 2}  # uploads of each class kept from these rounds of a task
 Progress = Callable[[dict[str, Any]], None]
 
 
@@ -101,10 +101,10 @@ def memory_mb(device: torch.device) -> int:
 class LeakageWatch:
     """Looks at every upload that carries images and measures its distance to the nearest real training image."""
 
-    def __init__(self, dataset: Dataset) -> None:
-        self.dataset = dataset
+    def __init__(self, dataset: Dataset, num_rounds: int) -> None:
+        self.dataset, self.num_rounds = dataset, num_rounds
         self.blind = not len(dataset.train)  # the images are at the sites: nothing to compare with
-        self.samples: dict[str, dict[str, Tensor]] = {}  # by task: a few uploads beside their nearest real images
+        self.samples: dict[str, dict[str, Tensor]] = {}  # "task/moment": a few uploads beside their nearest real images
         self.begin(None)
 
     def begin(self, task: Task | None) -> None:
@@ -119,7 +119,7 @@ class LeakageWatch:
         self.starts.append(torch.stack([rms, psnr(images, start, self.dataset.transform)], dim=1).cpu())
 
     def look(self, uploads: Mapping[int, Payload]) -> None:
-        """Called with the answers to every ``ask``. The latest round's first images per class are kept as samples."""
+        """Called with the answers to every ``ask``. The first images of each class are kept as samples in some rounds."""
         senders = {k: u for k, u in uploads.items() if "images" in u and len(u["images"])}
         parts = [(u["images"], u["labels"], torch.full_like(u["labels"], k)) for k, u in senders.items()]
         if not parts or self.task is None or self.blind:
@@ -130,16 +130,24 @@ class LeakageWatch:
         decibel = psnr(images, self.dataset.transform.normalise(real[where]), self.dataset.transform)
         self.rms.append(rms.cpu())
         self.psnr.append(decibel.cpu())
-        chosen = torch.cat([(labels == c).nonzero().squeeze(1)[:SAMPLES_PER_CLASS] for c in labels.unique().tolist()])
-        self.samples[str(self.task.index)] = {
-            "surrogates": self.dataset.transform.to_pixels(images[chosen]).cpu(),
-            "nearest": real[where[chosen]].cpu(),
-            "labels": labels[chosen].cpu(),
-            "clients": clients[chosen].cpu(),
-            "rms": rms[chosen].cpu(),
-            "psnr": decibel[chosen].cpu(),
-            "round": torch.full((len(chosen),), self.round),
-        }
+        for moment in self._moments():
+            most = SAMPLES[moment]
+            chosen = torch.cat([(labels == c).nonzero().squeeze(1)[:most] for c in labels.unique().tolist()])
+            self.samples[f"{self.task.index}/{moment}"] = {
+                "surrogates": self.dataset.transform.to_pixels(images[chosen]).cpu(),
+                "nearest": real[where[chosen]].cpu(),
+                "labels": labels[chosen].cpu(),
+                "clients": clients[chosen].cpu(),
+                "rms": rms[chosen].cpu(),
+                "psnr": decibel[chosen].cpu(),
+                "round": torch.full((len(chosen),), self.round),
+            }
+
+    def _moments(self) -> list[str]:
+        """What this round may be of its task; the last one is only known when no other follows."""
+        last, middle = self.num_rounds - 1, self.num_rounds // 2
+        early = {0: "first", middle: "middle"} if self.round < last else {}
+        return [early[self.round], "latest"] if self.round in early else ["latest"]
 
     def forget(self, client: int) -> None:
         """The samples without those of this client; figures of what was sent stay."""
@@ -158,11 +166,16 @@ class LeakageWatch:
 
     def gallery(self) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
         """All samples as two tensors of pictures, and one row of facts for each pair."""
-        parts, keys = list(self.samples.values()), ("round", "rms", "psnr")
-        pictures = {key: torch.cat([part[key] for part in parts]).contiguous() for key in ("surrogates", "nearest")}
+        keys = ("round", "rms", "psnr")
+        parts = sorted(self.samples.items(), key=_task_and_moment)
+        pictures = {key: torch.cat([part[key] for _, part in parts]).contiguous() for key in ("surrogates", "nearest")}
         rows = [
-            {"task": int(task), "class": self.dataset.classes[label], **dict(zip(keys, values, strict=True))}
-            for task, part in self.samples.items()
+            {
+                "task": int(name.partition("/")[0]),
+                "class": self.dataset.classes[label],
+                **dict(zip(keys, values, strict=True)),
+            }
+            for name, part in parts
             for label, *values in zip(part["labels"].tolist(), *(part[key].tolist() for key in keys), strict=True)
         ]
         return pictures, rows
@@ -180,6 +193,12 @@ class LeakageWatch:
         if len(tree["rms"]):
             self.rms, self.psnr = [tree["rms"]], [tree["psnr"]]
         self.starts = [tree["starts"]] if len(tree.get("starts", ())) else []
+
+
+def _task_and_moment(entry: tuple[str, Any]) -> tuple[int, int]:
+    """Checkpoints of older versions have the latest moment only, without its name."""
+    task, _, moment = entry[0].partition("/")
+    return int(task), list(SAMPLES).index(moment or "latest")
 
 
 _listener: ContextVar[Callable[..., None] | None] = ContextVar("listener", default=None)  # of the run at work here

@@ -156,13 +156,15 @@ def _sheet(group: Group, entries: list[Row], uploads: np.ndarray, nearest: np.nd
                     left = 2.2 * x + side
                     box = (left, left + 0.97, 1.3 * y + 0.97, 1.3 * y)
                     axes.imshow(_pixels(image), extent=box, interpolation="nearest")
-                axes.text(2.2 * x + 0.98, 1.3 * y + 1.0, f"{_decibel(entries[i])} dB", **_SMALL, va="top", ha="center")
+                below = f"round {entries[i].get('round', '?')}, {_decibel(entries[i])} dB"
+                axes.text(2.2 * x + 0.98, 1.3 * y + 1.0, below, **_SMALL, va="top", ha="center")
             axes.text(-0.15, 1.3 * y + 0.5, plain(shown[y][2], 16), ha="right", va="center", color=INK, fontsize=8.5)
         axes.set(xlim=(-0.05, 2.2 * across - 0.2), ylim=(1.3 * len(lines), -0.1), aspect="equal")
         axes.set_axis_off()
 
     height = 0.35 + len(lines) * 1.3 * (WIDTH_IN - 1.0) / (2.2 * across)
-    caption = "Left of each pair what a site uploaded, right the real image nearest to it; PSNR below. " + through_lens(
-        uploads
+    caption = (
+        "Left of each pair what a site uploaded, right the real image nearest to it; round and PSNR below. "
+        + through_lens(uploads)
     )
     return Plot(f"surrogates-{group.slug}", group.label, caption.strip(), entries, draw, height_in=height)
