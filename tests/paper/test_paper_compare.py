@@ -8,7 +8,7 @@ import pytest
 from paper_runs import cell_of, write_run
 
 from rescene.paper import Store, paper_recipe, printed
-from rescene.paper.compare import RUN_TO_RUN, _registered, band, compare, explanation, findings
+from rescene.paper.compare import RUN_TO_RUN, _registered, band, compare, explanation, findings, printed_beside
 from rescene.paper.metrics import over_seeds, read
 from rescene.paper.tables import results_grid, status_grid, table_grid
 from rescene.report.formats import render
@@ -259,3 +259,14 @@ def test_status_and_results(tmp_path):
     assert status["paper/main"][4] == "1/243" and status["paper/privacy"][5] == "rescene paper run privacy"
     (row,) = results_grid(store).rows  # once, although several tables hold this cell
     assert row[:5] == ("CIFAR-10", "0.5", "FedAvg", "", "1") and row[-1] == "results/run-0"
+
+
+def test_what_is_printed_stands_beside_our_runs(tmp_path):
+    cells = {"fedavg": cell_of(MAIN, "cifar10/0.5/fedavg"), "fast": cell_of(MAIN, "cifar10/0.5/rescene").fast}
+    for name, cell in cells.items():
+        write_run(tmp_path / name, cell, aa=20.0)
+    found = printed_beside([tmp_path])
+    assert {folder.relative_to(tmp_path.resolve()).parts[0] for folder in found} == {"fedavg"}, (
+        "E_srv=10 is not printed"
+    )
+    assert [*found.values()] == [{"aa": "15.84 ± 3.04", "aia": "32.90 ± 7.78"}]

@@ -163,6 +163,16 @@ def test_an_exact_copy_is_a_near_copy_though_its_psnr_is_infinite(tmp_path: Path
     assert html.count(">near-copy</span>") == len(entries) and "∞ dB" in html
 
 
+def test_what_a_paper_prints_stands_beside_ours(tmp_path: Path, quick: None) -> None:
+    runs = [write_run(tmp_path / method, method) for method in ("rescene", "fedavg")]
+    page = tmp_path / "report.html"
+    assert "<small>paper</small>" not in write_report(runs, page).read_text("utf-8")
+    html = write_report(runs, page, {runs[0].resolve(): {"aa": "61.78 ± 1.14"}}).read_text("utf-8")
+    assert html.count("<small>paper</small>") == 2
+    assert '<td data-value="61.78">61.78 ± 1.14</td>' in html
+    assert html.count('<td data-value="">–</td>') >= 3, "no AIA, and nothing of FedAvg"
+
+
 def test_large_federations_stay_light(tmp_path: Path) -> None:
     folder, num = write_run(tmp_path / "run"), 100
     tasks = [{"task": t, "classes": [t], "counts": [[k * t % 7] for k in range(num)]} for t in range(150)]

@@ -62,6 +62,9 @@ def report(
     folders: Annotated[list[Path], typer.Argument(help="run folders, or a folder that holds some")],
     out: Annotated[Path | None, typer.Option("--out", help="HTML file (default: report.html beside the runs)")] = None,
     open_page: Annotated[bool, typer.Option("--open", help="open it in a browser")] = False,
+    paper: Annotated[
+        bool, typer.Option("--paper", help="the paper's AA and AIA beside runs that are in its tables")
+    ] = False,
 ) -> None:
     """One self-contained HTML page from run folders."""
     from rescene.cli.listing import find_runs
@@ -71,7 +74,12 @@ def report(
     if not found:
         raise ConfigError("E108", "no run folder there", where=", ".join(map(str, folders)), fix="rescene runs")
     with busy(f"drawing the page of {len(found)} runs"):
-        page = write_report(found, out or folders[0] / "report.html")
+        printed = None
+        if paper:
+            from rescene.paper.compare import printed_beside
+
+            printed = printed_beside(found)
+        page = write_report(found, out or folders[0] / "report.html", printed)
     print(page)
     if open_page:
         typer.launch(str(page))

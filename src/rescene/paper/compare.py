@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import lru_cache
 from importlib.resources import files
+from pathlib import Path
 
 from rescene.paper.costs import nominal, replay
 from rescene.paper.metrics import BYTES, COSTS, NOMINAL, REPLAY, over_seeds, relative
 from rescene.paper.numbers import Printed, printed
-from rescene.paper.recipes import FAST_LABEL, PaperCell, PaperRecipe, paper_recipe
+from rescene.paper.recipes import FAST_LABEL, PaperCell, PaperRecipe, paper_recipe, recipe_names
 from rescene.paper.store import Store, Stored
 from rescene.report.groups import Spread, spread
 
@@ -74,6 +75,17 @@ def compare(recipe: PaperRecipe, store: Store, only: Iterable[str] = (), costs: 
             if line.runs:
                 lines.append(line)
     return lines
+
+
+def printed_beside(folders: Iterable[Path]) -> dict[Path, dict[str, str]]:
+    """AA and AIA that the paper prints for the experiments of these run folders; none for a run that is in no table."""
+    store, found = Store(folders), dict[Path, dict[str, str]]()
+    for recipe in map(paper_recipe, recipe_names(lite=False)):
+        for line in compare(recipe, store, costs=False):
+            told = {} if line.other_epochs else {m: n.text for m, n in line.paper.items() if m in ("aa", "aia")}
+            for run in line.runs if told else ():
+                found[run.folder.resolve()] = told | found.get(run.folder.resolve(), {})  # the first table counts
+    return found
 
 
 def _line(

@@ -33,6 +33,12 @@ class Printed:
         return cell_name(self.data, self.beta, self.method, self.setting)
 
     @property
+    def text(self) -> str:
+        """As it is printed."""
+        mean = f"{self.mean:.{self.digits}f}"
+        return mean if self.std is None else f"{mean} ± {self.std:.{self.digits}f}"
+
+    @property
     def is_bound(self) -> bool:
         """Printed as less or more than ``mean``, as in "<0.01": nothing to take a difference from."""
         return self.note.endswith(" than")

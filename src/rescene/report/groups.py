@@ -163,8 +163,9 @@ def _telling(settings: Sequence[Row], recipes: Sequence[str], apart: Sequence[st
 
     Settings come to that as long as they tell cells apart that still look alike.
     """
+    keys = sorted(apart, key=lambda key: key == "data.path")  # where images lie is seldom what one asks for
     columns = [
-        [f"{key.split('.')[-1]}={plain(own[key], 24)}" if key in own else "" for own in settings] for key in apart
+        [f"{key.split('.')[-1]}={plain(own[key], 24)}" if key in own else "" for own in settings] for key in keys
     ]
     named = len(apart) > _FEW and all(recipes) and len(set(recipes)) > 1
     shown = [[plain(name, 24) for name in recipes]] if named else []

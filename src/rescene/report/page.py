@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -41,9 +41,10 @@ from rescene.report.withdrawn import withdrawals
 from rescene.report.words import departure, percent, verdict
 
 
-def write_report(folders: list[Path], out: Path) -> Path:
+def write_report(folders: list[Path], out: Path, printed: Mapping[Path, Mapping[str, str]] | None = None) -> Path:
     """Compare these run folders on one self-contained page and return its path.
 
+    ``printed``: AA and AIA that a paper prints for a run, by its folder; they stand beside ours.
     Beside ``out`` it writes plots/<figure>.svg, .png and .csv. Runs still going are shown as far as they are, and the
     page then reloads itself every ten seconds. The page appears in one piece: a reader never sees half of it.
     """
@@ -53,7 +54,7 @@ def write_report(folders: list[Path], out: Path) -> Path:
     out = Path(out)
     plots = out.parent / "plots"
     plots.mkdir(parents=True, exist_ok=True)
-    html = template("page.html.j2").render(_view(runs, plots))
+    html = template("page.html.j2").render(_view(runs, plots, printed or {}))
     draft = out.with_name(f".{out.name}.{os.getpid()}")
     draft.write_text(html, "utf-8")
     os.replace(draft, out)
@@ -74,7 +75,7 @@ def template(name: str) -> Any:
     return env.get_template(name)
 
 
-def _view(runs: Sequence[Run], plots: Path) -> dict[str, Any]:
+def _view(runs: Sequence[Run], plots: Path, printed: Mapping[Path, Mapping[str, str]]) -> dict[str, Any]:
     """Everything the template needs, by name."""
     groups = group_runs(runs)
     head = headline_group(groups)
@@ -98,8 +99,12 @@ def _view(runs: Sequence[Run], plots: Path) -> dict[str, Any]:
         "guarded": any(group.finished for group in groups) and all(d.private for d in departures if d.group.finished),
         "leaked": facts.leakage_rows(head),
         "audits": audits(groups),
-        "rows": list(zip(groups, rows, page_cells(groups), strict=True)),
+        "rows": [
+            (group, row, list(zip(PAGE, cells, strict=True)))
+            for group, row, cells in zip(groups, rows, page_cells(groups), strict=True)
+        ],
         "columns": PAGE,
+        "printed": [_printed(group, printed) for group in groups] if printed else [],
         "units": {column.key: column.unit for column in PAGE} | {"upload": "per site and round"},  # each with its own
         "downloads": downloads(groups, rows),
         "differing": differing_settings(groups),
@@ -129,6 +134,11 @@ def _view(runs: Sequence[Run], plots: Path) -> dict[str, Any]:
 def _title(groups: Sequence[Group]) -> str:
     names = list(dict.fromkeys(group.look.label for group in groups))
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _printed(group: Group, printed: Mapping[Path, Mapping[str, str]]) -> Mapping[str, str]:
+    """What is printed for the group's runs, which are one experiment."""
+    return next((told for run in group.runs if (told := printed.get(run.folder.resolve()))), {})
 
 
 def _tiles(head: Group | None) -> list[dict[str, str]]:
