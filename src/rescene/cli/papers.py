@@ -116,7 +116,7 @@ def paper_table(
     name: Name,
     only: Only = None,
     runs: Runs = None,
-    kind: Annotated[str, typer.Option("--format", help="text, markdown, latex, csv, html or json")] = "",
+    kind: Format = "",
     out: Written = None,
 ) -> None:
     """Ours, paper, difference, seeds done, and the command for what is missing."""

@@ -99,9 +99,7 @@ class TheoryWatch:
                 "kept_to_real": float((buffer.double().mean(dim=0) - mu[i]).norm()),
                 "sampling_error": float((mu_sampled[i] - mu[i].cpu()).norm()),  # below it a round's figures are noise
             }
-            picked = [int((kept.rounds[stored] == r).sum()) for r in row["rounds"]["round"]]
-            recent = [bool(window[rounds == r].any()) for r in row["rounds"]["round"]]
-            row["rounds"] |= {"num_kept": picked, "recent": recent}
+            row["rounds"]["num_kept"] = [int((kept.rounds[stored] == r).sum()) for r in row["rounds"]["round"]]
             rows.append(_short(_with_staleness(row, stale)))
         return rows
 

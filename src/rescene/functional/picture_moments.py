@@ -67,9 +67,8 @@ def picture_law(
     edge = 2 * deviation / weight * math.sqrt(size_q / 2)  # off the diagonal entries carry the deviation / sqrt 2
     stands_out = values > edge
     rest = 0.0
-    if (
-        colour and coarse == size and not bool(stands_out.all())
-    ):  # nothing is smoothed away: keep what the others add up to
+    if colour and coarse == size and not bool(stands_out.all()):
+        # nothing is smoothed away: keep what the others add up to
         rest = max(0.0, float(values[~stands_out].mean()))
     return PictureLaw(_smooth(picture, size), axes, torch.where(stands_out, values, rest).sqrt(), coarse)
 

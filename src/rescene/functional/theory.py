@@ -200,6 +200,7 @@ def herding_facts(z: Tensor, rounds: Tensor, window: Tensor, budget: int, mu: Te
         "rounds": {
             "round": list(numbers),
             "num": list(counts),
+            "recent": recent.tolist(),
             "task_end_error": errors.norm(dim=1).tolist(),
             "bias": fit.bias.tolist(),
             "deviation": fit.deviation.tolist(),

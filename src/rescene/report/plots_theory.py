@@ -68,10 +68,8 @@ def picks_plot(rows: Sequence[Row]) -> Plot | None:
         axes.axvspan(min(recent) - 0.5, numbers[-1] + 0.5, color=MUTED, alpha=0.12, linewidth=0, label="target window")
         axes.bar(numbers, [s["num"] for s in sums], 0.8, color=SKY, label="uploaded")
         axes.bar(numbers, [s["num_kept"] for s in sums], 0.8, color=BLUE, label="kept")
-        axes.set_xticks(numbers[:: thinned(len(numbers))])
-        axes.set(xlabel="round of the uploads", ylabel="surrogates", xlim=(numbers[0] - 0.5, numbers[-1] + 0.5))
-        axes.grid(False, axis="x")
-        legend_above(sheet, *axes.get_legend_handles_labels())
+        axes.set_xlim(numbers[0] - 0.5, numbers[-1] + 0.5)
+        _by_round(sheet, axes, numbers, "surrogates")
 
     caption = (
         "All classes and tasks together. Herding aims at the mean of the shaded rounds, the last ⌈λR⌉, and may pick from all "
@@ -105,14 +103,19 @@ def staleness_plot(rows: Sequence[Row]) -> Plot | None:
                 axes.plot(
                     *zip(*points, strict=True), label=label, color=colour, marker=marker, markersize=5, linestyle=dash
                 )
-        axes.set_xticks(steps[:: thinned(len(steps))])
         axes.set_ylim(bottom=0)
-        axes.set(xlabel="round of the uploads", ylabel="distance to the real mean")
-        axes.grid(False, axis="x")
-        legend_above(sheet, *axes.get_legend_handles_labels())
+        _by_round(sheet, axes, steps, "distance to the real mean")
 
     caption = (
         "Mean over classes of ‖m_r − μ‖. If uploads grow stale, those of early rounds are further from the real images "
         "under the final model than those of late rounds."
     )
     return Plot("theory-staleness", "Do uploads grow stale?", caption, kept, draw)
+
+
+def _by_round(sheet: Any, axes: Any, rounds: Sequence[int], ylabel: str) -> None:
+    """What figures over the rounds of a task share."""
+    axes.set_xticks(rounds[:: thinned(len(rounds))])
+    axes.set(xlabel="round of the uploads", ylabel=ylabel)
+    axes.grid(False, axis="x")
+    legend_above(sheet, *axes.get_legend_handles_labels())

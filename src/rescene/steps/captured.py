@@ -21,6 +21,7 @@ from rescene.data import Transform
 from rescene.functional.balance import EXCLUDED
 from rescene.nets import count_passes
 from rescene.steps.fused import FlatWeights, SideStream, fuse, look, loss_and_gradient
+from rescene.steps.passes import is_half
 from rescene.steps.recording import TURN, Kept, recorded
 
 SMALLEST_POOL = 8192
@@ -78,7 +79,7 @@ class Trainer:
     def __init__(self, net: Any, epochs: Epochs, settings: Any, capacity: int, rows: int) -> None:
         device, size = epochs.images.device, settings.batch_size
         self.settings, self.transform, self.size = settings, epochs.transform, size
-        self.half = settings.precision == "bfloat16" or (settings.precision == "auto" and device.type == "cuda")
+        self.half = is_half(settings, device)
         integers = partial(torch.zeros, dtype=torch.long, device=device)
         self.valid = torch.full((), size, dtype=torch.int32, device=device)
         self.side = SideStream(device) if device.type == "cuda" else None

@@ -71,10 +71,10 @@ def _squared_norms(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 def _layer_norms(layer: nn.Module, x: Tensor, g: Tensor) -> Tensor:
     """||gradient in the layer's parameters||^2 of every image: [n]."""
     if isinstance(layer, nn.Conv2d) and layer.bias is None:
-        patches, back = _patches(layer, x), g.flatten(2)
-        (size, places), width = patches.shape[1:], back.shape[1]
+        width, size, places = len(layer.weight), layer.weight[0].numel(), g[0, 0].numel()
         if places * (size + width) < size * width:
             # ||sum_t g_t a_t^T||^2 = sum_{s, t} <a_s, a_t> <g_s, g_t>: without making the gradient, which is larger
+            patches, back = _patches(layer, x), g.flatten(2)
             return (torch.bmm(patches.mT, patches) * torch.bmm(back.mT, back)).sum(dim=(1, 2))
     return torch.stack([_squared_sum(v.flatten(1), dim=1) for v in _gradients(layer, x, g).values()]).sum(dim=0)
 

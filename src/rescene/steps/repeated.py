@@ -57,7 +57,7 @@ class Repeated:
     """One network, one loss; a recorded step for each batch size."""
 
     def __init__(self, net: nn.Module, loss: Callable[[nn.Module, Batch], Tensor], settings: Training) -> None:
-        self.net, self.loss, self.settings = net, loss, settings
+        self.loss, self.settings = loss, settings
         device = next(net.parameters()).device
         self.seen = Passes(net, is_half(settings, device))
         self.weights = self.seen.weights
