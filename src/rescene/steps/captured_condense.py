@@ -21,7 +21,8 @@ from rescene.data import Shard
 from rescene.functional import clip_groups, group_means, matching_loss
 from rescene.rng import seeded_generator
 from rescene.steps.captured import rows_of
-from rescene.steps.fused import FlatWeights, Folded, fuse, look
+from rescene.steps.folded import Folded
+from rescene.steps.fused import FlatWeights, fuse, look
 from rescene.steps.recording import TURN, WARM_UP, Kept, recorded
 
 CHUNKS = (1024, 256)  # real images of 32 x 32 pixels that pass through the network at once; the rest fills the smaller

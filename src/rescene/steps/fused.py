@@ -7,7 +7,6 @@ compute the same thing. ``fuse`` prepares a copy of a network for it; networks w
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -47,7 +46,7 @@ class SideStream:
         """Complete only after ``join``: nothing outside this stream may read it before."""
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            wide = _widened(x, weight)
+            wide = widened(x, weight)
             gradient = _convolution_backward(dy, *wide, settings, (False, True, False))[1][:, : weight.shape[1]]
         self._held.append((dy, x, wide, gradient))
         return gradient
@@ -100,10 +99,10 @@ class FusedConv(nn.Conv2d):
 
 def _convolved(x: Tensor, weight: Tensor, settings: tuple[Any, ...]) -> Tensor:
     stride, padding, dilation, groups = settings
-    return F.conv2d(*_widened(x, weight), None, stride, padding, dilation, groups)
+    return F.conv2d(*widened(x, weight), None, stride, padding, dilation, groups)
 
 
-def _widened(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def widened(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """On a GPU three channels would keep the tensor cores from working: some more, all zero."""
     if not x.is_cuda or x.shape[1] >= LANES or x.shape[1] != weight.shape[1]:
         return x, weight
@@ -289,84 +288,6 @@ def loss_and_gradient(logits: Tensor, adjustment: Tensor, y: Tensor, valid: Tens
     log_p = F.log_softmax(logits + adjustment, dim=1)
     losses = -log_p.gather(1, y.unsqueeze(1)).squeeze(1) * share
     return losses, (log_p.exp() - F.one_hot(y, logits.shape[1])) * share.unsqueeze(1)
-
-
-@dataclass(frozen=True)
-class FoldedConv:
-    """A convolution with the norm behind it folded in: conv(x, weight) + bias."""
-
-    weight: Tensor
-    bias: Tensor
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-
-    def __call__(self, x: Tensor, shortcut: Tensor | None = None, extra_bias: Tensor | float = 0.0) -> Tensor:
-        """relu(conv(x) + shortcut)."""
-        bias = self.bias + extra_bias
-        place = (self.stride, self.padding, (1, 1), 1)
-        if not x.is_cuda:
-            y = F.conv2d(x, self.weight, bias, self.stride, self.padding)
-            return F.relu(y if shortcut is None else y + shortcut)
-        x, weight = _widened(x, self.weight)
-        if shortcut is None:
-            return torch.cudnn_convolution_relu(x, weight, bias, *place)
-        return torch.cudnn_convolution_add_relu(x, weight, shortcut, 1.0, bias, *place)
-
-
-class Folded:
-    """The body of a fused network in eval mode, with every norm folded into the convolution before it.
-
-    The folded weights follow ``weights`` on ``refresh``. The running statistics are those of the network at that time.
-    """
-
-    def __init__(self, body: nn.Module, weights: FlatWeights) -> None:
-        self.body = body
-        pairs = [(m[0], m[1]) for m in body.modules() if isinstance(m, nn.Sequential) and len(m) >= 2]
-        self._pairs = [(c, n) for c, n in pairs if isinstance(c, FusedConv) and isinstance(n, FusedNorm)]
-        self._weights = weights
-        self._convs = {
-            conv: FoldedConv(
-                torch.empty_like(conv.weight),
-                torch.empty(norm.num_features, dtype=conv.weight.dtype, device=norm.weight.device),
-                conv.stride,
-                conv.padding,  # type: ignore[arg-type]
-            )
-            for conv, norm in self._pairs
-        }
-
-    @staticmethod
-    def is_possible(body: nn.Module) -> bool:
-        """Every norm is a batch norm behind a convolution of its own."""
-        norms = [m for m in body.modules() if isinstance(m, (nn.GroupNorm, nn.LayerNorm, nn.BatchNorm2d))]
-        return bool(norms) and all(isinstance(norm, FusedNorm) for norm in norms)
-
-    def refresh(self) -> None:
-        for conv, norm in self._pairs:
-            scale = norm.weight * torch.rsqrt(norm.running_var + norm.eps)  # type: ignore[operator,arg-type]
-            folded = self._convs[conv]
-            torch.mul(self._weights.master(conv.weight), scale.view(-1, 1, 1, 1), out=folded.weight)
-            folded.bias.copy_(norm.bias - norm.running_mean * scale)  # type: ignore[operator]
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._through(self.body, x)
-
-    def _through(self, module: nn.Module, x: Tensor) -> Tensor:
-        if isinstance(module, FusedStage):
-            return self._convs[module[0]](x)  # type: ignore[index]
-        if isinstance(module, FusedResidual):
-            *inner, last = [layer[0] for layer in module.main if not isinstance(layer, nn.ReLU)]  # type: ignore[index]
-            shortcut, bias = x, torch.zeros((), dtype=x.dtype, device=x.device)
-            if not isinstance(module.shortcut, nn.Identity):
-                folded = self._convs[module.shortcut[0]]  # type: ignore[index]
-                shortcut, bias = F.conv2d(x, folded.weight, None, folded.stride, folded.padding), folded.bias
-            for conv in inner:
-                x = self._convs[conv](x)
-            return self._convs[last](x, shortcut, bias)
-        if isinstance(module, nn.Sequential):
-            for child in module:
-                x = self._through(child, x)
-            return x
-        return module(x)  # type: ignore[no-any-return]
 
 
 def _flat(value: Tensor) -> Tensor:

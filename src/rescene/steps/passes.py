@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rescene.nets import count_passes
-from rescene.steps.fused import FlatWeights, Folded, SideStream, fuse
+from rescene.steps.folded import Folded
+from rescene.steps.fused import FlatWeights, SideStream, fuse
 from rescene.steps.sgd import Training
 
 
