@@ -51,7 +51,7 @@ MUTATIONS = (
              "np.max(array[j:, j])", "np.nanmax(array[j])", "tests/functional/test_metrics.py"),
     Mutation("perturbation not projected", "functional/perturbation.py",
              "max=1.0)", "max=1e9)", "tests/functional/test_balance_and_matching.py"),
-    Mutation("BatchNorm in train mode while condensing", "steps/condense.py",
+    Mutation("BatchNorm in train mode while condensing", "steps/matching.py",
              "net.eval().requires_grad_(False)", "net.train().requires_grad_(False)", "tests/steps/test_condensation.py"),
     Mutation("cosine schedule off by one epoch", "steps/sgd.py",
              "math.pi * epoch / epochs", "math.pi * (epoch + 1) / epochs", "tests/steps/test_sgd.py"),

@@ -155,7 +155,7 @@ def test_every_chunk_of_groups_is_measured_against_its_own_class(tiny_world, mon
 
     whole = images()
     # chunks of 3, 3 + 1 and 3 images; the last one begins with class 1
-    monkeypatch.setattr(import_module("rescene.steps.condense"), "CHUNK", {"cpu": 4})
+    monkeypatch.setattr(import_module("rescene.steps.matching"), "CHUNK", {"cpu": 4})
     assert torch.allclose(images(), whole, atol=1e-5)
 
 

@@ -7,7 +7,7 @@ from rescene.rng import Rng
 from rescene.steps import Condensation, condense
 from rescene.steps.captured_condense import KEPT
 from rescene.steps.captured_condense import descend_captured as descend
-from rescene.steps.condense import groups_of
+from rescene.steps.groups import groups_of
 from rescene.steps.recording import WARM_UP
 
 

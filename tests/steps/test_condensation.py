@@ -30,7 +30,7 @@ def test_all_clients_at_once_agree_with_one_at_a_time(tiny_world):
 def test_chunks_do_not_change_the_result(tiny_world, monkeypatch):
     shards, net, rngs = tiny_world["shards"], tiny_world["net"], streams(tiny_world)
     whole = condense(net, shards, rngs, SETTINGS, noise_seed=7)
-    monkeypatch.setattr(sys.modules["rescene.steps.condense"], "CHUNK", {"cpu": 5})
+    monkeypatch.setattr(sys.modules["rescene.steps.matching"], "CHUNK", {"cpu": 5})
     cut = condense(net, shards, rngs, SETTINGS, noise_seed=7)
     for a, b in zip(whole, cut, strict=True):
         assert torch.allclose(a.images, b.images, atol=1e-5)

@@ -33,7 +33,7 @@ from rescene.methods.surrogates import SurrogateMethod, gathered
 from rescene.record import Tree
 from rescene.rng import Rng, seeded_generator
 from rescene.steps import Batch, Surrogates, class_scores, condense, cross_entropy, fit_pool
-from rescene.steps.condense import Move, Term
+from rescene.steps.matching import Move, Term
 from rescene.steps.sgd import Loss
 
 

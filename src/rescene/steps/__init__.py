@@ -1,7 +1,8 @@
 """Procedures that move a model or pixels for many iterations; shared by the methods, ignorant of who calls them."""
 
-from rescene.steps.condense import Condensation, Surrogates, condense
+from rescene.steps.condense import condense
 from rescene.steps.embed import class_scores, embed
+from rescene.steps.groups import Condensation, Surrogates
 from rescene.steps.passes import frozen
 from rescene.steps.replay import with_replay
 from rescene.steps.sgd import Batch, Loss, Training, cross_entropy, fit, fit_pool, fit_shard, repeatable

@@ -31,7 +31,7 @@ from rescene.nets.layers import ConvBody
 from rescene.rng import seeded_generator
 
 if TYPE_CHECKING:
-    from rescene.steps.condense import Condensation
+    from rescene.steps.groups import Condensation
 
 EPS = 1e-6
 State = dict[str, Tensor]

@@ -25,16 +25,9 @@ from rescene.functional.release import clip_rows
 from rescene.nets import count_passes
 from rescene.privacy.mechanism import Site, refuse_batch_statistics
 from rescene.rng import Rng, seeded_generator
-from rescene.steps.condense import (
-    CHUNK,
-    Condensation,
-    Surrogates,
-    assign,
-    collect,
-    descended,
-    groups_of,
-    matching_gradient,
-)
+from rescene.steps.condense import descended
+from rescene.steps.groups import Condensation, Surrogates, collect, groups_of
+from rescene.steps.matching import CHUNK, assign, matching_gradient
 from rescene.steps.private_embeddings import question_of, row_of, white_noise
 from rescene.steps.release import condense_released, released
 

@@ -16,18 +16,9 @@ from rescene.nets import count_passes
 from rescene.privacy.mechanism import Mechanism, digest, refuse_batch_statistics
 from rescene.privacy.noise import Noise
 from rescene.rng import Rng, seeded_generator
-from rescene.steps.condense import (
-    CHUNK,
-    Condensation,
-    Gradient,
-    Group,
-    Move,
-    Surrogates,
-    assign,
-    descended,
-    embedding,
-    loss_and_gradient,
-)
+from rescene.steps.condense import descended
+from rescene.steps.groups import Condensation, Group, Surrogates
+from rescene.steps.matching import CHUNK, Gradient, Move, assign, embedding, loss_and_gradient
 
 
 def released_embeddings(

@@ -18,7 +18,8 @@ from rescene.functional.picture_moments import PictureLaw, drawn_pictures, pictu
 from rescene.functional.release import noised_means
 from rescene.privacy.mechanism import Mechanism, digest
 from rescene.rng import Rng
-from rescene.steps.condense import CHUNK, Condensation, Surrogates, collect
+from rescene.steps.groups import Condensation, Surrogates, collect
+from rescene.steps.matching import CHUNK
 from rescene.steps.moments import possible
 from rescene.steps.private_embeddings import noised_sums
 

@@ -22,7 +22,8 @@ from rescene.functional.picture_moments import PictureLaw
 from rescene.functional.release import noised_means
 from rescene.privacy.mechanism import Mechanism
 from rescene.rng import Rng
-from rescene.steps.condense import CHUNK, Condensation, Surrogates, assign
+from rescene.steps.groups import Condensation, Surrogates
+from rescene.steps.matching import CHUNK, assign
 from rescene.steps.private_embeddings import condensed_embeddings, embedded, networks, released_embeddings
 from rescene.steps.private_moments import drawn_from_laws, laws_of, moments_of, num_rows, released_moments
 
