@@ -1,9 +1,9 @@
-"""benchmarks/trust_soak.py: what breathes is no leak, and what leaks is found, with the link's own figures."""
+"""benchmarks/soak_measure.py: what breathes is no leak, and what leaks is found, with the link's own figures."""
 
 import random
 
 import pytest
-import trust_soak
+import soak_measure
 
 
 def link(rounds, leak=lambda r: 0, connections=lambda r: 10):
@@ -20,7 +20,7 @@ def link(rounds, leak=lambda r: 0, connections=lambda r: 10):
         for r in range(rounds)
         for _ in range(12)
     ]
-    return trust_soak.bounded(trust_soak.judged_by_halves(trust_soak.middle_of_each_round(looks), 10))
+    return soak_measure.bounded(soak_measure.judged_by_halves(soak_measure.middle_of_each_round(looks), 10))
 
 
 @pytest.mark.parametrize("rounds", [30, 90])
