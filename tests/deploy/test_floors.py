@@ -5,10 +5,14 @@ import json
 import pytest
 import yaml
 from local_sites import LocalPost, across, events, hashes, in_process, sites
-from own_sites import NAMES, model_of, own_sites, plan_of, run_plan
+from own_sites import NAMES, SMALL, model_of, own_sites, plan_of, run_plan
 
 from rescene.config import resolve
+from rescene.deploy.plan import Held, add_classes, close_task, read_plan, with_plan, write_plan
 from rescene.deploy.site import Site
+from rescene.errors import ConfigError
+from rescene.privacy.accounting import Composition, total_epsilon
+from rescene.privacy.ledger import Ledger
 
 RELEASE = ["method.start=noise", "privacy.mechanism=release", "privacy.noise_multiplier=4", "privacy.num_nets=1"]
 MOMENTS = ["method.start=coloured", "method.num_steps=0"]
@@ -78,3 +82,50 @@ def test_a_share_under_a_mechanism_has_the_bits_of_one_process(tmp_path, sums):
     folders = sites(tmp_path, count=2)
     across(resolved, tmp_path / "there", LocalPost(folders))
     assert hashes(tmp_path / "here") == hashes(tmp_path / "there") and len(ledger(folders[0])) == 2
+
+
+def test_a_task_closed_early_keeps_the_noise_of_all_its_rounds_and_spends_less_than_is_promised(tmp_path):
+    folders, path, folder = own_sites(tmp_path), tmp_path / "plan.yaml", tmp_path / "run"
+    write_plan(path, plan_of((NAMES, 3), rounds=3))
+
+    def close(node, data):  # while the first round is under way
+        if Held.of(folder).begun and not read_plan(path).tasks[0].closed:
+            close_task(path, folder)
+        return data
+
+    asked = [
+        *(word for word in RELEASE if "noise_multiplier" not in word),
+        "privacy.epsilon=8",
+        "federation.per_round=3",
+    ]
+    results = run_plan(read_plan(path), folder, folders, asked, LocalPost(folders, change=close), path)
+    assert results["tasks"][0]["rounds"] == 1 and results["leakage"] is None
+    said = results["privacy"]
+    assert said["releases_per_record"] == 3 and said["epsilon"] == pytest.approx(8, abs=1e-3)
+    charges = Ledger(folders[0] / "state" / "ledger.jsonl").charges()
+    assert [charge.sigma for charge in charges] == pytest.approx([said["noise_multiplier"]])
+    assert total_epsilon([(charge.sigma, Composition(charge.steps, 1)) for charge in charges], said["delta"]) < 5
+    with pytest.raises(ConfigError, match="reckoned for 2"):  # a task longer than that would spend more
+        with_plan(resolve("smoke", [*SMALL, *asked]), plan_of((NAMES, 3), rounds=2), 3, tmp_path / "none")
+
+
+def test_a_method_that_replays_cannot_outgrow_the_tasks_that_its_noise_was_reckoned_for(tmp_path):
+    """With a target of epsilon: two tasks at the noise of one and of two would add up to 10.5, and the report say 8."""
+    replay = ["method=refed", "model.norm=group", "privacy.mechanism=dp-sgd", "privacy.delta=1e-3"]
+    folders, path = own_sites(tmp_path), tmp_path / "plan.yaml"
+    first, both = plan_of((NAMES[:2], 1)), plan_of((NAMES[:2], 1), (NAMES[2:], 1))
+    target, folder = [*replay, "privacy.epsilon=8"], tmp_path / "target"
+    write_plan(path, first)
+    run_plan(first, folder, folders, target)
+    with pytest.raises(ConfigError, match="reckoned for 1 task"):
+        run_plan(both, folder, folders, target)
+    with pytest.raises(ConfigError, match="reckoned for 1 task"):
+        add_classes(path, folder, list(NAMES[2:]), 1, None)
+    assert read_plan(path) == first
+    given, folder = [*replay, "privacy.noise_multiplier=2"], tmp_path / "given"
+    before = run_plan(first, folder, folders, given)["privacy"]["epsilon"]
+    add_classes(path, folder, list(NAMES[2:]), 1, None)
+    after = run_plan(read_plan(path), folder, folders, given)["privacy"]
+    spent = [charge for charge in Ledger(folders[0] / "state" / "ledger.jsonl").charges() if charge.sigma == 2]
+    assert after["epsilon"] > before and len(spent) <= after["releases_per_record"]
+    assert run_plan(both, tmp_path / "planned", folders, target)["privacy"]["epsilon"] == pytest.approx(8, abs=1e-3)

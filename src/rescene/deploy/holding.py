@@ -104,7 +104,7 @@ def check_floor(section: SiteSection, recipe: Recipe) -> None:
     """What the site's floor refuses before an image is opened; the ledger sees to the rest."""
     if section.privacy is None:
         return
-    promise = recipe.promise(1)  # the number of tasks matters to epsilon only
+    promise = recipe.promise(1)  # nothing here depends on the number of tasks
     if promise is None:
         raise Declined("E413", "site declines: it has a privacy floor, and the run has no mechanism")
     if promise.test_mode:

@@ -96,6 +96,8 @@ def add_classes(path: Path, run: Path, names: list[str], rounds: int | None, ima
     facts["tasks"] = [*facts["tasks"], {"classes": names, "rounds": rounds or default}]
     try:
         grown = SitesSection.model_validate(facts)
+        if held.begun:
+            _check_noise(Recipe.model_validate(_config(run)), len(_tasks(run)), len(grown.tasks))
     except ValidationError as error:
         raise _bad(error, "add-classes") from None
     write_plan(path, grown)
@@ -127,9 +129,24 @@ def with_plan(resolved: Resolved, plan: SitesSection, num_sites: int, run: Path)
     per_round = min(given["federation"]["per_round"], num_sites)
     given["federation"] |= {"num_clients": num_sites, "per_round": per_round, "num_rounds": plan.rounds}
     try:
-        return replace(resolved, recipe=Recipe.model_validate(given | {"sites": plan.model_dump(mode="json")}))
+        recipe = Recipe.model_validate(given | {"sites": plan.model_dump(mode="json")})
     except ValidationError as error:
         raise _bad(error, "plan.yaml with this recipe") from None
+    if held:
+        _check_noise(recipe, len(held), len(plan.tasks))
+    return replace(resolved, recipe=recipe)
+
+
+def _check_noise(recipe: Recipe, before: int, after: int) -> None:
+    """Where records are replayed, an epsilon for the whole run fixes the noise of the first task by the number of tasks."""
+    multipliers = {promise.mechanism.sigma for tasks in (before, after) if (promise := recipe.promise(tasks))}
+    if len(multipliers) > 1:
+        raise ConfigError(
+            "E193",
+            f"the noise of this run was reckoned for {before} task(s), so no further one can be opened",
+            why=f"the method trains on images of earlier tasks again, and they would exceed epsilon = {recipe.privacy.epsilon:g}",
+            fix="a new federation with all tasks planned before its first run, or with privacy.noise_multiplier: epsilon then grows",
+        )
 
 
 def _bad(error: Exception, where: str) -> ConfigError:
@@ -143,11 +160,14 @@ def _bad(error: Exception, where: str) -> ConfigError:
 
 def _tasks(run: Path) -> list[dict[str, Any]]:
     """The tasks of the plan as the run folder knows it."""
+    return list((_config(run).get("sites") or {}).get("tasks", []))
+
+
+def _config(run: Path) -> dict[str, Any]:
     try:
-        found = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-        return list((found.get("sites") or {}).get("tasks", []))
-    except (OSError, yaml.YAMLError, AttributeError):
-        return []
+        return dict(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")))
+    except (OSError, yaml.YAMLError, TypeError, ValueError):
+        return {}
 
 
 def _json(path: Path) -> dict[str, Any]:
