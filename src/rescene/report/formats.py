@@ -90,6 +90,21 @@ def render(grid: Grid, kind: str) -> str:
     return KINDS[kind](grid).rstrip("\n") + "\n"
 
 
+def _entry(escape: Callable[[str], str], best: str, std: str, note: str) -> Callable[[Entry], str]:
+    """How a format writes an entry: its escape, and its marks around the best mean, a deviation and a note."""
+
+    def written(entry: Entry) -> str:
+        if isinstance(entry, str):
+            return escape(entry)
+        parts = [(best if entry.best else "{}", entry.text), (std, entry.std_text), (note, entry.note)]
+        return " ".join(marks.format(escape(part)) for marks, part in parts if part)
+
+    return written
+
+
+_plain = _entry(str, "{}*", "± {}", "({})")
+
+
 def _text(grid: Grid) -> str:
     """Columns side by side; a star after the best."""
     table = [list(grid.columns), *([_plain(entry) for entry in row] for row in grid.rows)]
@@ -105,14 +120,6 @@ def _text(grid: Grid) -> str:
     return "\n".join([*([grid.title, ""] if grid.title else []), *lines, *([""] if grid.notes else []), *grid.notes])
 
 
-def _plain(entry: Entry) -> str:
-    if isinstance(entry, str):
-        return entry
-    std = f" ± {entry.std_text}" if entry.std_text else ""
-    note = f" ({entry.note})" if entry.note else ""
-    return f"{entry.text}{'*' if entry.best else ''}{std}{note}"
-
-
 def _markdown(grid: Grid) -> str:
     head = ["| " + " | ".join(map(_md, grid.columns)) + " |"]
     head.append("|" + "|".join("--:" if grid.measured(j) else "---" for j in range(len(grid.columns))) + "|")
@@ -125,13 +132,7 @@ def _md(text: str) -> str:
     return re.sub(r"([\\|*_`<])", r"\\\1", text)
 
 
-def _md_entry(entry: Entry) -> str:
-    if isinstance(entry, str):
-        return _md(entry)
-    mean = f"**{entry.text}**" if entry.best else entry.text
-    std = f" ± {entry.std_text}" if entry.std_text else ""
-    return mean + std + (f" ({_md(entry.note)})" if entry.note else "")
-
+_md_entry = _entry(_md, "**{}**", "± {}", "({})")
 
 _TEX = {
     **{char: "\\" + char for char in "&%$#_{}"},
@@ -164,12 +165,7 @@ def _tex(text: str) -> str:
     return "".join(_TEX.get(char, char) for char in text)
 
 
-def _tex_entry(entry: Entry) -> str:
-    if isinstance(entry, str):
-        return _tex(entry)
-    mean = rf"\textbf{{{entry.text}}}" if entry.best else _tex(entry.text)
-    std = rf" {{\scriptsize\textcolor{{gray}}{{$\pm$ {entry.std_text}}}}}" if entry.std_text else ""
-    return mean + std + (rf" {{\scriptsize {_tex(entry.note)}}}" if entry.note else "")
+_tex_entry = _entry(_tex, r"\textbf{{{}}}", r"{{\scriptsize\textcolor{{gray}}{{$\pm$ {}}}}}", r"{{\scriptsize {}}}")
 
 
 def _csv(grid: Grid) -> str:
@@ -215,12 +211,7 @@ def _html(grid: Grid) -> str:
     return "\n".join([*lines, "</table>"]).encode("ascii", "xmlcharrefreplace").decode("ascii")
 
 
-def _html_entry(entry: Entry) -> str:
-    if isinstance(entry, str):
-        return html.escape(entry)
-    mean = f"<b>{entry.text}</b>" if entry.best else entry.text
-    std = f' <small style="color:gray">± {entry.std_text}</small>' if entry.std_text else ""
-    return mean + std + (f" <small>{html.escape(entry.note)}</small>" if entry.note else "")
+_html_entry = _entry(html.escape, "<b>{}</b>", '<small style="color:gray">± {}</small>', "<small>{}</small>")
 
 
 KINDS: dict[str, Callable[[Grid], str]] = {
