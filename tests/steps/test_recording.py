@@ -1,13 +1,16 @@
 """Whose turn it is: one thread prepares, others may go on while it waits or replays. And what a refused recording leaves."""
 
+import itertools
 import threading
 import warnings
 
 import pytest
 import torch
 
+from rescene.engine.writer import Writer
 from rescene.errors import ResceneWarning
-from rescene.steps.recording import _Turn, recorded
+from rescene.steps.fused import SideStream
+from rescene.steps.recording import _Turn, lasting_stream, recorded
 
 
 def test_threads_prepare_one_at_a_time():
@@ -79,3 +82,18 @@ def test_where_recording_is_refused_the_work_itself_remains():
         assert recorded(work) is work
     assert any(isinstance(w.message, ResceneWarning) and w.message.code == "W302" for w in seen)
     assert torch.backends.cudnn.benchmark is False, "what was changed for recording is set back"
+
+
+def test_what_goes_on_beside_recordings_never_shares_a_stream_with_one(monkeypatch):
+    """Seen on a GPU: a checkpoint was being copied on a stream that, 32 streams later, was under recording again."""
+    dealt = {0: itertools.cycle(range(32)), -1: itertools.cycle(range(32, 64))}  # as torch deals them, by priority
+
+    class Stream:
+        def __init__(self, device=None, priority=0):
+            self.number = next(dealt[priority])
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    device = torch.device("cuda")
+    beside = [Writer(device)._stream.number, lasting_stream(device).number]
+    recorded_on = {SideStream(device).stream.number for _ in range(100)} | {Stream().number for _ in range(100)}
+    assert recorded_on.isdisjoint(beside)

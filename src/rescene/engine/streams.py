@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from rescene.steps.recording import TURN
+from rescene.steps.recording import TURN, lasting_stream
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ class Streams:
 
     def _run(self, caller: torch.cuda.Stream, work: Callable[[Any], T], item: Any) -> T | Exception:
         if not hasattr(self._local, "stream"):
-            self._local.stream = torch.cuda.Stream(self._device)
+            self._local.stream = lasting_stream(self._device)
         stream: torch.cuda.Stream = self._local.stream
         stream.wait_stream(caller)
         with torch.cuda.stream(stream), TURN.taken():

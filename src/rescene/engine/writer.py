@@ -8,12 +8,14 @@ from contextvars import copy_context
 
 import torch
 
+from rescene.steps.recording import lasting_stream
+
 
 class Writer:
     """At most one piece of work is under way. Its error is raised by the next ``start`` or ``wait``, never lost."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = lasting_stream(device) if device.type == "cuda" else None
         self._under_way: Future[None] | None = None
 
     def start(self, work: Callable[[], None]) -> None:

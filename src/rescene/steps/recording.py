@@ -75,6 +75,15 @@ class _Turn:
 TURN = _Turn()
 
 
+def lasting_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream that nothing is ever recorded on, for work that goes on beside recordings.
+
+    torch deals out the same 32 streams of a priority in turn. Recordings take many of the normal ones; a stream of those would
+    one day be under recording while it is used.
+    """
+    return torch.cuda.Stream(device, priority=-1)
+
+
 class _ShortLived(threading.local):
     """Where this thread's short-lived recordings are made: one stream, and memory that the next one takes over.
 
