@@ -122,6 +122,8 @@ def test_an_unreadable_ledger_stops_the_run(tmp_path, monkeypatch):
         (["privacy.mechanism=paper-experiment"], "missing"),
         (["privacy.mechanism=paper-experiment", "privacy.epsilon=8"], "certifies none"),
         (["privacy.mechanism=paper-experiment", "privacy.noise_multiplier=1", "method.clip=null"], "clips each"),
+        (["privacy.mechanism=paper-experiment", "privacy.noise_multiplier=1", "method.step=polyak"], "loss, which is"),
+        (["privacy.mechanism=per-example", "privacy.epsilon=8", "method.step=polyak"], "method.step=fixed"),
         (
             ["privacy.mechanism=release", "privacy.epsilon=8", "method=fedaf", "method.start=noise"],
             "FedAF cannot use release: it also sends",

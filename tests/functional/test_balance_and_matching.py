@@ -89,6 +89,16 @@ def test_clipping_scales_each_group_by_its_own_norm():
     assert torch.equal(clip_groups(gradient, torch.tensor([0, 0, 1, 2]), 3, math.inf), gradient)
 
 
+def test_polyaks_bound_takes_a_quadratic_loss_half_way_and_a_small_gradient_as_it_is():
+    x, groups = torch.tensor([[2.0], [2.0], [0.0]]), torch.arange(3)
+    steepness = torch.tensor([[100.0], [0.1], [1.0]])
+    loss, gradient = (steepness * x.square()).squeeze(1), 2 * steepness * x  # a step of rate 1 would overshoot 99-fold
+    moved = x - clip_groups(gradient, groups, 3, None, reach=loss)
+    assert torch.allclose(moved, torch.tensor([[1.0], [1.6], [0.0]]))
+    shorter = x - clip_groups(gradient, groups, 3, 0.25, reach=loss)  # the tighter of the two bounds counts
+    assert torch.allclose(shorter, torch.tensor([[1.75], [1.75], [0.0]]))
+
+
 def test_perturbation_lands_on_the_sphere_of_a_large_network():
     params = [torch.randn(100, 30), torch.randn(200)]
     moved = perturbed(params, 5.0, torch.Generator().manual_seed(0))

@@ -31,7 +31,9 @@ def inputs(world, settings):
     return shards, rngs, (pixels, owner, torch.cat(parts, dim=1), real_owner)
 
 
-@pytest.mark.parametrize("change", [{}, {"image_momentum": 0.5}, {"reduction": "mean", "match_logits": False}])
+@pytest.mark.parametrize(
+    "change", [{}, {"step": "polyak"}, {"image_momentum": 0.5}, {"reduction": "mean", "match_logits": False}]
+)
 def test_without_perturbation_it_agrees_with_the_plain_descent(tiny_world, change):
     settings = SETTINGS.model_copy(update={"radius": 0.0, "clip": 1.0} | change)
     shards, rngs, (pixels, owner, real, real_owner) = inputs(tiny_world, settings)

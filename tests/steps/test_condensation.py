@@ -1,5 +1,6 @@
 """Condensation: what it must leave unchanged, what it must compute, and that one pass for all equals one client at a time."""
 
+import copy
 import sys
 
 import pytest
@@ -121,6 +122,21 @@ def test_condensing_brings_the_means_closer(tiny_world):
     groups = torch.zeros(len(made.labels), dtype=torch.long)
     before, after = (group_means(embed(net, images), groups, 1) for images in (made.start, made.images))
     assert (after - real).norm() < 0.5 * (before - real).norm()
+
+
+def test_under_a_steep_network_fixed_steps_overshoot_and_polyaks_do_not(tiny_world):
+    """What a network becomes after long training: a small change of pixels moves its features far."""
+    net = copy.deepcopy(tiny_world["net"])
+    for parameter in net.parameters():
+        parameter.data *= 2.0
+
+    def last_loss(**change):
+        settings = Condensation(ipc=3, radius=0.0, real_batch="all", guard=False, **change)
+        return condense(net, tiny_world["shards"][2:], [Rng(0)], settings, noise_seed=0)[0].loss
+
+    start = last_loss(num_steps=1)
+    assert last_loss(step="fixed") > start
+    assert last_loss(step="polyak") < 0.1 * start
 
 
 def test_literal_restores_the_printed_form_and_can_be_refined():

@@ -184,6 +184,10 @@ class Recipe(Section):
             raise ValueError(f"privacy.centre: {method.title} keeps nothing from earlier rounds; privacy.centre=none")
         if kind == "per-example" and not self.method["num_steps"]:
             raise ValueError("method.num_steps: per-example needs at least one step")
+        if kind in ("per-example", "paper-experiment") and self.method.get("step") == "polyak":
+            raise ValueError(
+                f"method.step: under {kind} the length of a step must not depend on the loss, which is private; method.step=fixed"
+            )
         if kind == "paper-experiment" and self.method.get("clip", 5) is None:
             raise ValueError("method.clip: the paper's experiment clips each class's gradient; method.clip=5")
         return self

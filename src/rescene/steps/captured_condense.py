@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from rescene.data import Shard
-from rescene.functional import clip_groups, group_means, matching_loss
+from rescene.functional import group_means, matching_loss
 from rescene.rng import seeded_generator
 from rescene.steps.captured import rows_of
 from rescene.steps.folded import Folded
@@ -55,7 +55,14 @@ def descend_captured(
 def _condenser_for(net: Any, shard: Shard, groups: int, settings: Any) -> Condenser:
     capacity = (groups * settings.ipc, groups, rows_of(len(net.head.bias)))
     shapes = tuple((name, tuple(value.shape)) for name, value in net.body.state_dict().items())
-    fixed = (settings.image_lr, settings.image_momentum, settings.radius, settings.clip, settings.reduction)
+    fixed = (
+        settings.image_lr,
+        settings.image_momentum,
+        settings.radius,
+        settings.clip,
+        settings.step,
+        settings.reduction,
+    )
     images = shard.images.pixels
     key = (shapes, capacity, fixed, settings.match_logits, settings.precision, images.data_ptr(), shard.transform)
     return KEPT.get(key, lambda: Condenser(net, shard, *capacity, settings))
@@ -208,8 +215,7 @@ class Condenser:
             if settings.match_logits:
                 loss = loss + self.per_logit * matching_loss(means[:, d:], real[:, d:])
             (gradient,) = torch.autograd.grad(loss[:-1].sum(), x)
-        if settings.clip is not None:
-            gradient = clip_groups(gradient, self.owner, groups, settings.clip)
+        gradient = settings.bounded(gradient, loss.detach(), self.owner)
         self.velocity.mul_(settings.image_momentum).add_(gradient)
         self.pixels.sub_(settings.image_lr * self.velocity)
         self.losses.copy_(loss.detach())

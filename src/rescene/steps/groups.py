@@ -11,6 +11,7 @@ from pydantic import PositiveInt, model_validator
 from torch import Tensor
 
 from rescene.data import Shard
+from rescene.functional import clip_groups
 from rescene.functional.starts import coloured_noise, dead_leaves
 from rescene.hyperparameters import Hyperparameters, hyper
 from rescene.privacy.leakage import NEAR_COPY_DB, nearest_real, psnr
@@ -27,6 +28,9 @@ class Condensation(Hyperparameters):
     image_momentum: float = hyper(0.0, "-", "[ours]", "momentum on pixels", ge=0, lt=1)
     radius: float = hyper(5.0, "rho", "App. A", "radius of the parameter perturbation", ge=0)
     clip: float | None = hyper(5.0, "C", "App. F", "bound on each class's pixel gradient; null for none", gt=0)
+    step: Literal["fixed", "polyak"] = hyper(
+        "fixed", "-", "[ours]", "image_lr as it is, or for each class at most its loss over its squared gradient"
+    )
     reduction: Literal["sum", "mean"] = hyper(
         "sum", "-", "Eq. 1", "squared distance summed or averaged over dimensions"
     )
@@ -70,6 +74,13 @@ class Condensation(Hyperparameters):
         if isinstance(values, dict) and values.get("literal") in (True, "true", "True"):
             return {"clip": None, "surrogates_per_class": "min", "guard": False} | values
         return values
+
+    def bounded(self, gradient: Tensor, losses: Tensor, owner: Tensor) -> Tensor:
+        """The gradient of each group, no longer than ``clip`` and ``step`` allow."""
+        if self.clip is None and self.step == "fixed":
+            return gradient
+        reach = losses / self.image_lr if self.step == "polyak" else None
+        return clip_groups(gradient, owner, len(losses), self.clip, reach)
 
     def num_surrogates(self, num_images: int) -> int:
         """How many surrogates a class of this many local images gets (0: the class is skipped)."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rescene.data import Shard
-from rescene.functional import clip_groups, group_means, matching_loss, perturbed
+from rescene.functional import group_means, matching_loss, perturbed
 from rescene.nets import count_passes
 from rescene.rng import seeded_generator
 from rescene.steps.groups import Condensation, Group
@@ -73,7 +73,7 @@ def matching_gradient(shard: Shard, groups: list[Group], settings: Condensation,
     def gradient(net: nn.Module, pixels: Tensor, owner: Tensor, step: int) -> tuple[Tensor, Tensor]:
         real = _real_means(net, *fetch(step), len(groups), settings)
         losses, found = loss_and_gradient(net, pixels, owner, real, settings, labels, term)
-        return losses, found if settings.clip is None else clip_groups(found, owner, len(groups), settings.clip)
+        return losses, settings.bounded(found, losses, owner)
 
     return gradient
 

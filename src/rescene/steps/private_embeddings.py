@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rescene.data import Shard
-from rescene.functional import clip_groups, perturbed
+from rescene.functional import perturbed
 from rescene.functional.release import class_sums, moved_back, noised_means
 from rescene.nets import count_passes
 from rescene.privacy.mechanism import Mechanism, digest, refuse_batch_statistics
@@ -154,7 +154,7 @@ def _towards(targets: Tensor, num_nets: int, settings: Condensation) -> Gradient
         losses, found = loss_and_gradient(
             net, pixels, owner, (block[:, :size], block[:, size:]), settings, labels, None
         )
-        return losses, found if settings.clip is None else clip_groups(found, owner, len(targets), settings.clip)
+        return losses, settings.bounded(found, losses, owner)
 
     return gradient
 
