@@ -144,12 +144,12 @@ class Experiment:
         rows = []
         for task, shards in zip(self.tasks, self.shards, strict=True):
             listed = () if self.is_lazy else shards
-            full = [torch.bincount(labels[s.cpu()], minlength=task.num_seen) for s in listed]
+            full = [torch.bincount(labels[s.cpu()], minlength=task.num_seen).tolist() for s in listed]
             rows.append(
                 {
                     "task": task.index,
                     "classes": list(task.classes),
-                    "counts": [[int(row[c]) for c in task.classes] for row in full] if self.has_images else [],
+                    "counts": [[row[c] for c in task.classes] for row in full] if self.has_images else [],
                 }
             )
         return {"num_clients": len(self.shards[0]), "classes": list(self.dataset.classes), "tasks": rows}
