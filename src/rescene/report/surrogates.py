@@ -193,8 +193,8 @@ def _pair_sheet(group: Group, entries: list[Row], uploads: np.ndarray, nearest: 
 def _mean_sheet(group: Group, entries: list[Row], sent: np.ndarray, real: np.ndarray) -> Plot:
     """The means of all classes, those of the uploads at the left."""
     below = [f"{plain(entry.get('class', '?'), 14)}, {percent(number(entry.get('rms')), 3)}" for entry in entries]
-    places = range(len(entries))
-    lines = [list(places[i : i + _ACROSS]) for i in places[::_ACROSS]]
+    chosen = sorted(_evenly(entries, _MOST))
+    lines = [chosen[i : i + _ACROSS] for i in range(0, len(chosen), _ACROSS)]
     caption = (
         "Left of each pair the mean of a class's uploads, right that of its real images, known to the simulator only; "
     )
