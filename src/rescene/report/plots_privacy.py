@@ -85,8 +85,10 @@ def accuracy_for_noise(groups: Sequence[Group]) -> Plot | None:
         percent_axis(axes.yaxis, "AA (%)")
         legend_above(sheet, *axes.get_legend_handles_labels())
 
+    names = "; ".join(f"{look_of(rows[0]['method']).label} under {plain(rows[0]['mechanism'], 20)}" for rows in drawn)
     caption = (
-        "Further right, more noise is added to what leaves a site. Filled points have a guarantee, hollow ones none."
+        f"{names}. Further right, more noise is added to what leaves a site. "
+        "Filled points have a guarantee, hollow ones none."
     )
     return Plot("noise", "Accuracy against noise", caption, [row for rows in drawn for row in rows], draw)
 
