@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import yaml
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 CLASSES = ("T-shirt", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
 NUM_TASKS, NUM_CLIENTS, NUM_ROUNDS, PER_ROUND = 5, 10, 3, 5
@@ -190,6 +190,19 @@ def write_surrogates(folder: Path, classes: tuple[str, ...] = CLASSES, per_class
         folder / "surrogates.safetensors",
     )
     (folder / "surrogates.json").write_text(json.dumps(entries))
+
+
+def write_means(folder: Path, classes: tuple[str, ...] = CLASSES) -> None:
+    """Beside the pairs, the means of the classes: grey uploads, of which the real ones are half as bright."""
+    tensors = load_file(folder / "surrogates.safetensors")
+    sent = np.stack([np.full((3, 28, 28), 20 * (c + 1), np.uint8) for c in range(len(classes))])
+    save_file({**tensors, "surrogate_means": sent, "real_means": sent // 2}, folder / "surrogates.safetensors")
+    rows = [
+        {"task": c // 2, "class": name, "num_uploads": 10 + c, "num_real": 600, "rms": 0.1 + 0.01 * c}
+        for c, name in enumerate(classes)
+    ]
+    pairs = json.loads((folder / "surrogates.json").read_text())
+    (folder / "surrogates.json").write_text(json.dumps({"schema": 1, "pairs": pairs, "means": rows}))
 
 
 def write_run(

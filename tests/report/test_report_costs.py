@@ -22,3 +22,19 @@ def test_ratios_are_to_fedavg_in_the_same_setting(tmp_path: Path) -> None:
     assert (ours[up].measured, ours[up].ratio) == ("4.61 MB", "0.23 ×")  # 61,440 x 75 bytes, of 268,000 x 75
     assert ours[0].nominal == "76.8 kB" and ours[0].ratio == ""
     assert rows["FedAvg"][up].ratio == "" and rows["Re-Fed"][up].ratio == ""  # itself; another beta
+
+
+def test_work_is_added_up_and_time_told_by_round(tmp_path: Path) -> None:
+    runs = [load_run(write_run(tmp_path / name, name)) for name in ("rescene", "fedavg")]
+    rows = {row.group.label: row.cells[-2:] for row in cost_rows(group_runs(runs))}
+    compute, time = rows["ReSCENE"]
+    assert (compute.measured, compute.parts) == ("5.71 TFLOP", ("5 % at sites",))  # 0.31 and 5.4
+    assert compute.nominal == "7.14 TFLOP" and rows["FedAvg"][0].parts == ("100 % at sites",)
+    assert (time.measured, time.parts) == ("3.3 s", ("sites 1.3 s", "server 2.0 s"))  # 20.1 s and 30 s in 15 rounds
+
+
+def test_a_run_without_timing_has_no_time(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    (folder / "timing.json").unlink()
+    (row,) = cost_rows(group_runs([load_run(folder)]))
+    assert row.cells[-1].measured == "–" and row.cells[-1].value is None

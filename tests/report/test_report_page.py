@@ -6,6 +6,7 @@ import ast
 import base64
 import csv
 import hashlib
+import io
 import json
 import os
 import re
@@ -16,7 +17,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from page_parser import Page
+from PIL import Image
 from report_fixtures import (
     CLASSES,
     NUM_TASKS,
@@ -25,6 +28,7 @@ from report_fixtures import (
     leakage,
     partition,
     results,
+    write_means,
     write_run,
     write_running,
 )
@@ -166,11 +170,74 @@ def test_an_exact_copy_is_a_near_copy_though_its_psnr_is_infinite(tmp_path: Path
 def test_what_a_paper_prints_stands_beside_ours(tmp_path: Path, quick: None) -> None:
     runs = [write_run(tmp_path / method, method) for method in ("rescene", "fedavg")]
     page = tmp_path / "report.html"
-    assert "<small>paper</small>" not in write_report(runs, page).read_text("utf-8")
+    assert "<small>paper, Δ ours</small>" not in write_report(runs, page).read_text("utf-8")
     html = write_report(runs, page, {runs[0].resolve(): {"aa": "61.78 ± 1.14"}}).read_text("utf-8")
-    assert html.count("<small>paper</small>") == 2
-    assert '<td data-value="61.78">61.78 ± 1.14</td>' in html
+    assert html.count("<small>paper, Δ ours</small>") == 2
+    apart = results("rescene", 0)["aa"] - 61.78
+    assert f'<td data-value="61.78">61.78 ± 1.14<small>Δ {apart:+.2f}</small></td>' in html
     assert html.count('<td data-value="">–</td>') >= 3, "no AIA, and nothing of FedAvg"
+
+
+def test_class_means_stand_beside_the_real_ones_and_say_who_knows_them(tmp_path: Path, quick: None) -> None:
+    folder = write_run(tmp_path / "run")
+    assert "Class means" not in write_report([folder], tmp_path / "old.html").read_text("utf-8")  # of an older version
+    write_means(folder)
+    out = write_report([folder], tmp_path / "report.html")
+    page = Page(out.read_text("utf-8"))
+    assert "known to the simulator only" in page.text and "T4, 19 uploads, 600 real" in page.text
+    images = {attrs["alt"]: attrs["src"] for tag, attrs in page.tags if tag == "img"}
+    png = base64.b64decode(images["Mean upload labelled Bag"].partition(",")[2])
+    with Image.open(io.BytesIO(png)) as image:
+        assert image.getpixel((5, 5)) == (180, 180, 180)
+    assert [row["class"] for row in rows_of(out, "class-means-rescene")] == list(CLASSES)
+
+
+def test_means_that_do_not_fit_their_rows_are_left_out(tmp_path: Path, quick: None) -> None:
+    folder = write_run(tmp_path / "run")
+    write_means(folder)
+    told = json.loads((folder / "surrogates.json").read_text())
+    (folder / "surrogates.json").write_text(json.dumps(told | {"means": told["means"][1:]}))
+    html = write_report([folder], tmp_path / "report.html").read_text("utf-8")
+    assert "Class means" not in html and "recorded pairs" in html
+
+
+def test_the_recipe_can_be_taken_along(two: Path) -> None:
+    html = two.read_text("utf-8")
+    (uri,) = re.findall('download="config.yaml" href="([^"]*)"', html)
+    assert yaml.safe_load(base64.b64decode(uri.partition(",")[2])) == config("rescene", 0)
+
+
+def test_resumes_are_among_the_events(tmp_path: Path, quick: None) -> None:
+    folder = write_run(tmp_path / "run")
+    row = {"task": 2, "round": 1, "level": "info", "code": "I401", "message": "resumed after step 9", "client": None}
+    with (folder / "events.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    text = Page(write_report([folder], tmp_path / "report.html").read_text("utf-8")).text
+    assert "resumed after step 9" in text and "checkpoint written" not in text
+
+
+def test_a_mechanism_tells_its_figures(tmp_path: Path, quick: None) -> None:
+    told = {"private": True, "statement": "A guarantee.", "mechanism": "release", "noise_multiplier": 0.6, "clip": 5.0}
+    told |= {"delta": 1e-5, "sampling_rate": 1.0, "epsilon_per_round": 4.25, "epsilon": 8.0}
+    text = Page(write_report([write_run(tmp_path / "a", privacy=told)], tmp_path / "a.html").read_text("utf-8")).text
+    assert "Mechanism release: σ = 0.6, C = 5, δ = 1e-05, sampling rate = 1, ε of one upload" in text
+    assert "= 4.25, ε of the whole run = 8." in text
+    older = {key: told[key] for key in ("private", "statement", "mechanism", "noise_multiplier", "epsilon")}
+    text = Page(write_report([write_run(tmp_path / "b", privacy=older)], tmp_path / "b.html").read_text("utf-8")).text
+    assert "Mechanism release: σ = 0.6, ε of the whole run = 8." in text
+
+
+def test_accuracy_against_noise_needs_two_amounts_of_it(tmp_path: Path) -> None:
+    def noised(sigma: float, seed: int, aa: float) -> Path:
+        recipe = config("rescene", seed) | {"privacy": {"noise_multiplier": sigma}}
+        told = {"private": False, "statement": "None.", "mechanism": "paper-experiment", "noise_multiplier": sigma}
+        return write_run(tmp_path / f"{sigma}-{seed}", "rescene", seed, config=recipe, privacy=told, aa=aa)
+
+    folders = [noised(1.0, 0, 70.0), noised(1.0, 1, 72.0)]
+    assert "figure-noise" not in write_report(folders, tmp_path / "one" / "report.html").read_text("utf-8")
+    out = write_report([noised(3.0, 0, 60.0), *folders], tmp_path / "two" / "report.html")
+    assert 'id="figure-noise"' in out.read_text("utf-8")
+    assert [(row["sigma"], row["aa"]) for row in rows_of(out, "noise")] == [("1.0", "71.0"), ("3.0", "60.0")]
 
 
 def test_large_federations_stay_light(tmp_path: Path) -> None:

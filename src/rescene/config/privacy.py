@@ -108,6 +108,11 @@ class Promise:
     def epsilon(self) -> float | None:
         return epsilon_of(self.mechanism.sigma, self.composition, self.delta) if self.formal else None
 
+    def epsilon_per_round(self) -> float | None:
+        """Of one participation, which is one upload."""
+        each = self.mechanism.composition
+        return epsilon_of(self.mechanism.sigma, each, self.delta) if self.formal else None
+
     def words(self) -> str:
         sigma = self.mechanism.sigma
         if self.mechanism.kind not in FORMAL:

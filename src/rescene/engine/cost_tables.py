@@ -12,34 +12,36 @@ from functools import lru_cache
 from statistics import fmean
 from typing import Any
 
-from rescene.config import resolve
+from rescene.config import Recipe, resolve
 from rescene.data import stand_in
-from rescene.engine.experiment import Experiment, prepare
+from rescene.engine.experiment import Experiment, arch_of, prepare
 from rescene.engine.forecast import forecast
 from rescene.engine.nominal import nominal_client_flops, nominal_cost, nominal_server_flops
 
 DATA = ("cifar10", "cifar100", "tinyimagenet")
 METHODS = ("fedavg", "fedewc", "fedlwf", "target", "glfc", "fedcbdr", "refed", "rescene")
 SECOND_TASK = 1  # "at task 2 with one completed task's buffer"
+SPLIT_BY: Any = {"data": True, "tasks": True, "federation": True, "model": {"lens"}, "seed": True, "device": True}
 COLUMNS = ("client_flops", "client_state_bytes", "uplink_bytes_per_message", "downlink_bytes_per_message")
 
 
-def paper_experiment(
-    data: str, method: str, seed: int = 0, overrides: Sequence[str] = (), own: Sequence[str] = ()
-) -> Experiment:
-    """The set-up of a recipe on a data set of the right size without pictures. All methods see the same split.
+def paper_experiment(data: str, method: str, seed: int = 0, overrides: Sequence[str] = ()) -> Experiment:
+    """``without_pictures`` for a shipped recipe."""
+    return without_pictures(resolve(data, [f"method={method}", *overrides]).recipe, seed)
 
-    ``own``: overrides of the method alone, which have no part in the split.
-    """
-    recipe = resolve(data, [f"method={method}", f"seed={seed}", "device=cpu", *overrides, *own]).recipe
-    split = _split(data, seed, tuple(overrides))
-    return replace(split, recipe=recipe, method=recipe.build_method())
+
+def without_pictures(recipe: Recipe, seed: int) -> Experiment:
+    """The set-up of a recipe on a data set of the right size without pictures. All methods and networks see the same split."""
+    recipe = recipe.model_copy(update={"seed": seed, "device": "cpu"})
+    split = _split(recipe.model_dump_json(include=SPLIT_BY))
+    return replace(split, recipe=recipe, method=recipe.build_method(), arch=arch_of(recipe, split.dataset))
 
 
 @lru_cache(maxsize=16)
-def _split(data: str, seed: int, overrides: tuple[str, ...]) -> Experiment:
-    recipe = resolve(data, [f"seed={seed}", "device=cpu", *overrides]).recipe
-    return prepare(recipe, stand_in(recipe.data.name))
+def _split(recipe: str) -> Experiment:
+    """Drawn once for all recipes that agree in what it depends on."""
+    made = Recipe.model_validate_json(recipe)
+    return prepare(made, stand_in(made.data.name))
 
 
 def client_resource_rows(

@@ -143,15 +143,9 @@ class Experiment:
         labels = self.dataset.train.labels.cpu()
         rows = []
         for task, shards in zip(self.tasks, self.shards, strict=True):
-            listed = () if self.is_lazy else shards
-            full = [torch.bincount(labels[s.cpu()], minlength=task.num_seen) for s in listed]
-            rows.append(
-                {
-                    "task": task.index,
-                    "classes": list(task.classes),
-                    "counts": [[int(row[c]) for c in task.classes] for row in full] if self.has_images else [],
-                }
-            )
+            told = self.has_images and not self.is_lazy
+            counts = _by_site_and_class(shards, labels, task) if told else []
+            rows.append({"task": task.index, "classes": list(task.classes), "counts": counts})
         return {"num_clients": len(self.shards[0]), "classes": list(self.dataset.classes), "tasks": rows}
 
     def _given_weights(self, path: str, num_classes: int) -> dict[str, Tensor]:
@@ -204,6 +198,15 @@ def arch_of(recipe: Recipe, dataset: Dataset) -> Arch:
 
 def look_of(plan: SitesSection) -> Transform:
     return Transform(plan.mean, plan.std, plan.image_size // 8)
+
+
+def _by_site_and_class(shards: Sequence[Tensor], labels: Tensor, task: Task) -> list[list[int]]:
+    """How many images of each class of the task each shard has; counted in one go, because there may be many sites."""
+    site = torch.repeat_interleave(torch.tensor([len(shard) for shard in shards]))
+    place = site * task.num_seen + labels[torch.cat(list(shards)).cpu()]
+    counts = torch.bincount(place, minlength=len(shards) * task.num_seen).reshape(len(shards), task.num_seen)
+    found: list[list[int]] = counts[:, list(task.classes)].tolist()
+    return found
 
 
 def _split(task: Task, labels: Tensor, federation: FederationSection, rng: Rng) -> Sequence[Tensor]:

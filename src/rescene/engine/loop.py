@@ -211,6 +211,8 @@ class Run(Restartable):
         summary = self.leakage.summary()
         if summary is not None:
             self.facts.leakage.append({"task": task.index, **summary})
+            with self.timer.phase("leakage"):
+                self.leakage.means.end(self.experiment.present(task))
             save_gallery(self.folder, self.leakage)
         self._record(task, found)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from rescene.engine.experiment import Experiment
 from rescene.methods import Method
-from rescene.nets import Arch, forward_flops, state_bytes
+from rescene.nets import Arch, body_cost, forward_flops, model_bytes, num_parameters
 from rescene.steps.generator import generator_flops
 from rescene.steps.reconstruction import INVERSION_PASSES, encoder_flops
 
@@ -45,9 +45,7 @@ def nominal_cost(experiment: Experiment) -> dict[str, float] | None:
 
 def nominal_bytes(method: Method, arch: Arch, classes_per_task: int, num_classes: int) -> dict[str, float] | None:
     """The three byte columns: uplink and downlink of one message, persistent client state."""
-    skeleton = arch.skeleton(num_classes)
-    model = state_bytes(skeleton.state_dict())
-    weights = sum(p.numel() for p in skeleton.parameters()) * FLOAT_BYTES
+    model, weights = model_bytes(arch, num_classes), num_parameters(arch, num_classes) * FLOAT_BYTES
     image = arch.channels * arch.image_size**2 * FLOAT_BYTES
     settings: Any = method
     if method.name in SURROGATE_METHODS:
@@ -132,8 +130,7 @@ def nominal_server_flops(experiment: Experiment, task: int) -> float:
             buffers = _old_classes(experiment, task) * min(method.budget, _pool_of_class(experiment))
             images = federation.num_rounds * buffers + per_round * sum(range(1, federation.num_rounds + 1))
         return float(images * train.server_epochs * TRAINING_PASSES * forward)
-    parameters = sum(p.numel() for p in arch.skeleton(num_classes).parameters())
-    flops = 2.0 * federation.num_rounds * federation.per_round * parameters
+    flops = 2.0 * federation.num_rounds * federation.per_round * num_parameters(arch, num_classes)
     if method.name == "target":
         flops += _synthesis_flops(method, arch, forward)
     elif method.name == "glfc" and task > 0:
@@ -141,7 +138,7 @@ def nominal_server_flops(experiment: Experiment, task: int) -> float:
         encoder = encoder_flops(num_classes, arch.image_size, arch.image_size)
         flops += inversions * federation.per_round * own * INVERSION_PASSES * encoder
     elif method.name == "fedcbdr":
-        flops += 2.0 * len(experiment.tasks[task].train) * arch.skeleton(1).feature_size ** 2
+        flops += 2.0 * len(experiment.tasks[task].train) * body_cost(arch).feature_size ** 2
     return flops
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from rescene.config import Resolved
 from rescene.data import Task
 from rescene.engine.adversary import Adversary
+from rescene.engine.class_means import may_record
 from rescene.engine.experiment import Experiment, prepare
 from rescene.engine.facts import Facts
 from rescene.engine.faults import Faults
@@ -45,7 +46,7 @@ class Parts:
         self.writer, self.done = Writer(e.device), 0  # steps whose checkpoint is on disk
         self.steps = schedule(e)
         self.made_on = made_on(e.device)
-        self.leakage = LeakageWatch(e.dataset, e.recipe.federation.num_rounds)
+        self.leakage = LeakageWatch(e.dataset, e.recipe.federation.num_rounds, may_record(e.recipe, len(e.tasks)))
         self.theory = TheoryWatch(e)
         self.ledger = Ledger(FlopMeter(e.arch))
         federation = resolved.recipe.federation

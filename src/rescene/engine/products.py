@@ -27,7 +27,8 @@ def save_model(run: RunFolder, e: Experiment, weights: Model) -> None:
 
 
 def save_gallery(run: RunFolder, leakage: LeakageWatch) -> None:
-    """A few surrogates per class beside their nearest real images, of all tasks so far."""
+    """A few surrogates per class beside their nearest real images, and the means of the classes, of all tasks so far."""
     pictures, rows = leakage.gallery()
-    write_atomically(run.path / "surrogates.safetensors", save(pictures))
-    write_json(run.path / "surrogates.json", {"schema": 1, "pairs": rows})
+    means, mean_rows = leakage.means.gallery()
+    write_atomically(run.path / "surrogates.safetensors", save(pictures | means))
+    write_json(run.path / "surrogates.json", {"schema": 1, "pairs": rows} | ({"means": mean_rows} if means else {}))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rescene.data import Dataset, Task
+from rescene.engine.class_means import ClassMeans
 from rescene.errors import ResceneWarning
 from rescene.methods import Payload
 from rescene.privacy import nearest_real, psnr, summarise, summarise_starts
@@ -101,8 +102,9 @@ def memory_mb(device: torch.device) -> int:
 class LeakageWatch:
     """Looks at every upload that carries images and measures its distance to the nearest real training image."""
 
-    def __init__(self, dataset: Dataset, num_rounds: int) -> None:
+    def __init__(self, dataset: Dataset, num_rounds: int, records_means: bool = True) -> None:
         self.dataset, self.num_rounds = dataset, num_rounds
+        self.means = ClassMeans(dataset, records_means)
         self.blind = not len(dataset.train)  # the images are at the sites: nothing to compare with
         self.samples: dict[str, dict[str, Tensor]] = {}  # "task/moment": a few uploads beside their nearest real images
         self.begin(None)
@@ -128,6 +130,7 @@ class LeakageWatch:
         real = self.dataset.train.pixels[self.task.train]
         rms, where = nearest_real(images, real, self.dataset.transform)
         decibel = psnr(images, self.dataset.transform.normalise(real[where]), self.dataset.transform)
+        self.means.look(images, labels)
         self.rms.append(rms.cpu())
         self.psnr.append(decibel.cpu())
         for moment in self._moments():
@@ -185,11 +188,18 @@ class LeakageWatch:
         empty = torch.zeros(0)
         rms, decibel = (torch.cat(part) if part else empty for part in (self.rms, self.psnr))
         starts = torch.cat(self.starts) if self.starts else torch.zeros(0, 2)
-        return {"rms": rms, "psnr": decibel, "starts": starts, "samples": dict(self.samples)}
+        return {
+            "rms": rms,
+            "psnr": decibel,
+            "starts": starts,
+            "samples": dict(self.samples),
+            "means": self.means.tree(),
+        }
 
     def restore(self, task: Task, tree: dict[str, Any]) -> None:
         self.begin(task)
         self.samples = tree["samples"]
+        self.means.restore(tree.get("means", {}))
         if len(tree["rms"]):
             self.rms, self.psnr = [tree["rms"]], [tree["psnr"]]
         self.starts = [tree["starts"]] if len(tree.get("starts", ())) else []

@@ -10,11 +10,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from rescene.nets.base import COUNTER, Arch
+
+_FLOAT_BYTES = 4
 
 
 def state_bytes(state: Mapping[str, Tensor]) -> int:
@@ -28,10 +31,16 @@ def state_bytes(state: Mapping[str, Tensor]) -> int:
     return sum(value.numel() * value.element_size() for key, value in state.items() if not key.endswith(COUNTER))
 
 
-@lru_cache(maxsize=256)
 def model_bytes(arch: Arch, num_classes: int) -> int:
     """``state_bytes`` of a network that nobody has to build: forecasts ask for the same few again and again."""
-    return state_bytes(arch.skeleton(num_classes).state_dict())
+    body = body_cost(arch)
+    return body.state_bytes + _FLOAT_BYTES * num_classes * (body.feature_size + 1)
+
+
+def num_parameters(arch: Arch, num_classes: int) -> int:
+    """Values that are trained, of a network that nobody has to build."""
+    body = body_cost(arch)
+    return body.num_parameters + num_classes * (body.feature_size + 1)
 
 
 def forward_flops(arch: Arch, num_classes: int) -> int:
@@ -39,18 +48,28 @@ def forward_flops(arch: Arch, num_classes: int) -> int:
 
     A backward pass is twice as much (paper's cost table).
     """
-    body, feature_size = _body_flops(arch)
-    return body + 2 * feature_size * num_classes
+    body = body_cost(arch)
+    return body.flops + 2 * body.feature_size * num_classes
+
+
+class BodyCost(NamedTuple):
+    """A network up to its features; FLOPs of one image."""
+
+    flops: int
+    feature_size: int
+    state_bytes: int
+    num_parameters: int
 
 
 @lru_cache(maxsize=64)
-def _body_flops(arch: Arch) -> tuple[int, int]:
-    """FLOPs of one image up to its features, and how many features there are: the head is the part that grows."""
+def body_cost(arch: Arch) -> BodyCost:
+    """Found once for every head: that is the part that grows."""
     net = arch.skeleton(1)
     empty = {key: torch.zeros(value.shape, dtype=value.dtype) for key, value in net.state_dict().items()}
     net.load_state_dict(empty, assign=True)
     image = torch.zeros(1, arch.channels, arch.image_size, arch.image_size)
-    return layer_flops(net.body, image), net.feature_size
+    num_parameters = sum(value.numel() for value in net.body.parameters())
+    return BodyCost(layer_flops(net.body, image), net.feature_size, state_bytes(net.body.state_dict()), num_parameters)
 
 
 def layer_flops(net: nn.Module, x: Tensor) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from statistics import fmean
 
-from rescene.engine.cost_tables import SECOND_TASK, paper_experiment
+from rescene.engine.cost_tables import SECOND_TASK, without_pictures
 from rescene.engine.experiment import Experiment
 from rescene.engine.nominal import nominal_bytes, nominal_client_flops, nominal_replay, nominal_server_flops
 from rescene.paper.recipes import PaperCell
@@ -54,6 +54,4 @@ def _clients(cell: PaperCell, seeds: tuple[int, ...]) -> float:
 
 
 def _world(cell: PaperCell, seed: int) -> Experiment:
-    shared = [text for text in cell.overrides if not text.startswith("method")]  # the split is the same for all methods
-    own = [text for text in cell.overrides if text.startswith("method.")]
-    return paper_experiment(cell.base, cell.method, seed, shared, own)
+    return without_pictures(cell.resolve().recipe, seed)

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from importlib.resources import files
 from typing import Any
 
@@ -107,7 +107,7 @@ class PaperRecipe:
     def lite(self) -> bool:
         return self.name.endswith(LITE)
 
-    @property
+    @cached_property
     def metrics(self) -> tuple[str, ...]:
         names = tuple(dict.fromkeys(number.metric for number in printed(self.table)))
         names = tuple(name for name in ("aa", "aia") if name in names) if self.lite else names

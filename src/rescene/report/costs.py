@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from rescene.report.groups import Group, differing_settings
 from rescene.report.look import key_of
-from rescene.report.runs import number, table
-from rescene.report.words import bytes_text, flops_text
+from rescene.report.runs import Run, number, table
+from rescene.report.words import bytes_text, flops_text, seconds_text
 
 _COSTS: tuple[tuple[str, str, str, Callable[[float | None], str]], ...] = (
     ("uplink_bytes_per_message", "Up", "per message", bytes_text),
@@ -33,6 +33,7 @@ class CostCell:
     nominal: str
     ratio: str
     value: float | None  # to sort by
+    parts: tuple[str, ...] = ()  # what it is made of
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class CostRow:
 
 
 def cost_titles() -> list[tuple[str, str]]:
-    return [(title, unit) for _, title, unit, _ in _COSTS]
+    return [*((title, unit) for _, title, unit, _ in _COSTS), ("Compute", "sites and server"), ("Time", "per round")]
 
 
 def cost_rows(groups: Sequence[Group]) -> list[CostRow]:
@@ -58,8 +59,33 @@ def cost_rows(groups: Sequence[Group]) -> list[CostRow]:
             _cell(group, alike[0] if alike and key in _RATIOS else None, key, show) for key, _, _, show in _COSTS
         )
         if any(cell.value is not None or cell.nominal for cell in cells):
-            rows.append(CostRow(group, cells))
+            rows.append(CostRow(group, (*cells, _compute(group), _time(group))))
     return rows
+
+
+def _compute(group: Group) -> CostCell:
+    """Everybody's work, and the share of it that falls on the sites."""
+    measured, nominal = (
+        [_mean(group, kind, f"{who}_flops") for who in ("client", "server")] for kind in ("measured", "nominal")
+    )
+    total, told = (None if None in pair else sum(filter(None, pair)) for pair in (measured, nominal))
+    parts = (f"{100 * (measured[0] or 0) / total:.0f} % at sites",) if total else ()
+    return CostCell(flops_text(total), "" if told is None else flops_text(told), "", total, parts)
+
+
+def _time(group: Group) -> CostCell:
+    """Seconds of a round on the machine that simulated everybody."""
+    found = {who: group.spread(lambda run, who=who: _seconds_per_round(run, who)) for who in ("client", "server")}  # type: ignore[misc]
+    known = {who: spread.mean for who, spread in found.items() if spread}
+    if len(known) < 2:
+        return CostCell(seconds_text(None), "", "", None)
+    parts = (f"sites {seconds_text(known['client'])}", f"server {seconds_text(known['server'])}")
+    return CostCell(seconds_text(sum(known.values())), "", "", sum(known.values()), parts)
+
+
+def _seconds_per_round(run: Run, phase: str) -> float | None:
+    seconds = number(table(run.timing, "phases").get(phase))
+    return seconds / len(run.rounds) if seconds is not None and run.rounds else None
 
 
 def _cell(group: Group, fedavg: Group | None, key: str, show: Callable[[float | None], str]) -> CostCell:

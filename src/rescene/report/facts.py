@@ -14,7 +14,8 @@ from rescene.report.runs import Row, Run, number, table
 from rescene.report.words import NONE, count, percent, seconds_text, simulated
 
 Pairs = list[tuple[str, str]]
-_LEVELS = ("error", "warning")
+_LEVELS = ("error", "warning", "info")
+_RESUMED = "I401"  # the one piece of information that belongs beside what went wrong
 _MOST_EVENTS = 60
 
 
@@ -183,15 +184,15 @@ class Event:
 
 
 def events(groups: Sequence[Group]) -> list[Event]:
-    """Warnings and errors of all runs, equal ones counted; errors first, then the frequent."""
+    """Warnings, errors and resumes of all runs, equal ones counted; errors first, then the frequent."""
     first: dict[tuple[str, str, str, str], str] = {}
     counts: Counter[tuple[str, str, str, str]] = Counter()
     for group in groups:
         for run in group.runs:
             for row in run.events:
-                if row.get("level") in _LEVELS:
+                if row.get("level") in _LEVELS[:2] or row.get("code") == _RESUMED:
                     key = (
-                        str(row["level"]),
+                        str(row["level"]) if row.get("level") in _LEVELS else "info",
                         plain(row.get("code", ""), 12),
                         plain(row.get("message", ""), 400),
                         group.label,

@@ -27,11 +27,12 @@ from rescene.report import (
     plots_theory,
 )
 from rescene.report.audits import audits
-from rescene.report.canvas import Figure, Plot, render
+from rescene.report.canvas import Figure, Plot, data_uri, render
 from rescene.report.costs import cost_rows, cost_titles
 from rescene.report.glossary import GLOSSARY
 from rescene.report.groups import Group, comparison_rows, differing_settings, group_runs, headline_group
 from rescene.report.plots_frontier import beside_stored, frontier
+from rescene.report.reading import text_of
 from rescene.report.runs import Run, load_run
 from rescene.report.sites import sites_view
 from rescene.report.surrogates import gallery
@@ -119,6 +120,9 @@ def _view(runs: Sequence[Run], plots: Path, printed: Mapping[Path, Mapping[str, 
         "setting": facts.setting(told, runs),
         "tasks": facts.task_rows(told),
         "config_rows": facts.config_rows(runs),
+        "config_uri": data_uri("application/yaml", text.encode())
+        if (text := text_of(told.folder / "config.yaml"))
+        else "",
         "progress": facts.progress(groups),
         "events": facts.events(groups),
         "event_summary": facts.event_summary(runs),
@@ -136,9 +140,12 @@ def _title(groups: Sequence[Group]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def _printed(group: Group, printed: Mapping[Path, Mapping[str, str]]) -> Mapping[str, str]:
-    """What is printed for the group's runs, which are one experiment."""
-    return next((told for run in group.runs if (told := printed.get(run.folder.resolve()))), {})
+def _printed(group: Group, printed: Mapping[Path, Mapping[str, str]]) -> dict[str, tuple[str, str]]:
+    """What is printed for the group's runs, which are one experiment, and how far ours lies from it."""
+    told = next((told for run in group.runs if (told := printed.get(run.folder.resolve()))), {})
+    ours = {key: group.spread(METRICS[key].pick) for key in told}
+    paper = {key: float(text.split()[0]) for key, text in told.items()}
+    return {key: (text, f"{own.mean - paper[key]:+.2f}" if (own := ours[key]) else "") for key, text in told.items()}
 
 
 def _tiles(head: Group | None) -> list[dict[str, str]]:
@@ -176,6 +183,7 @@ def _figures(groups: Sequence[Group], head: Group | None, told: Run, plots: Path
         plots_pool.pool_balance(told),
         plots_cost.accuracy_for_upload(groups),
         plots_cost.accuracy_for_compute(groups),
+        plots_privacy.accuracy_for_noise(groups),
         *(fronts or (plots_privacy.accuracy_for_copies(groups), plots_privacy.accuracy_for_distance(groups))),
         plots_cost.timing(groups),
         *plots_theory.plots(theory_rows(head)),

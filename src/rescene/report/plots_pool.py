@@ -34,7 +34,8 @@ def pool_balance(run: Run) -> Plot | None:
 
     caption = (
         "At the end of the last task: each class's share of the images on the server, where earlier classes have their "
-        f"buffer and the newest every upload, and of those drawn for training (α = {alpha:g}). Dashed: equal shares."
+        f"buffer and the newest every upload, and of those drawn for training (α = {alpha:g}). Dashed: equal shares. "
+        f"n_c, the images held of a class, runs from {min(held.values()):g} to {max(held.values()):g}."
     )
     return Plot("pool", "What the server trains on", caption, rows, draw)
 

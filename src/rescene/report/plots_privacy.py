@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rescene.report.canvas import Plot, legend_above, percent_axis
-from rescene.report.groups import Group, near_copies
-from rescene.report.look import MUTED
+from rescene.report.groups import Group, guaranteed, near_copies
+from rescene.report.look import CARD, MUTED, look_of, plain
 from rescene.report.marks import mean_points
+from rescene.report.plots_frontier import problem_of
 from rescene.report.runs import Row, Run, number
 
 
@@ -45,6 +46,55 @@ def accuracy_for_distance(groups: Sequence[Group]) -> Plot | None:
 
     caption = "RMS over pixels in units of the data's standard deviation. Distance alone is no guarantee of privacy."
     return Plot("distance", "Accuracy against distance to real images", caption, rows, draw)
+
+
+def accuracy_for_noise(groups: Sequence[Group]) -> Plot | None:
+    """AA against sigma, a line for every method and mechanism that was run with several."""
+    lines: dict[tuple[str, ...], list[Row]] = {}
+    for group in groups:
+        aa, sigma = (group.spread(pick) for pick in (lambda run: run.number("aa"), _sigma))
+        if aa and sigma:
+            run = group.finished[0]
+            row = {
+                "method": group.method,
+                "mechanism": run.privacy.get("mechanism"),
+                "sigma": sigma.mean,
+                "aa": aa.mean,
+            }
+            row |= {"aa_std": aa.std, "num_seeds": aa.num, "epsilon": guaranteed(run)}
+            lines.setdefault((group.method, str(row["mechanism"]), problem_of(run)), []).append(row)
+    drawn = [sorted(rows, key=lambda row: row["sigma"]) for rows in lines.values()]
+    drawn = [rows for rows in drawn if rows[0]["sigma"] < rows[-1]["sigma"]]
+    if not drawn:
+        return None
+
+    def draw(sheet: Any) -> None:
+        axes = sheet.subplots()
+        for rows in drawn:
+            look, kind = look_of(rows[0]["method"]), plain(rows[0]["mechanism"], 20)
+            xs, ys, bars = ([row[key] for row in rows] for key in ("sigma", "aa", "aa_std"))
+            style = {
+                "color": look.colour,
+                "marker": look.marker,
+                "markerfacecolor": look.colour if rows[0]["epsilon"] else CARD,
+            }
+            axes.errorbar(
+                xs, ys, yerr=[bar or 0.0 for bar in bars], elinewidth=1, label=f"{look.label}, {kind}", **style
+            )
+        axes.set_xlabel("noise multiplier σ")
+        percent_axis(axes.yaxis, "AA (%)")
+        legend_above(sheet, *axes.get_legend_handles_labels())
+
+    names = "; ".join(f"{look_of(rows[0]['method']).label} under {plain(rows[0]['mechanism'], 20)}" for rows in drawn)
+    caption = (
+        f"{names}. Further right, more noise is added to what leaves a site. "
+        "Filled points have a guarantee, hollow ones none."
+    )
+    return Plot("noise", "Accuracy against noise", caption, [row for rows in drawn for row in rows], draw)
+
+
+def _sigma(run: Run) -> float | None:
+    return number(run.privacy.get("noise_multiplier"))
 
 
 def _percent(value: float | None) -> float | None:

@@ -1,10 +1,11 @@
-"""What was uploaded, beside the real image it resembles most: pairs for the page, a contact sheet and a CSV."""
+"""What was uploaded, beside the real image it resembles most, and class by class beside the real mean: pairs for the page, a
+contact sheet and a CSV of each."""
 
 from __future__ import annotations
 
 import io
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,38 +38,75 @@ class Pair:
 
 
 @dataclass(frozen=True)
+class Mean:
+    """The mean of a class's uploads and that of its real images."""
+
+    label: str
+    place: str
+    surrogate_uri: str
+    real_uri: str
+    rms: str
+
+
+@dataclass(frozen=True)
 class Gallery:
-    """Pairs of one run. ``num_recorded`` may exceed the number of pairs shown; ``lens`` is what to say of one, if any."""
+    """Pairs of one run. ``num_recorded`` may exceed the number of pairs shown; ``lens`` is what to say of one, if any.
+
+    ``means`` are there where the run could know the real ones and might write them down.
+    """
 
     group: Group
     pairs: tuple[Pair, ...]
     num_recorded: int
     lens: str
+    means: tuple[Mean, ...]
 
 
 def gallery(group: Group, folder: Path) -> Gallery | None:
-    """Pairs of the group's first run that kept any; also draws its contact sheet into ``folder``."""
+    """Pairs and class means of the group's first run that kept any; also draws their contact sheets into ``folder``."""
     found = _recorded(group)
     if found is None:
         return None
     entries, uploads, nearest = found
-    render(_sheet(group, entries, uploads, nearest), folder)
+    render(_pair_sheet(group, *found), folder)
     chosen = sorted(_evenly(entries, _MOST), key=lambda i: (_class_of(entries[i]), i))
     pairs = tuple(pair_of(entries[i], uploads[i], nearest[i]) for i in chosen)
-    return Gallery(group, pairs, len(entries), through_lens(uploads))
+    return Gallery(group, pairs, len(entries), through_lens(uploads), _means(group, folder))
+
+
+def _means(group: Group, folder: Path) -> tuple[Mean, ...]:
+    names = ("means", "surrogate_means", "real_means")
+    entries, sent, real = next((found for run in group.shown if (found := _load(run, *names))[0]), ([], None, None))
+    if sent is None or real is None:
+        return ()
+    render(_mean_sheet(group, entries, sent, real), folder)
+    return tuple(
+        Mean(
+            plain(entry.get("class", "?"), 40),
+            f"T{plain(entry.get('task', '?'), 6)}, {plain(entry.get('num_uploads', '?'), 8)} uploads, "
+            f"{plain(entry.get('num_real', '?'), 8)} real",
+            png_uri(sent[i]),
+            png_uri(real[i]),
+            percent(number(entry.get("rms")), 3),
+        )
+        for i in sorted(_evenly(entries, _MOST))
+        for entry in [entries[i]]
+    )
 
 
 def contact_sheet(group: Group) -> Plot | None:
     """Uploads beside their nearest real images, one class to a row."""
     found = _recorded(group)
-    return _sheet(group, *found) if found else None
+    return _pair_sheet(group, *found) if found else None
 
 
 def _recorded(group: Group) -> tuple[list[Row], np.ndarray, np.ndarray] | None:
     return next((found for run in group.shown if (found := _load(run))[0]), None)
 
 
-def _load(run: Run) -> tuple[list[Row], np.ndarray, np.ndarray]:
+def _load(
+    run: Run, rows: str = "pairs", left: str = "surrogates", right: str = "nearest"
+) -> tuple[list[Row], np.ndarray, np.ndarray]:
     """Entries and the two uint8 [n,3,H,W] arrays; nothing if a file is missing or they do not fit together."""
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
@@ -76,9 +114,9 @@ def _load(run: Run) -> tuple[list[Row], np.ndarray, np.ndarray]:
     none = np.zeros((0, 3, 1, 1), np.uint8)
     try:
         told = json.loads((run.folder / "surrogates.json").read_text("utf-8"))
-        entries = told["pairs"] if isinstance(told, dict) else told  # a plain list: folders of format 1
+        entries = (told if isinstance(told, dict) else {"pairs": told})[rows]  # a plain list: folders of format 1
         tensors = load_file(run.folder / "surrogates.safetensors")
-        uploads, nearest = tensors["surrogates"], tensors["nearest"]
+        uploads, nearest = tensors[left], tensors[right]
     except (OSError, ValueError, KeyError, SafetensorError):
         return [], none, none
     fits = isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)
@@ -141,30 +179,48 @@ def _pixels(image: np.ndarray) -> np.ndarray:
     return pixels if pixels.shape[-1] == 3 else np.repeat(pixels[..., :1], 3, axis=-1)
 
 
-def _sheet(group: Group, entries: list[Row], uploads: np.ndarray, nearest: np.ndarray) -> Plot:
+def _pair_sheet(group: Group, entries: list[Row], uploads: np.ndarray, nearest: np.ndarray) -> Plot:
     """Five pairs of each of at most twelve classes, upload at the left of each pair, its PSNR below."""
     classes = sorted({_class_of(entry) for entry in entries})
     shown = classes[:: -(-len(classes) // _MOST_CLASSES)]
     lines = [[i for i, entry in enumerate(entries) if _class_of(entry) == own][:_ACROSS] for own in shown]
+    below = [f"round {entry.get('round', '?')}, {_decibel(entry)} dB" for entry in entries]
+    caption = "Left of each pair what a site uploaded, right the real image nearest to it; round and PSNR below. "
+    plot = Plot(f"surrogates-{group.slug}", group.label, caption + through_lens(uploads), entries, lambda sheet: None)
+    return _sheet(plot, lines, [plain(own[2], 16) for own in shown], uploads, nearest, below)
+
+
+def _mean_sheet(group: Group, entries: list[Row], sent: np.ndarray, real: np.ndarray) -> Plot:
+    """The means of all classes, those of the uploads at the left."""
+    below = [f"{plain(entry.get('class', '?'), 14)}, {percent(number(entry.get('rms')), 3)}" for entry in entries]
+    chosen = sorted(_evenly(entries, _MOST))
+    lines = [chosen[i : i + _ACROSS] for i in range(0, len(chosen), _ACROSS)]
+    caption = (
+        "Left of each pair the mean of a class's uploads, right that of its real images, known to the simulator only; "
+    )
+    caption += "class and RMS between the two below. " + through_lens(sent)
+    plot = Plot(f"class-means-{group.slug}", group.label, caption, entries, lambda sheet: None)
+    return _sheet(plot, lines, [""] * len(lines), sent, real, below)
+
+
+def _sheet(
+    plot: Plot, lines: list[list[int]], names: list[str], lefts: np.ndarray, rights: np.ndarray, below: list[str]
+) -> Plot:
+    """``plot`` with its pairs drawn: which of them stand in a line, what stands before it, and what below each."""
     across = max(map(len, lines))
 
     def draw(sheet: Any) -> None:
         axes = sheet.subplots()
         for y, line in enumerate(lines):
             for x, i in enumerate(line):
-                for side, image in enumerate((uploads[i], nearest[i])):
+                for side, image in enumerate((lefts[i], rights[i])):
                     left = 2.2 * x + side
                     box = (left, left + 0.97, 1.3 * y + 0.97, 1.3 * y)
                     axes.imshow(_pixels(image), extent=box, interpolation="nearest")
-                below = f"round {entries[i].get('round', '?')}, {_decibel(entries[i])} dB"
-                axes.text(2.2 * x + 0.98, 1.3 * y + 1.0, below, **_SMALL, va="top", ha="center")
-            axes.text(-0.15, 1.3 * y + 0.5, plain(shown[y][2], 16), ha="right", va="center", color=INK, fontsize=8.5)
+                axes.text(2.2 * x + 0.98, 1.3 * y + 1.0, below[i], **_SMALL, va="top", ha="center")
+            axes.text(-0.15, 1.3 * y + 0.5, names[y], ha="right", va="center", color=INK, fontsize=8.5)
         axes.set(xlim=(-0.05, 2.2 * across - 0.2), ylim=(1.3 * len(lines), -0.1), aspect="equal")
         axes.set_axis_off()
 
     height = 0.35 + len(lines) * 1.3 * (WIDTH_IN - 1.0) / (2.2 * across)
-    caption = (
-        "Left of each pair what a site uploaded, right the real image nearest to it; round and PSNR below. "
-        + through_lens(uploads)
-    )
-    return Plot(f"surrogates-{group.slug}", group.label, caption.strip(), entries, draw, height_in=height)
+    return replace(plot, caption=plot.caption.strip(), draw=draw, height_in=height)

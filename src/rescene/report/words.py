@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from rescene.report.groups import Group, Spread, differing_settings, headline_group, near_copies
 from rescene.report.look import plain
-from rescene.report.runs import Run
+from rescene.report.runs import Row, Run, number
 
 NONE = "–"
 PERCENT = "\u00a0%"  # the sign never stands alone on a line
@@ -186,6 +186,7 @@ class Departure:
     statement: str  # what the leakage check itself says
     private: bool
     guarantee: str
+    mechanism: str  # its figures; empty without one
 
     @property
     def in_short(self) -> str:
@@ -218,7 +219,21 @@ def departure(group: Group) -> Departure:
         ),
         private=private,
         guarantee=told or fallback,
+        mechanism=next((words for entry in privacy if (words := _mechanism(entry))), ""),
     )
+
+
+def _mechanism(entry: Row) -> str:
+    """The figures of a mechanism, as far as the run has recorded them."""
+    if not entry.get("mechanism"):
+        return ""
+    names = {
+        "noise_multiplier": "σ", "clip": "C", "delta": "δ", "sampling_rate": "sampling rate",
+        "epsilon_per_round": "ε of one upload, one in a round", "epsilon": "ε of the whole run",
+    }  # fmt: skip
+    figures = [(name, number(entry.get(key))) for key, name in names.items()]
+    told = ", ".join(f"{name} = {value:.4g}" for name, value in figures if value is not None)
+    return f"Mechanism {plain(entry['mechanism'], 30)}: {told}."
 
 
 def _finding(group: Group, share: Spread | None) -> str:
