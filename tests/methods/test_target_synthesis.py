@@ -331,12 +331,35 @@ def test_synthesis_depends_on_its_address_alone():
     assert not torch.equal(pixels(0), pixels(1))
 
 
-def test_a_teacher_with_non_finite_outputs_is_an_error_that_says_so():
-    teacher = small_net()
-    teacher.head.weight.data.fill_(math.nan)
+@pytest.mark.parametrize("part", ["generator", "teacher", "statistics", "student"])
+def test_where_no_loss_is_finite_the_error_names_the_part(part):
+    search = make_search(Synthesis(**TINY))
+    teacher = search.statistics.net
+    broken = {
+        "generator": search.generator.first.weight,
+        "teacher": teacher.head.weight,
+        "statistics": teacher.body.stage2[1].running_var,  # divides, so that infinity leaves the outputs finite
+        "student": search.student.head.weight,
+    }[part]
+    broken.data.fill_(math.inf if part == "statistics" else math.nan)
     with pytest.raises(RunError) as caught:
-        painted(teacher, small_net(), Synthesis(**TINY), Rng(0))
+        search.round(1)
     assert caught.value.code == "E330"
+    assert caught.value.where == f"synthesis round 1, {part}"
+
+
+def test_a_student_with_many_features_and_two_classes_does_not_run_away():
+    # The curvature is about 2,000 for a ResNet-18, and SGD of lr .2, momentum .9 is stable up to 2 (1 + .9) / .2 = 19.
+    # Unclipped, the loss of these steps is about five times that of the constant answer, which is T^2 ln 2.
+    arch = Arch("resnet18", 8)
+    teacher, student = arch.build(2, seeded()), arch.build(2, seeded(1))
+    reinitialise(student, seeded(3))
+    pixels = torch.randint(256, (8, 3, 8, 8), generator=seeded()).to(torch.uint8)
+    settings = Synthesis(synthesis_batch=8, student_steps=4)
+    learning = StudentTraining(teacher.eval(), student, TRANSFORM, settings)
+    assert learning.round(pixels, seeded()) == pytest.approx(20**2 * math.log(2), rel=0.02)
+    variances = [module.running_var.max().item() for module in student.modules() if hasattr(module, "running_var")]
+    assert max(variances) < 10
 
 
 def test_shuffled_batches_show_every_item_before_any_twice():

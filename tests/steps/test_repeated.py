@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from rescene.functional.importance import proximal_penalty
 from rescene.nets import build
 from rescene.steps import Training, fit, frozen, repeatable
-from rescene.steps.repeated import fit_repeated
+from rescene.steps.repeated import Repeated, fit_repeated
 from rescene.steps.sgd import Batch, cosine_rate, cross_entropy
 
 SETTINGS = Training(batch_size=8, lr=0.05, precision="float32")
@@ -159,3 +159,23 @@ def assert_agree(world, loss, *, cosine=False, beside=None):
 
 def test_plain_cross_entropy_is_repeatable():
     assert cross_entropy.is_repeatable
+
+
+@pytest.mark.parametrize("clip", [0.3, 1e6])
+def test_a_long_gradient_is_cut_to_the_norm_asked_for(tiny_world, clip):
+    plain, net = (tiny_world["arch"].restore(tiny_world["net"].state_dict()) for _ in range(2))
+    steps = Repeated(net, cross_entropy, SETTINGS, clip)
+    steps.lr.fill_(SETTINGS.lr)
+    optimiser = torch.optim.SGD(plain.parameters(), SETTINGS.lr, SETTINGS.momentum, weight_decay=SETTINGS.weight_decay)
+    shard = tiny_world["shards"][2]
+    index = shard.index[:8]
+    batch = Batch(shard.pictures(index), shard.images.labels[index], index)
+    for _ in range(3):
+        steps.train(batch)
+        optimiser.zero_grad()
+        cross_entropy(plain, batch).backward()
+        before = torch.nn.utils.clip_grad_norm_(plain.parameters(), clip)
+        optimiser.step()
+        assert 0.3 < before < 1e6
+    for own, other in zip(net.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(own, other, atol=1e-6)

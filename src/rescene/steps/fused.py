@@ -226,13 +226,18 @@ class FlatWeights:
             self.low.copy_(self.theta[: self._count])
 
     @torch.no_grad()
-    def step(self, gradients: list[list[Tensor]], lr: Tensor, momentum: float, decay: float) -> None:
-        """One step of SGD; lists of gradients in the order of ``parameters``, which are added."""
+    def step(
+        self, gradients: list[list[Tensor]], lr: Tensor, momentum: float, decay: float, clip: float | None = None
+    ) -> None:
+        """One step of SGD; lists of gradients in the order of ``parameters``, which are added (to norm ``clip`` at most)."""
         parts = [(self._large, slice(0, self._count), self.low), (self._small, slice(self._count, None), None)]
-        for parameters, place, low in parts:
-            if parameters:
-                gradient = self._summed(gradients, parameters)
-                sgd_(self.theta[place], self.velocity[place], gradient, low, lr, momentum, decay)
+        kept = [(self._summed(gradients, parameters), place, low) for parameters, place, low in parts if parameters]
+        if clip is not None:
+            norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient, _, _ in kept]
+            share = (clip / torch.linalg.vector_norm(torch.stack(norms))).clamp(max=1)
+            kept = [(gradient * share, place, low) for gradient, place, low in kept]
+        for gradient, place, low in kept:
+            sgd_(self.theta[place], self.velocity[place], gradient, low, lr, momentum, decay)
 
     def _summed(self, gradients: list[list[Tensor]], parameters: list[nn.Parameter]) -> Tensor:
         rows = []

@@ -54,10 +54,16 @@ def _place(batch: Batch) -> Batch:
 
 
 class Repeated:
-    """One network, one loss; a recorded step for each batch size."""
+    """One network, one loss; a recorded step for each batch size, its gradient cut to norm ``clip`` where one is given."""
 
-    def __init__(self, net: nn.Module, loss: Callable[[nn.Module, Batch], Tensor], settings: Training) -> None:
-        self.loss, self.settings = loss, settings
+    def __init__(
+        self,
+        net: nn.Module,
+        loss: Callable[[nn.Module, Batch], Tensor],
+        settings: Training,
+        clip: float | None = None,
+    ) -> None:
+        self.loss, self.settings, self.clip = loss, settings, clip
         device = next(net.parameters()).device
         self.seen = Passes(net, is_half(settings, device))
         self.weights = self.seen.weights
@@ -81,5 +87,5 @@ class Repeated:
     def _step(self, batch: Batch) -> None:
         value = self.loss(self.seen, batch)
         gradients = self.seen.gradients(value)
-        self.weights.step(gradients, self.lr, self.settings.momentum, self.settings.weight_decay)
+        self.weights.step(gradients, self.lr, self.settings.momentum, self.settings.weight_decay, self.clip)
         self.total += value.detach()

@@ -66,6 +66,9 @@ class Synthesis(Hyperparameters):
     student_lr: float = hyper(0.2, "-", "[public code]", "first learning rate of the student", gt=0)
     student_lr_min: float = hyper(2e-4, "-", "[public code]", "last learning rate of its cosine", ge=0)
     student_lr_period: int = hyper(200, "-", "[public code]", "student rounds from first to last learning rate", ge=1)
+    student_clip: float | None = hyper(
+        5.0, "-", "[ours]", "longest gradient of the student; none: as long as it is", gt=0
+    )
     student_momentum: float = hyper(0.9, "-", "[public code]", "SGD momentum of the student", ge=0, lt=1)
     student_weight_decay: float = hyper(1e-4, "-", "[public code]", "SGD weight decay of the student", ge=0)
 
@@ -138,7 +141,7 @@ class Search:
         s, source = self.settings, self.rng.at("search", r).generator(self.device)
         z = torch.randn(s.synthesis_batch, s.latent_size, generator=source, device=self.device).requires_grad_()
         labels = torch.randint(self.num_classes, (s.synthesis_batch,), generator=source, device=self.device)
-        copy = deepcopy(self.generator)
+        start, copy = z.detach().clone(), deepcopy(self.generator)
         optimiser = torch.optim.Adam(copy.parameters(), s.generator_lr, betas=BETAS)
         optimiser.add_param_group({"params": [z], "lr": s.latent_lr})
         self.student.eval().requires_grad_(False)
@@ -159,9 +162,18 @@ class Search:
             optimiser.step()
         found = float(best_loss)
         if best is None or math.isinf(found):
-            raise _diverged(r)
+            raise _diverged(r, self._broken(start))
         self._learn_from(copy)
         return best, found
+
+    @torch.no_grad()
+    def _broken(self, z: Tensor) -> str:
+        """Whose values are not finite where the round began, when its copy still was the generator itself."""
+        images = self.generator(z)
+        x = self.transform.normalise(images * LEVELS)
+        logits, statistics = self.statistics(x)
+        parts = {"generator": images, "teacher": logits, "statistics": statistics, "student": self.student(x)}
+        return next((part for part, value in parts.items() if not bool(value.isfinite().all())), "generator")
 
     def _learn_from(self, copy: nn.Module) -> None:
         """One step of the base generator, and the batch statistics of the round's last step into their average."""
@@ -230,7 +242,7 @@ class StudentTraining:
                 targets = answers(batch.x)
             return distillation_loss(net(batch.x), targets, s.student_temperature, t2=True)
 
-        self.steps = Repeated(student, loss, sgd)
+        self.steps = Repeated(student, loss, sgd, s.student_clip)
         self.rounds = 0
 
     def round(self, pixels: Tensor, source: torch.Generator) -> float:
@@ -274,11 +286,20 @@ def reinitialise(net: nn.Module, source: torch.Generator) -> None:
             nn.init.normal_(module.weight, 1.0, NORM_STD, generator=source)
 
 
-def _diverged(r: int) -> RunError:
+BROKEN = {  # part: why no loss is finite, what helps
+    "generator": ("its images or their loss are not finite", "lower method.generator_lr or method.latent_lr"),
+    "teacher": ("the global model has non-finite outputs", "lower train.lr"),
+    "statistics": ("what flows into the global model's BatchNorm layers is not finite", "lower train.lr"),
+    "student": ("it has diverged while it was distilled", "lower method.student_lr or method.student_clip"),
+}
+
+
+def _diverged(r: int, part: str) -> RunError:
+    why, fix = BROKEN[part]
     return RunError(
         "E330",
         "synthesis found no image with a finite loss",
-        where=f"synthesis round {r}",
-        why="the global model has non-finite outputs, or the generator's steps are too large",
-        fix="lower train.lr or method.generator_lr",
+        where=f"synthesis round {r}, {part}",
+        why=why,
+        fix=fix,
     )
