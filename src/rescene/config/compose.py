@@ -27,16 +27,17 @@ from rescene.steps import Training
 
 SHORTHANDS = {"method": "method.name", "model": "model.name", "data": "data.name"}
 TASK_PLANS = {"tasks.per_task", "tasks.count", "tasks.sizes", "tasks.plan"}
-# keys of later versions: where they say nothing, names stay
-NEWER = (
-    ("tasks", "drift"),
-    ("method", "close_after"),
-    ("privacy", "send"),
-    ("privacy", "centre"),
-    ("privacy", "covariance_colour"),
-    ("privacy", "pool"),
-    ("model", "lens"),
-)
+# keys of later versions, and what was before there was a choice: then names stay
+NEWER = {
+    ("tasks", "drift"): None,
+    ("method", "close_after"): None,
+    ("privacy", "send"): None,
+    ("privacy", "centre"): None,
+    ("privacy", "covariance_colour"): None,
+    ("privacy", "pool"): None,
+    ("model", "lens"): None,
+    ("method", "step"): "fixed",
+}
 Flat = dict[str, Any]
 
 
@@ -58,8 +59,8 @@ class Resolved:
         """
         left_out: dict[str, Any] = {"device": True, "sites": {"tasks"} if self.recipe.sites else True}
         told = self.recipe.model_dump(mode="json", exclude=left_out | {"federation": {"exclude"}})
-        for section, key in NEWER:
-            if told[section].get(key) is None:
+        for (section, key), before in NEWER.items():
+            if told[section].get(key) == before:
                 told[section].pop(key, None)
         text = json.dumps(told, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:8]
