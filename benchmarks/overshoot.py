@@ -52,10 +52,9 @@ def main(run: Path, clients: int = 10) -> None:
     net = experiment.arch.restore(weights).to(experiment.device).eval()
     shards = [experiment.shard(task, client, experiment.arch.restore) for client in range(clients)]
     rngs = [experiment.rng.at("overshoot", client) for client in range(clients)]
-    fields = {key: value for key, value in recipe.method.items() if key in Condensation.model_fields}
     told = {}
     for step in ("fixed", "polyak"):
-        settings = Condensation(**fields | {"step": step})
+        settings = experiment.method.model_copy(update={"step": step})
         condensed = condense(net, shards, rngs, settings, noise_seed=0)
         net.eval()
         rows = [

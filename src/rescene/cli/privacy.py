@@ -13,7 +13,7 @@ from rescene.config.privacy import Promise
 from rescene.engine.experiment import load_data, planned
 from rescene.errors import ConfigError, DataError
 from rescene.methods import method_class
-from rescene.privacy.accounting import NEIGHBOURS, Composition, check_target, epsilon_of, sigma_for
+from rescene.privacy.accounting import NEIGHBOURS, check_target, epsilon_of, sigma_for
 from rescene.privacy.mechanism import FORMAL
 
 SIGMAS, EPSILONS = (0.5, 1.0, 3.0, 5.0), (1.0, 2.0, 4.0, 8.0)
@@ -70,7 +70,7 @@ def _promise(resolved: Resolved, delta: float | None, num_tasks: int) -> Promise
 
 def _rows(promise: Promise, epsilon: float | None, sigma: float | None) -> list[dict[str, Any]]:
     whole, delta = promise.composition, promise.delta
-    once = Composition(whole.steps, 1, whole.rate)  # the ledger's entry for one round
+    once = promise.mechanism.composition  # the ledger's entry for one round
     sigmas = SIGMAS if sigma is None else (sigma,)
     epsilons = EPSILONS if epsilon is None else (epsilon,)
     pairs = [("given sigma", s) for s in sigmas if epsilon is None]

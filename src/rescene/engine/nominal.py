@@ -15,11 +15,10 @@ from typing import Any
 
 from rescene.engine.experiment import Experiment
 from rescene.methods import Method
-from rescene.nets import Arch, body_cost, forward_flops, model_bytes, num_parameters
+from rescene.nets import FLOAT_BYTES, Arch, body_cost, forward_flops, model_bytes, num_parameters
 from rescene.steps.generator import generator_flops
 from rescene.steps.reconstruction import INVERSION_PASSES, encoder_flops
 
-FLOAT_BYTES = 4
 CONDENSATION_PASSES = 8  # per surrogate and step: two matching terms, each 3F synthetic and F real
 TRAINING_PASSES = 3
 SURROGATE_METHODS = ("rescene", "feddm", "fedaf", "raw-upload")

@@ -2,6 +2,7 @@
 
 from rescene.nets.base import NAMES, Arch, Net, build, check_fits, grow_head
 from rescene.nets.cost import (
+    FLOAT_BYTES,
     body_cost,
     count_passes,
     flops_to,
@@ -15,6 +16,7 @@ from rescene.nets.cost import (
 from rescene.nets.weights import load_weights
 
 __all__ = [
+    "FLOAT_BYTES",
     "NAMES",
     "Arch",
     "Net",
@@ -24,8 +26,8 @@ __all__ = [
     "count_passes",
     "flops_to",
     "forward_flops",
-    "layer_flops",
     "grow_head",
+    "layer_flops",
     "load_weights",
     "model_bytes",
     "num_parameters",

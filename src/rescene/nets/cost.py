@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from rescene.nets.base import COUNTER, Arch
 
-_FLOAT_BYTES = 4
+FLOAT_BYTES = 4
 
 
 def state_bytes(state: Mapping[str, Tensor]) -> int:
@@ -34,7 +34,7 @@ def state_bytes(state: Mapping[str, Tensor]) -> int:
 def model_bytes(arch: Arch, num_classes: int) -> int:
     """``state_bytes`` of a network that nobody has to build: forecasts ask for the same few again and again."""
     body = body_cost(arch)
-    return body.state_bytes + _FLOAT_BYTES * num_classes * (body.feature_size + 1)
+    return body.state_bytes + FLOAT_BYTES * num_classes * (body.feature_size + 1)
 
 
 def num_parameters(arch: Arch, num_classes: int) -> int:

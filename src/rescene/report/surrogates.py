@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +76,11 @@ def gallery(group: Group, folder: Path) -> Gallery | None:
 
 
 def _means(group: Group, folder: Path) -> tuple[Mean, ...]:
-    names = ("means", "surrogate_means", "real_means")
-    entries, sent, real = next((found for run in group.shown if (found := _load(run, *names))[0]), ([], None, None))
-    if sent is None or real is None:
+    found = _recorded(group, "means", "surrogate_means", "real_means")
+    if found is None:
         return ()
-    render(_mean_sheet(group, entries, sent, real), folder)
+    entries, sent, real = found
+    render(_mean_sheet(group, *found), folder)
     return tuple(
         Mean(
             plain(entry.get("class", "?"), 40),
@@ -100,8 +101,9 @@ def contact_sheet(group: Group) -> Plot | None:
     return _pair_sheet(group, *found) if found else None
 
 
-def _recorded(group: Group) -> tuple[list[Row], np.ndarray, np.ndarray] | None:
-    return next((found for run in group.shown if (found := _load(run))[0]), None)
+def _recorded(group: Group, *names: str) -> tuple[list[Row], np.ndarray, np.ndarray] | None:
+    """What ``_load`` finds in the group's first run that kept any."""
+    return next((found for run in group.shown if (found := _load(run, *names))[0]), None)
 
 
 def _load(
@@ -186,8 +188,9 @@ def _pair_sheet(group: Group, entries: list[Row], uploads: np.ndarray, nearest: 
     lines = [[i for i, entry in enumerate(entries) if _class_of(entry) == own][:_ACROSS] for own in shown]
     below = [f"round {entry.get('round', '?')}, {_decibel(entry)} dB" for entry in entries]
     caption = "Left of each pair what a site uploaded, right the real image nearest to it; round and PSNR below. "
-    plot = Plot(f"surrogates-{group.slug}", group.label, caption + through_lens(uploads), entries, lambda sheet: None)
-    return _sheet(plot, lines, [plain(own[2], 16) for own in shown], uploads, nearest, below)
+    draw, height = _drawing(lines, [plain(own[2], 16) for own in shown], uploads, nearest, below)
+    caption = (caption + through_lens(uploads)).strip()
+    return Plot(f"surrogates-{group.slug}", group.label, caption, entries, draw, height_in=height)
 
 
 def _mean_sheet(group: Group, entries: list[Row], sent: np.ndarray, real: np.ndarray) -> Plot:
@@ -199,14 +202,14 @@ def _mean_sheet(group: Group, entries: list[Row], sent: np.ndarray, real: np.nda
         "Left of each pair the mean of a class's uploads, right that of its real images, known to the simulator only; "
     )
     caption += "class and RMS between the two below. " + through_lens(sent)
-    plot = Plot(f"class-means-{group.slug}", group.label, caption, entries, lambda sheet: None)
-    return _sheet(plot, lines, [""] * len(lines), sent, real, below)
+    draw, height = _drawing(lines, [""] * len(lines), sent, real, below)
+    return Plot(f"class-means-{group.slug}", group.label, caption.strip(), entries, draw, height_in=height)
 
 
-def _sheet(
-    plot: Plot, lines: list[list[int]], names: list[str], lefts: np.ndarray, rights: np.ndarray, below: list[str]
-) -> Plot:
-    """``plot`` with its pairs drawn: which of them stand in a line, what stands before it, and what below each."""
+def _drawing(
+    lines: list[list[int]], names: list[str], lefts: np.ndarray, rights: np.ndarray, below: list[str]
+) -> tuple[Callable[[Any], None], float]:
+    """How to draw pairs, and in what height: which of them stand in a line, what stands before it, and what below each."""
     across = max(map(len, lines))
 
     def draw(sheet: Any) -> None:
@@ -222,5 +225,4 @@ def _sheet(
         axes.set(xlim=(-0.05, 2.2 * across - 0.2), ylim=(1.3 * len(lines), -0.1), aspect="equal")
         axes.set_axis_off()
 
-    height = 0.35 + len(lines) * 1.3 * (WIDTH_IN - 1.0) / (2.2 * across)
-    return replace(plot, caption=plot.caption.strip(), draw=draw, height_in=height)
+    return draw, 0.35 + len(lines) * 1.3 * (WIDTH_IN - 1.0) / (2.2 * across)
