@@ -46,7 +46,7 @@ def test_every_method_has_a_page_with_its_hyperparameters_and_what_leaves_the_si
 
 def test_the_status_page_is_made_from_the_results():
     text = status.page()
-    assert "paper/main" in text and "results/cifar10/rescene-beta0.1-s0" in text and "not yet measured" in text
+    assert "paper/main" in text and "results/cifar10/rescene-beta0.5-s0" in text and "not yet measured" in text
 
 
 @pytest.mark.slow

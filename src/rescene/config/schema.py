@@ -98,6 +98,24 @@ class Recipe(Section):
     seed: int = Field(0, ge=0)
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _steps_on_pixels(cls, values: Any) -> Any:
+        """Where nothing is said of them they are of fixed length in two cases, whatever the method's default.
+
+        Under a mechanism, which hides the loss that Polyak's need; and in the record of a run from before there was a choice.
+        """
+        given = values.get("method", {"name": "rescene"}) if isinstance(values, dict) else None
+        if not isinstance(given, dict) or "step" in given or given.get("literal"):
+            return values
+        fields = method_class(str(given.get("name", "rescene"))).model_fields.keys()
+        private = values.get("privacy") or {}
+        kind = private.get("mechanism", "none") if isinstance(private, dict) else private.mechanism
+        recorded = given.keys() >= {"literal", "reduction", "precision"}  # nobody else says what stands at its default
+        if "step" in fields and (kind != "none" or recorded):
+            return values | {"method": given | {"step": "fixed"}}
+        return values
+
     @field_validator("method")
     @classmethod
     def _complete_method(cls, value: dict[str, Any]) -> dict[str, Any]:

@@ -62,6 +62,12 @@ class ReSCENE(SurrogateMethod):
 
     can_forget: ClassVar[bool] = True
 
+    step: Literal["fixed", "polyak"] = hyper(
+        "polyak",
+        "-",
+        "[ours]",
+        "image_lr as it is (where a mechanism adds noise the default), or for each class at most its loss over its squared gradient",
+    )
     budget: int = hyper(1000, "B", "Sec. 4.1", "surrogates kept per class after a task", ge=1)
     recent_fraction: float = hyper(
         0.75, "lambda", "Sec. 4.1", "fraction of rounds that forms the herding target", gt=0, le=1

@@ -50,14 +50,14 @@ def paper_book(where: str, metric: str) -> float | None:
 
 
 class OurBook:
-    """Our figures; where a cell was run with E_srv=10 only, those (``fast`` lists such cells).
+    """Our figures; where only another form of a cell was run, its (``stand_ins`` lists such cells with the form).
 
     Costs follow the paper's conventions and need no run, unless the metric says ``measured``, as in measured client_pflop.
     """
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self.fast: set[str] = set()
+        self.stand_ins: dict[str, str] = {}
         self._lines: dict[tuple[str, bool], Line | None] = {}
 
     def __call__(self, where: str, metric: str) -> float | None:
@@ -65,13 +65,13 @@ class OurBook:
         if line is None:
             return None
         if line.variant:
-            self.fast.add(where)
+            self.stand_ins[where] = line.variant
         figures = line.measured if metric.startswith("measured ") else line.ours
         own = {key: value.mean for key, value in figures.items()}
         return _old(own) if metric == "old" else own.get(metric.removeprefix("measured "))
 
     def _line(self, where: str, costs: bool) -> Line | None:
-        """The cell's own line, or that of its E_srv=10 form if only that was run."""
+        """The cell's own line, or that of another form if only that was run."""
         if (where, costs) not in self._lines:
             table, _, cell = where.partition(":")
             lines = compare(paper_recipe(table), self.store, [cell], costs)

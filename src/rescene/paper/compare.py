@@ -14,7 +14,7 @@ from pathlib import Path
 from rescene.paper.costs import nominal, replay
 from rescene.paper.metrics import BYTES, COSTS, NOMINAL, REPLAY, over_seeds, relative
 from rescene.paper.numbers import Printed, printed
-from rescene.paper.recipes import FAST_LABEL, PaperCell, PaperRecipe, paper_recipe, recipe_names
+from rescene.paper.recipes import FAST_LABEL, FIXED_LABEL, PaperCell, PaperRecipe, paper_recipe, recipe_names
 from rescene.paper.store import Store, Stored
 from rescene.report.groups import Spread, spread
 
@@ -25,7 +25,7 @@ FLOP_TOLERANCE = 0.03
 
 @dataclass(frozen=True)
 class Line:
-    """A cell, or its E_srv=10 form (``variant``), with our runs and what the paper prints for it."""
+    """A cell, or a form of it (``variant``: E_srv=10, fixed steps), with our runs and what the paper prints for it."""
 
     cell: PaperCell
     variant: str
@@ -41,9 +41,17 @@ class Line:
         return tuple(seed for seed in self.seeds if seed not in done)
 
     @property
+    def fast(self) -> bool:
+        return FAST_LABEL in self.variant
+
+    @property
+    def fixed_steps(self) -> bool:
+        return FIXED_LABEL in self.variant
+
+    @property
     def other_epochs(self) -> bool:
         """Ran with E_srv=10 where the paper prints E_srv=100 only."""
-        return bool(self.variant) and not any(number.setting == self.variant for number in self.paper.values())
+        return self.fast and not any(number.setting == FAST_LABEL for number in self.paper.values())
 
     @property
     def near_copies(self) -> float | None:
@@ -58,7 +66,7 @@ class Line:
 
 
 def compare(recipe: PaperRecipe, store: Store, only: Iterable[str] = (), costs: bool = True) -> list[Line]:
-    """One line per cell, and one more where it was run with E_srv=10. ``costs=False`` leaves the nominal ones out."""
+    """One line per cell, and one for each form of it that was run. ``costs=False`` leaves the nominal ones out."""
     lines = []
     own = {cell.experiment for cell in recipe.cells if not cell.unavailable}
     for cell in recipe.chosen(only):
@@ -67,13 +75,14 @@ def compare(recipe: PaperRecipe, store: Store, only: Iterable[str] = (), costs: 
             lines.append(Line(cell, "", (), recipe.seeds, {}, {}, numbers))
             continue
         lines.append(_line(recipe, cell, "", store, numbers, costs))
-        fast = None if recipe.lite else cell.fast
-        if fast and fast.experiment not in own:
-            exact = _printed_for(fast.experiment)
+        for label, form in {} if recipe.lite else cell.variants.items():
+            if form.experiment in own or not store.find(form.experiment, recipe.seeds):
+                continue
+            if FIXED_LABEL in label and (cell.setting or any(m in NOMINAL for m in recipe.metrics)):
+                continue  # told once, where methods are compared
+            exact = _printed_for(cell.fast.experiment) if cell.fast and FAST_LABEL in label else {}
             exact = {metric: number for metric, number in exact.items() if metric in recipe.metrics}
-            line = _line(recipe, fast, FAST_LABEL, store, numbers | exact, costs)
-            if line.runs:
-                lines.append(line)
+            lines.append(_line(recipe, form, label, store, numbers | exact, costs))
     return lines
 
 
@@ -93,8 +102,8 @@ def _line(
 ) -> Line:
     runs = store.find(cell.experiment, recipe.seeds)
     other = recipe.reference(cell)
-    if other and variant:
-        other = other.fast or other
+    if other:
+        other = other.variants.get(variant, other)
     reference = store.find(other.experiment, recipe.seeds) if other else ()
     ours = _known({m: over_seeds(runs, m, reference) for m in recipe.metrics})
     measured: dict[str, Spread] = {}

@@ -91,9 +91,14 @@ FIGURES: dict[str, Callable[[Store], Plot]] = {"old-recent": old_recent, "task-c
 
 
 def _final_rows(store: Store) -> list[Row]:
-    """Final accuracy per task: one row for the paper's and one for ours of each cell of Table 7."""
+    """Final accuracy per task: one row for the paper's and one for ours of each cell of Table 7.
+
+    Fixed steps are shown only where nothing else was run.
+    """
     rows: list[Row] = []
-    for line in compare(paper_recipe("per-task"), store):
+    lines = compare(paper_recipe("per-task"), store)
+    shown = {line.cell.name for line in lines if line.runs and not line.fixed_steps}
+    for line in (line for line in lines if not line.fixed_steps or line.cell.name not in shown):
         head = {"data": line.cell.data, "beta": line.cell.beta, "method": line.cell.method}
         if not line.variant:
             rows.append({**head, "whose": "paper", "setting": "", "seeds": "", "final": _final(line.paper)})

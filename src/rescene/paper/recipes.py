@@ -22,6 +22,8 @@ from rescene.paper.store import identity
 SEEDS = (0, 1, 2)  # Sec. 4.1
 FAST = "train.server_epochs=10"  # a tenth of the server's work; the paper prints it for one cell only (Table 5)
 FAST_LABEL = "E_srv=10"
+FIXED = "method.step=fixed"  # the paper's constant rate on pixels (docs/deviations.md, 23)
+FIXED_LABEL = "fixed steps"
 LITE = "-lite"
 LITE_BASE = "demo"
 LITE_OVERRIDES = ("tasks.limit=3", "federation.num_rounds=2", "train.local_epochs=2", "train.server_epochs=5")
@@ -68,6 +70,18 @@ class PaperCell:
         if self.method not in SURROGATE_METHODS or self.resolve().recipe.train.server_epochs != 100:
             return None
         return replace(self, overrides=(*self.overrides, FAST))
+
+    @property
+    def variants(self) -> dict[str, PaperCell]:
+        """Forms that stand beside the cell where they were run, by their labels."""
+        fast = {FAST_LABEL: self.fast} if self.fast else {}
+        if self.resolve().recipe.method.get("step") != "polyak":
+            return fast
+        fixed = {
+            f"{label} {FIXED_LABEL}".strip(): replace(form, overrides=(*form.overrides, FIXED))
+            for label, form in ({"": self} | fast).items()
+        }
+        return fast | fixed
 
     @property
     def unavailable(self) -> Obstacle | None:

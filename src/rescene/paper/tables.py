@@ -10,7 +10,7 @@ from typing import Any
 from rescene.paper.compare import Line, compare
 from rescene.paper.metrics import NOMINAL, REPLAY, label
 from rescene.paper.numbers import printed
-from rescene.paper.recipes import FAST_LABEL, PaperRecipe, paper_recipe, recipe_names
+from rescene.paper.recipes import FAST_LABEL, FIXED_LABEL, PaperRecipe, paper_recipe, recipe_names
 from rescene.paper.store import Store
 from rescene.report.formats import Cell, Entry, Grid
 from rescene.report.groups import Spread
@@ -25,6 +25,9 @@ LIST_NOTES = (
 )
 OTHER_EPOCHS = (
     "E_srv=10 is compared with the paper's E_srv=100, except CIFAR-10 at beta 0.1, where it prints both (Table 5)."
+)
+FIXED_STEPS = (
+    "fixed steps: method.step=fixed, the paper's constant rate on pixels; by default a step that would overshoot is shortened."
 )
 BEST = "Marked (*, bold): our best of what was run in one setting; the control never wins."
 COPIES = "near-copies: uploaded images with PSNR > 30 dB to a real training image; read accuracy together with it."
@@ -47,11 +50,11 @@ def table_grid(recipe: PaperRecipe, store: Store, only: Iterable[str] = (), comm
 
 def command(recipe: PaperRecipe, line: Line) -> str:
     """How to run what is missing of a line, or why that cannot be done; empty when nothing is."""
-    if not line.missing:
+    if not line.missing or line.fixed_steps:  # those stand for comparison
         return ""
     if line.cell.unavailable:
         return "not available yet"
-    fast = " --fast" if line.variant else ""
+    fast = " --fast" if line.fast else ""
     return f"rescene paper run {recipe.name} --only {line.cell.name}{fast}"
 
 
@@ -143,7 +146,7 @@ def _best(lines: Sequence[Line], metrics: Sequence[str]) -> set[tuple[int, str]]
     for metric in (m for m in metrics if m in ("aa", "aia")):
         groups: dict[Any, list[Line]] = {}
         for line in lines:
-            if metric in line.ours and key_of(line.cell.method) not in REFERENCES:
+            if metric in line.ours and not line.fixed_steps and key_of(line.cell.method) not in REFERENCES:
                 key = (line.cell.data, line.cell.beta, "" if one_method else line.cell.setting)
                 groups.setdefault(key, []).append(line)
         for group in groups.values():
@@ -165,8 +168,10 @@ def _notes(
     domains = dict.fromkeys(f"{label(n.metric)} {n.note}" for n in tasks if n.note)
     if domains:
         yield f"Domains: {', '.join(domains)}."
-    if any(line.variant for line in lines):
+    if any(line.fast for line in lines):
         yield OTHER_EPOCHS
+    if any(line.fixed_steps for line in lines):
+        yield FIXED_STEPS
     if not recipe.lite and any(metric in NOMINAL for metric in recipe.metrics):
         yield "Costs: ours in the paper's conventions, on our split, which needs no run; measured is what our runs counted."
     if not recipe.lite and any(metric in REPLAY for metric in recipe.metrics):
@@ -175,8 +180,8 @@ def _notes(
         yield COPIES
     exact = [line for line in lines if not line.variant]
     done, wanted = sum(len(line.runs) for line in exact), sum(len(line.seeds) for line in exact)
-    fast = sum(len(line.runs) for line in lines if line.variant)
-    yield f"{done} of {wanted} runs are stored" + (f", and {fast} at {FAST_LABEL}." if fast else ".")
+    beside = _beside(lines)
+    yield f"{done} of {wanted} runs are stored" + (f", and {beside}." if beside else ".")
     if done < wanted and not all(line.cell.unavailable for line in exact):
         yield f"The rest: rescene paper run {recipe.name}" + "".join(f" --only {shlex.quote(text)}" for text in only)
     for obstacle in dict.fromkeys(line.cell.obstacle for line in exact if line.missing):
@@ -186,6 +191,14 @@ def _notes(
         yield f"not readable as results: {', '.join(map(str, store.unreadable))}"
 
 
+def _beside(lines: Sequence[Line]) -> str:
+    """How many runs there are of other forms."""
+    fixed = sum(len(line.runs) for line in lines if line.fixed_steps)
+    fast = sum(len(line.runs) for line in lines if line.fast and not line.fixed_steps)
+    told = (f"{fast} at {FAST_LABEL}" if fast else "", f"{fixed} with {FIXED_LABEL}" if fixed else "")
+    return ", ".join(filter(None, told))
+
+
 def status_grid(store: Store, lite: bool = False) -> Grid:
     """Every table of the paper, and how much of it is there."""
     rows: list[tuple[Entry, ...]] = []
@@ -193,11 +206,10 @@ def status_grid(store: Store, lite: bool = False) -> Grid:
         recipe = paper_recipe(name)
         lines = compare(recipe, store, costs=False)
         exact = [line for line in lines if not line.variant]
-        fast = sum(len(line.runs) for line in lines if line.variant)
         done, wanted = sum(len(line.runs) for line in exact), sum(len(line.seeds) for line in exact)
         waiting = all(line.cell.unavailable for line in lines)
         to_run = "not available yet" if waiting else f"rescene paper run {name}" if done < wanted else ""
-        shown = f"{done}/{wanted}" + (f" (+{fast} at {FAST_LABEL})" if fast else "")
+        shown = f"{done}/{wanted}" + (f" (+{beside})" if (beside := _beside(lines)) else "")
         rows.append((f"paper/{name}", recipe.place, recipe.title, str(len(recipe.cells)), shown, to_run))
     return Grid("", ("recipe", "in the paper", "what", "cells", "runs done", "command"), tuple(rows), LIST_NOTES)
 

@@ -66,13 +66,15 @@ class Condensation(Hyperparameters):
     precision: Literal["auto", "float32", "bfloat16"] = hyper(
         "auto", "-", "[ours]", "arithmetic of the network on a GPU; auto is bfloat16"
     )
-    literal: bool = hyper(False, "-", "Eq. 1", "the paper's printed form: no clip, min(IPC, n) surrogates, no guard")
+    literal: bool = hyper(
+        False, "-", "Eq. 1", "the paper's printed form: no clip, fixed steps, min(IPC, n) surrogates, no guard"
+    )
 
     @model_validator(mode="before")
     @classmethod
     def _literal_defaults(cls, values: Any) -> Any:
         if isinstance(values, dict) and values.get("literal") in (True, "true", "True"):
-            return {"clip": None, "surrogates_per_class": "min", "guard": False} | values
+            return {"clip": None, "step": "fixed", "surrogates_per_class": "min", "guard": False} | values
         return values
 
     def bounded(self, gradient: Tensor, losses: Tensor, owner: Tensor) -> Tensor:
