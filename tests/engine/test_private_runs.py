@@ -135,6 +135,22 @@ def test_recipes_that_promise_too_much_are_refused(overrides, says):
         resolve("smoke", ["method.start=noise", *overrides])
 
 
+@pytest.mark.parametrize(
+    ("overrides", "step"),
+    [
+        ([], "polyak"),
+        (["method=feddm"], "fixed"),
+        (["method.literal=true"], "fixed"),
+        (["method.literal=true", "method.step=polyak"], "polyak"),
+        (["privacy.mechanism=paper-experiment", "privacy.noise_multiplier=1"], "fixed"),
+        (["privacy.mechanism=release", "privacy.epsilon=8"], "fixed"),
+        (["privacy.mechanism=release", "privacy.epsilon=8", "method.step=polyak"], "polyak"),
+    ],
+)
+def test_steps_follow_the_loss_only_where_no_mechanism_hides_it(overrides, step):
+    assert resolve("smoke", ["method.start=noise", *overrides]).recipe.method["step"] == step
+
+
 DP = {
     "privacy.mechanism": "dp-sgd",
     "model.norm": "group",

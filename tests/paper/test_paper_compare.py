@@ -72,6 +72,31 @@ def test_fewer_server_epochs_are_compared_with_what_the_paper_prints(tmp_path):
     assert "67.96 ± 1.33 (E_srv=100)" in text and "--only cifar10/0.5/rescene --fast" in text
 
 
+def test_fixed_steps_stand_beside_and_are_compared_with_the_same_figures(tmp_path):
+    cell, store = cell_of(MAIN, "cifar10/0.1/rescene"), lambda: Store([tmp_path])
+    write_run(tmp_path, cell, overrides=("method.step=fixed",), aa=82.0)
+    write_run(tmp_path, cell, overrides=("method.step=fixed", "train.server_epochs=10"), aa=74.0)
+    own, fixed, both = compare(MAIN, store(), [cell.name])
+    assert not own.runs and (fixed.variant, both.variant) == ("fixed steps", "E_srv=10 fixed steps")
+    assert (fixed.paper["aa"].mean, both.paper["aa"].mean, both.other_epochs) == (61.78, 53.45, False)
+    grid = table_grid(MAIN, store(), [cell.name])
+    assert [row[-1] for row in grid.rows] == [f"rescene paper run main --only {cell.name}", "", ""], (
+        "nobody has to run them"
+    )
+    assert any(note.startswith("fixed steps: ") for note in grid.notes)
+    assert status_grid(store()).rows[0][4] == "0/243 (+2 with fixed steps)"
+    lines = compare(paper_recipe("server-epochs"), store())
+    assert not any(line.fixed_steps for line in lines), "told once, where methods are compared"
+
+
+def test_a_record_that_knew_no_other_steps_is_of_fixed_ones(tmp_path):
+    cell = cell_of(MAIN, "cifar10/0.5/rescene")
+    config = cell.resolve("seed=0").recipe.model_dump(mode="json", exclude={"device"})
+    del config["method"]["step"]
+    write_run(tmp_path, cell, config=config)
+    assert [line.variant for line in compare(MAIN, Store([tmp_path])) if line.runs] == ["fixed steps"]
+
+
 def number(method="fedavg", metric="aa", mean=50.0, std=2.0):
     return replace(printed("main")[0], method=method, metric=metric, mean=mean, std=std)
 

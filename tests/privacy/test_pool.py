@@ -141,9 +141,9 @@ def test_without_sums_of_pictures_there_is_nothing_to_pool(overrides, words):
 
 
 def test_recipes_that_say_nothing_of_lens_and_pool_keep_their_names():
-    plain = resolve("smoke")
+    plain = resolve("smoke", ["method.step=fixed"])
     assert plain.recipe.privacy.pool is None and plain.recipe.model.lens is None
-    assert resolve("smoke", ["method.step=polyak"]).digest() != plain.digest()
+    assert resolve("smoke").digest() != plain.digest()
     assert plain.digest().startswith("b25d91c3"), "of runs made before there were lenses"
     pool = resolve("smoke", [*SENT, "method.start=coloured", "method.num_steps=0"])
     assert pool.recipe.promise(2).mechanism.pooled

@@ -26,9 +26,7 @@ LIST_NOTES = (
 OTHER_EPOCHS = (
     "E_srv=10 is compared with the paper's E_srv=100, except CIFAR-10 at beta 0.1, where it prints both (Table 5)."
 )
-FIXED_STEPS = (
-    "fixed steps: method.step=fixed, the paper's constant rate on pixels; by default a step that would overshoot is shortened."
-)
+FIXED_STEPS = "fixed steps: method.step=fixed, the paper's constant rate on pixels; by default a step that would overshoot is shortened."
 BEST = "Marked (*, bold): our best of what was run in one setting; the control never wins."
 COPIES = "near-copies: uploaded images with PSNR > 30 dB to a real training image; read accuracy together with it."
 
