@@ -8,7 +8,7 @@ from typing import Any
 from rescene.errors import ConfigError, did_you_mean
 from rescene.functional import old_and_recent
 from rescene.paper.compare import compare
-from rescene.paper.recipes import paper_recipe
+from rescene.paper.recipes import FAST_LABEL, FIXED_LABEL, paper_recipe
 from rescene.paper.store import Store
 from rescene.paper.tables import DATA
 from rescene.report.canvas import Plot, percent_axis
@@ -117,9 +117,10 @@ def _final(values: Mapping[str, Any]) -> list[float]:
 
 
 def _mark(row: Row, size: float) -> dict[str, Any]:
-    """The method's colour and marker: filled for ours, half of it where E_srv differs, hollow for the paper's."""
+    """The method's colour and marker: filled for ours, half of it for another form of the cell, hollow for the paper's."""
     look, ours = look_of(row["method"]), row["whose"] == "ours"
-    half = {"fillstyle": "left", "markerfacecoloralt": CARD} if row["setting"] else {}
+    fill = {FAST_LABEL: "left", FIXED_LABEL: "bottom"}.get(row["setting"], "top")
+    half = {"fillstyle": fill, "markerfacecoloralt": CARD} if row["setting"] else {}
     return {
         **half,
         "marker": look.marker,
