@@ -189,7 +189,7 @@ def test_sketches_keep_distances(seen, monkeypatch):
     def sketched(size):
         monkeypatch.setattr(theory, "SKETCH_SIZE", size)
         watch = TheoryWatch(experiment)
-        return float((watch._sketch(a) - watch._sketch(b)).norm())
+        return float((watch._sketch(a) - watch._sketch(b)).double().norm())
 
     assert sketched(2**17) == pytest.approx(exact, rel=1e-5)
     assert sketched(2**12) == pytest.approx(exact, rel=0.1) and sketched(2**12) != pytest.approx(exact, rel=1e-5)
