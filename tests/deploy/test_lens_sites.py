@@ -15,9 +15,10 @@ SUMS = ["method.start=coloured", "method.num_steps=0", "privacy.mechanism=releas
 
 
 def test_the_same_bits_as_in_one_process(tmp_path):
-    resolved = resolve("smoke", [*TINY, *LENS, *SUMS])
+    resolved = resolve("smoke", [*TINY, *LENS, *SUMS, "data.image_size=16"])  # half the side, a quarter of the looking
     expected = in_process(resolved, tmp_path / "here")
-    found = across(resolved, tmp_path / "there", LocalPost(sites(tmp_path)))
+    data = {"name": resolved.recipe.data.name, "image_size": 16}
+    found = across(resolved, tmp_path / "there", LocalPost(sites(tmp_path, data=data)))
     assert hashes(tmp_path / "there") == hashes(tmp_path / "here") and found["aa"] == expected["aa"]
 
 

@@ -10,7 +10,8 @@ from rescene.engine.loop import Run
 
 SMALL = {"model.name": "mlp", "model.lens": "waves", "model.width": 16, "train.augment": False, "tasks.limit": 2,
          "federation.num_clients": 3, "federation.per_round": 2, "federation.num_rounds": 2, "train.server_epochs": 2,
-         "federation.evaluate_every": 0, "method.start": "coloured", "method.num_steps": 0, "method.ipc": 4}  # fmt: skip
+         "federation.evaluate_every": 0, "method.start": "coloured", "method.num_steps": 0, "method.ipc": 4,
+         "data.image_size": 16}  # fmt: skip
 SUMS = {"privacy.mechanism": "release", "privacy.noise_multiplier": 0.2, "privacy.send": "sums", "privacy.pool": True,
         "privacy.mean_grid": 4, "privacy.covariance_grid": 4, "privacy.covariance_colour": True, "privacy.noise": "seeded",
         "privacy.threshold": 1.0}  # fmt: skip
