@@ -66,7 +66,7 @@ class ReSCENE(SurrogateMethod):
         "polyak",
         "-",
         "[ours]",
-        "image_lr as it is (where a mechanism adds noise the default), or for each class at most its loss over its squared gradient",
+        "fixed: image_lr as it is (the default under a mechanism); polyak: for each class at most its loss over its squared gradient",
     )
     budget: int = hyper(1000, "B", "Sec. 4.1", "surrogates kept per class after a task", ge=1)
     recent_fraction: float = hyper(

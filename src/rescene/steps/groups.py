@@ -29,7 +29,10 @@ class Condensation(Hyperparameters):
     radius: float = hyper(5.0, "rho", "App. A", "radius of the parameter perturbation", ge=0)
     clip: float | None = hyper(5.0, "C", "App. F", "bound on each class's pixel gradient; null for none", gt=0)
     step: Literal["fixed", "polyak"] = hyper(
-        "fixed", "-", "[ours]", "image_lr as it is, or for each class at most its loss over its squared gradient"
+        "fixed",
+        "-",
+        "[ours]",
+        "fixed: image_lr as it is; polyak: for each class at most its loss over its squared gradient",
     )
     reduction: Literal["sum", "mean"] = hyper(
         "sum", "-", "Eq. 1", "squared distance summed or averaged over dimensions"
