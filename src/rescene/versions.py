@@ -31,3 +31,17 @@ def refuse_newer(found: Any, known: int, path: Path) -> None:
             why=f"its format is {found}, this version knows {known}",
             fix="pip install --upgrade rescene",
         )
+
+
+def as_it_was(config: dict[str, Any]) -> dict[str, Any]:
+    """The recipe in a run's record, with what it does not say because there was no choice yet and the default is another now.
+
+    Other keys that a record lacks stood at the default they have today. A recipe written by hand is not a record: it does not
+    tell what stands at its default.
+
+    >>> as_it_was({"method": {"literal": False, "reduction": "sum", "precision": "auto"}})["method"]["step"]
+    'fixed'
+    """
+    method = config.get("method")
+    recorded = isinstance(method, dict) and method.keys() >= {"literal", "reduction", "precision"}
+    return config | {"method": {"step": "fixed"} | method} if recorded else config  # type: ignore[operator]

@@ -99,6 +99,16 @@ def test_a_key_that_older_runs_do_not_know_makes_no_other_recipe(tmp_path: Path)
     assert len(group_runs([*runs[1:], make(tmp_path, "rescene", 2, config=impatient)])) == 2
 
 
+def test_a_record_from_before_there_was_a_choice_of_steps_is_of_fixed_ones(tmp_path: Path) -> None:
+    """The default is another one since: averaged together, or counted as a repetition, one of the two would be lost."""
+    older = config("rescene", 0)
+    older["method"] |= {"literal": False, "reduction": "sum", "precision": "auto"}
+    younger = {**older, "method": {**older["method"], "step": "polyak"}}
+    made = {"older": older, "younger": younger}
+    groups = group_runs([make(tmp_path, "rescene", 0, tag, config=each) for tag, each in made.items()])
+    assert sorted(group.label for group in groups) == ["ReSCENE step=fixed", "ReSCENE step=polyak"]
+
+
 def test_rows_are_ordered_best_first_and_unfinished_last(tmp_path: Path) -> None:
     runs = [load_run(write_running(tmp_path / "going")), make(tmp_path, "fedavg", 0), make(tmp_path, "refed", 0)]
     rows = comparison_rows(runs)

@@ -12,6 +12,7 @@ from rescene.config.privacy import PrivacySection, Promise, promise_of
 from rescene.data.lens import Lens
 from rescene.methods import Method, method_class, method_names
 from rescene.steps import Training
+from rescene.versions import as_it_was
 
 
 class Section(BaseModel):
@@ -101,20 +102,17 @@ class Recipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _steps_on_pixels(cls, values: Any) -> Any:
-        """Where nothing is said of them they are of fixed length in two cases, whatever the method's default.
-
-        Under a mechanism, which hides the loss that Polyak's need; and in the record of a run from before there was a choice.
-        """
-        given = values.get("method", {"name": "rescene"}) if isinstance(values, dict) else None
-        if not isinstance(given, dict) or "step" in given or given.get("literal"):
+        """Of fixed length, unless something else is said, in records that knew no other and under a mechanism: it hides the loss."""
+        if not isinstance(values, dict):
             return values
-        fields = method_class(str(given.get("name", "rescene"))).model_fields.keys()
-        private = values.get("privacy") or {}
-        kind = private.get("mechanism", "none") if isinstance(private, dict) else private.mechanism
-        recorded = given.keys() >= {"literal", "reduction", "precision"}  # nobody else says what stands at its default
-        if "step" in fields and (kind != "none" or recorded):
-            return values | {"method": given | {"step": "fixed"}}
-        return values
+        values = as_it_was(values)
+        given, private = values.get("method", {"name": "rescene"}), values.get("privacy")
+        kind = private.get("mechanism", "none") if isinstance(private, dict) else getattr(private, "mechanism", "none")
+        if kind == "none" or not isinstance(given, dict):
+            return values
+        if "step" not in method_class(str(given.get("name", "rescene"))).model_fields:
+            return values
+        return values | {"method": {"step": "fixed"} | given}
 
     @field_validator("method")
     @classmethod

@@ -19,7 +19,7 @@ import numpy as np
 
 from rescene.errors import DataError
 from rescene.report.reading import Row, json_lines, json_object, text_of, yaml_object
-from rescene.versions import RESULTS, refuse_newer
+from rescene.versions import RESULTS, as_it_was, refuse_newer
 
 MARKS = ("results.json", "status.json", "metrics.jsonl", "config.yaml")
 
@@ -158,7 +158,7 @@ def load_run(folder: Path) -> Run:
     problems: list[str] = []
     results = _results(folder)
     status = json_object(folder / "status.json", problems)
-    config = table(results, "config") or yaml_object(folder / "config.yaml", problems)
+    config = as_it_was(table(results, "config") or yaml_object(folder / "config.yaml", problems))
     metrics = json_lines(folder / "metrics.jsonl", problems)
     audit = json_object(folder / "audit.json", problems)
     return Run(
