@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -39,14 +40,20 @@ def p_value(m: int, r: int, v: int, epsilon: float, delta: float) -> float:
     """
     if not 0 <= v <= r <= m:
         raise ValueError(f"{v} right guesses of {r} about {m} canaries cannot be")
+    k, choose = _log_binomials(r)
+    log_q, log_rest = -math.log1p(math.exp(-epsilon)), -epsilon - math.log1p(math.exp(-epsilon))
+    pmf = (choose + k * (log_q - log_rest) + r * log_rest).exp()
+    bound = float(pmf[v:].sum())
+    if delta and v:
+        bound += 2 * m * delta * float((pmf[:v].flip(0).cumsum(0) / torch.arange(1, v + 1)).max())
+    return min(1.0, bound)
+
+
+@lru_cache(maxsize=64)
+def _log_binomials(r: int) -> tuple[Tensor, Tensor]:
+    """0..r, and the logarithm of r over each."""
     k = torch.arange(r + 1, dtype=torch.float64)
-    q = torch.tensor([epsilon, -epsilon], dtype=torch.float64)
-    log_q, log_rest = torch.nn.functional.logsigmoid(q).tolist()
-    choose = math.lgamma(r + 1) - torch.lgamma(k + 1) - torch.lgamma(r - k + 1)
-    pmf = (choose + k * log_q + (r - k) * log_rest).exp()
-    beta = float(pmf[v:].sum())
-    alpha = float((pmf[:v].flip(0).cumsum(0) / torch.arange(1, v + 1)).max()) if v else 0.0
-    return min(1.0, beta + 2 * m * delta * alpha)
+    return k, math.lgamma(r + 1) - torch.lgamma(k + 1) - torch.lgamma(r - k + 1)
 
 
 def epsilon_lower_bound(m: int, r: int, v: int, delta: float, risk: float) -> float:
