@@ -90,10 +90,12 @@ def _measured(name: str) -> list[tuple[str, ...]]:
 
 
 def _result_row(run: Any) -> tuple[str, ...]:
-    sections = run.results["config"]
+    sections = run.config  # as it was, where the record is older than a choice
     data, model = sections["data"]["name"], sections["model"]["name"]
     setting = f"{'fashion-mini' if data == 'auto' else data}, {model}, {len(run.tasks)} tasks, beta {sections['federation']['beta']}, "
     setting += f"{sections['federation']['num_rounds']} rounds a task, E_srv {sections['train']['server_epochs']}"
+    if "step" in sections["method"]:
+        setting += f", {sections['method']['step']} steps"
     copies = run.leakage.get("near_copies")
     where = run.folder.relative_to(RESULTS.parent).as_posix()
     shown = "no images" if copies is None else f"{100 * copies:.0f} %"

@@ -15,6 +15,17 @@ FOLDER = 2  # 1: origin.json and partition.json without a number, surrogates.jso
 RESULTS = 1
 CHECKPOINT = 2  # 1: surrogates on the server without `clients`, the sites that sent them
 MODEL = 2  # 1: arch without `channels`, no `lens`
+# keys of recipes of later versions, and what was before there was a choice: then names stay
+NEWER = {
+    ("tasks", "drift"): None,
+    ("method", "close_after"): None,
+    ("privacy", "send"): None,
+    ("privacy", "centre"): None,
+    ("privacy", "covariance_colour"): None,
+    ("privacy", "pool"): None,
+    ("model", "lens"): None,
+    ("method", "step"): "fixed",
+}
 
 
 def refuse_newer(found: Any, known: int, path: Path) -> None:
@@ -43,5 +54,6 @@ def as_it_was(config: dict[str, Any]) -> dict[str, Any]:
     'fixed'
     """
     method = config.get("method")
-    recorded = isinstance(method, dict) and method.keys() >= {"literal", "reduction", "precision"}
-    return config | {"method": {"step": "fixed"} | method} if recorded else config  # type: ignore[operator]
+    if isinstance(method, dict) and method.keys() >= {"literal", "reduction", "precision"}:
+        return config | {"method": {"step": NEWER["method", "step"]} | method}
+    return config

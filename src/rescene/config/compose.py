@@ -24,20 +24,10 @@ from rescene.config.schema import Recipe
 from rescene.errors import ConfigError, did_you_mean
 from rescene.methods import method_class
 from rescene.steps import Training
+from rescene.versions import NEWER
 
 SHORTHANDS = {"method": "method.name", "model": "model.name", "data": "data.name"}
 TASK_PLANS = {"tasks.per_task", "tasks.count", "tasks.sizes", "tasks.plan"}
-# keys of later versions, and what was before there was a choice: then names stay
-NEWER = {
-    ("tasks", "drift"): None,
-    ("method", "close_after"): None,
-    ("privacy", "send"): None,
-    ("privacy", "centre"): None,
-    ("privacy", "covariance_colour"): None,
-    ("privacy", "pool"): None,
-    ("model", "lens"): None,
-    ("method", "step"): "fixed",
-}
 Flat = dict[str, Any]
 
 

@@ -108,11 +108,10 @@ class Recipe(Section):
         values = as_it_was(values)
         given, private = values.get("method", {"name": "rescene"}), values.get("privacy")
         kind = private.get("mechanism", "none") if isinstance(private, dict) else getattr(private, "mechanism", "none")
-        if kind == "none" or not isinstance(given, dict):
-            return values
-        if "step" not in method_class(str(given.get("name", "rescene"))).model_fields:
-            return values
-        return values | {"method": {"step": "fixed"} | given}
+        if kind != "none" and isinstance(given, dict):
+            method = method_class(str(given.get("name", "rescene")))
+            return values | {"method": {"step": "fixed"} | given} if "step" in method.model_fields else values
+        return values
 
     @field_validator("method")
     @classmethod

@@ -41,8 +41,8 @@ def p_value(m: int, r: int, v: int, epsilon: float, delta: float) -> float:
     if not 0 <= v <= r <= m:
         raise ValueError(f"{v} right guesses of {r} about {m} canaries cannot be")
     k, choose = _log_binomials(r)
-    log_q, log_rest = -math.log1p(math.exp(-epsilon)), -epsilon - math.log1p(math.exp(-epsilon))
-    pmf = (choose + k * (log_q - log_rest) + r * log_rest).exp()
+    log_rest = -epsilon - math.log1p(math.exp(-epsilon))  # log(1 - q), and log q is epsilon more
+    pmf = (choose + k * epsilon + r * log_rest).exp()
     bound = float(pmf[v:].sum())
     if delta and v:
         bound += 2 * m * delta * float((pmf[:v].flip(0).cumsum(0) / torch.arange(1, v + 1)).max())

@@ -102,7 +102,7 @@ def _line(
 ) -> Line:
     runs = store.find(cell.experiment, recipe.seeds)
     other = recipe.reference(cell)
-    if other:
+    if other and variant:
         other = other.variants.get(variant, other)
     reference = store.find(other.experiment, recipe.seeds) if other else ()
     ours = _known({m: over_seeds(runs, m, reference) for m in recipe.metrics})
