@@ -105,6 +105,8 @@ def test_bands():
     assert band(number("rescene")) == (48.0, math.inf)
     assert band(number("fedavg")) == (48.0, 52.0)
     assert band(number("fedavg", std=None)) == pytest.approx((50 - RUN_TO_RUN, 50 + RUN_TO_RUN))
+    repeated = next(n for n in printed("matched-memory") if n.cell == "cifar10/0.5/target/default" and n.metric == "aa")
+    assert band(repeated) == pytest.approx((21.66 - 7.12, 21.66 + 7.12)), "Table 8 prints Table 1's figure, not its deviation"
     assert band(number(metric="uplink_mb", mean=0.25)) == pytest.approx((0.245, 0.255))
     assert band(number(metric="client_pflop", mean=100.0)) == pytest.approx((97.0, 103.0))
     assert band(number(metric="task_0")) is None
