@@ -74,6 +74,9 @@ def test_bytes_are_those_of_the_real_payloads(tmp_path):
                 row["uplink_bytes"],
                 row["downlink_bytes"],
             ]
+    first, last = (r for r in rows if r["kind"] == "task")
+    for side in ("client_flops", "server_flops"):  # told so far at the end of each task
+        assert 0 < first[side] < last[side] == measured[side]
     images = result.values["leakage"]["num_images"]
     # float32 pictures and one int64 label each; the two numbers for the log are small change
     assert 0 <= measured["uplink_bytes"] - images * (3 * 32 * 32 * 4 + 8) < 60 * len(rows) * 2

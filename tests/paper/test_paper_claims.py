@@ -34,7 +34,7 @@ def test_one_wrong_digit_is_noticed():
 def test_nothing_measured_is_nothing_said(tmp_path):
     found = verdicts(OurBook(Store([tmp_path])))
     costs = [found.pop(name) for name in ("client-compute", "upload", "n100-compute")]  # follow from the recipes alone
-    assert [v.verdict for v in costs] == ["supported", "supported", "explained"]
+    assert [v.verdict for v in costs] == ["supported", "supported", "not supported"]
     assert {v.verdict for v in found.values()} == {"not yet measured"}
     assert all(v.figure is None and v.known == 0 for v in found.values())
 
@@ -57,6 +57,24 @@ def test_a_count_is_settled_once_it_cannot_be_reached(tmp_path):
         if (n.data, n.beta, n.metric) == ("cifar10", "0.1", "aa"):
             write_run(tmp_path, cell_of(MAIN, n.cell), aa=10.0)
     assert verdicts(OurBook(Store([tmp_path])))["first-aa"].verdict == "not supported"
+
+
+def test_a_lead_that_is_too_small_is_settled_before_every_competitor_has_run(tmp_path):
+    write_run(tmp_path, cell_of(MAIN, "cifar10/0.5/rescene"), aa=80.0)
+    write_run(tmp_path, cell_of(MAIN, "cifar10/0.5/fedavg"), aa=10.0)
+    found = verdicts(OurBook(Store([tmp_path])))["lead-cifar10"]
+    assert (found.verdict, found.figure) == ("not yet measured", None)
+    write_run(tmp_path, cell_of(MAIN, "cifar10/0.5/fedcbdr"), aa=75.0)
+    found = verdicts(OurBook(Store([tmp_path])))["lead-cifar10"]
+    assert (found.verdict, found.figure, found.known, found.needed) == ("not supported", 5.0, 3, 8)
+
+
+def test_one_figure_above_the_highest_allowed_settles_it(tmp_path):
+    safl = paper_recipe("safl")
+    write_run(tmp_path, cell_of(safl, "cifar10/0.1/feddm"), aa=15.0)
+    assert verdicts(OurBook(Store([tmp_path])))["no-replay"].verdict == "not yet measured"
+    write_run(tmp_path, cell_of(safl, "cifar10/0.1/fedaf"), aa=17.0)
+    assert verdicts(OurBook(Store([tmp_path])))["no-replay"].verdict == "not supported"
 
 
 def test_runs_with_few_server_epochs_stand_in_and_are_named(tmp_path):

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from rescene.cli import sweeping
 from rescene.cli.app import app
-from rescene.paper import Store, paper_recipe, recipes
+from rescene.paper import Store, compare, paper_recipe, recipes
 from rescene.paper.figures import _final_rows, _mark
 from rescene.paper.pages import refreshed
 
@@ -139,12 +139,41 @@ def test_check_of_everything_is_one_json_document(here):
 
 
 def test_check_claims(here):
-    assert invoke("check", "claims", "--runs", "kept").exit_code == 0
     write_run(here / "kept", cell_of(MAIN, "cifar10/0.5/rescene"), aa=50.0)
     result = invoke("check", "claims", "--runs", "kept", "--format", "json")
     assert result.exit_code == 5
     rows = {row["claim"]: row for row in json.loads(result.output)["rows"]}
     assert rows["reaches 67.96 % AA on CIFAR-10"]["verdict"] == "not supported"
+
+
+def test_a_failing_claim_counts_unless_its_cause_is_known(here, monkeypatch):
+    row = {"where": "claims:n100-compute", "metric": "share", "ours": "0.49", "why": "another split"}
+    for cause, code in (("known", 0), ("open", 5)):
+        monkeypatch.setattr(compare, "_registered", lambda cause=cause: ({**row, "cause": cause},))
+        result = invoke("check", "claims", "--runs", "kept")
+        assert result.exit_code == code and "another split" in result.output
+
+
+@pytest.mark.parametrize(
+    ("name", "columns"),
+    [("cost-client-lite", {"client PFLOP", "up MB"}), ("per-task-lite", {"T0", "T1"}), ("server-epochs-lite", {"AA", "server ratio"})],
+)  # fmt: skip
+def test_a_lite_table_shows_what_its_table_shows(here, name, columns):
+    measured = {"client_flops": 1e12, "server_flops": 2e12, "uplink_bytes_per_message": 5e6}
+    for cell in paper_recipe(name).cells:
+        write_run(here / "kept", cell, cost={"measured": measured})
+    shown = json.loads(invoke("table", name, "--runs", "kept", "--format", "json").output)
+    assert columns <= set(shown["columns"]) and "T2" not in shown["columns"]
+    assert all(shown["rows"][0][column] not in ("", None, "–") for column in columns), shown["rows"][0]
+
+
+def test_results_without_accuracies_are_named_and_left_out(here):
+    folder = write_run(here / "kept", cell_of(MAIN, "cifar10/0.5/fedavg"))
+    results = json.loads((folder / "results.json").read_text())
+    del results["accuracy_matrix"]
+    (folder / "results.json").write_text(json.dumps(results))
+    shown = invoke("table", "per-task", "--only", "cifar10/0.5/fedavg", "--runs", "kept")
+    assert shown.exit_code == 0 and f"not readable as results: {Path('kept') / folder.name}" in shown.output
 
 
 def test_mistakes_get_an_answer(here):
@@ -179,6 +208,11 @@ def test_figures(here, name, rows):
     assert all(text in svg for text in ("CIFAR-100", "TinyImageNet", "ReSCENE (ours)", "ReSCENE (paper)"))
 
 
+def test_a_figure_as_one_file(here):
+    assert invoke("figure", "old-recent", "--runs", "kept", "--out", "drawn/f.pdf").output.strip() == "drawn/f.pdf"
+    assert (here / "drawn" / "f.pdf").read_bytes().startswith(b"%PDF")
+
+
 def test_fewer_server_epochs_look_different_in_a_figure(here):
     cell, drawn = cell_of(MAIN, "cifar10/0.1/rescene"), []
     for overrides in ((), ("train.server_epochs=10",)):
@@ -191,7 +225,7 @@ def test_fewer_server_epochs_look_different_in_a_figure(here):
     assert full.get("fillstyle", "full") == "full" and fast["fillstyle"] != "full"
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/paper.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/paper.md", "docs/privacy.md"])
 def test_documents_are_up_to_date(name):
     text = (ROOT / name).read_text(encoding="utf-8")
     fresh = refreshed(text, Store([ROOT / "results"]))

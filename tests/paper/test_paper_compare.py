@@ -106,7 +106,9 @@ def test_bands():
     assert band(number("fedavg")) == (48.0, 52.0)
     assert band(number("fedavg", std=None)) == pytest.approx((50 - RUN_TO_RUN, 50 + RUN_TO_RUN))
     repeated = next(n for n in printed("matched-memory") if n.cell == "cifar10/0.5/target/default" and n.metric == "aa")
-    assert band(repeated) == pytest.approx((21.66 - 7.12, 21.66 + 7.12)), "Table 8 prints Table 1's figure, not its deviation"
+    assert band(repeated) == pytest.approx((21.66 - 7.12, 21.66 + 7.12)), (
+        "Table 8 prints Table 1's figure, not its deviation"
+    )
     assert band(number(metric="uplink_mb", mean=0.25)) == pytest.approx((0.245, 0.255))
     assert band(number(metric="client_pflop", mean=100.0)) == pytest.approx((97.0, 103.0))
     assert band(number(metric="task_0")) is None
@@ -176,6 +178,34 @@ def test_measured_costs_stand_beside_the_nominal_ones(tmp_path):
     total = line_of(compare(paper_recipe("cost-total"), store), "cifar10/0.5/rescene").measured
     assert (total["task_client_pflop"].mean, total["task_server_pflop"].mean) == (3.0, 4.5)
     assert total["server_share"].mean == pytest.approx(60.0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "clients", "server"),
+    [
+        # counted at the end of each task: 5 - 2, 4 - 0
+        ([{"kind": "task", "task": t, "client_flops": c, "server_flops": s} for t, c, s in ((0, 2e15, 0), (1, 5e15, 4e15))], 3, 4),
+        # earlier records of a method that paints: in one of the two later tasks of three
+        ([{"kind": "round", "task": t, "notes": {"synthetic_images": 256} if t else {}} for t in range(3)], 3, 6),
+        # earlier records of a method whose server notes no images
+        ([{"kind": "round", "task": t, "notes": {}} for t in range(3)], 3, None),
+    ],
+)  # fmt: skip
+def test_measured_work_of_the_second_task(tmp_path, rows, clients, server):
+    matrix = [[90.0, None, None], [40.0, 60.0, None], [30.0, 30.0, 30.0]]
+    cost = {"measured": {"client_flops": 9e15, "server_flops": 12e15}}
+    folder = write_run(tmp_path, cell_of(MAIN, "cifar10/0.5/target"), matrix=matrix, cost=cost)
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    line = line_of(compare(paper_recipe("cost-total"), Store([tmp_path]), ["cifar10"]), "cifar10/0.5/target")
+    assert line.measured["task_client_pflop"].mean == clients
+    found = line.measured.get("task_server_pflop")
+    assert (found and found.mean) == server
+
+
+def test_a_difference_is_that_of_the_figures_shown(tmp_path):
+    write_run(tmp_path, cell_of(MAIN, "cifar10/0.5/fedavg"), aa=15.836)
+    line = line_of(compare(MAIN, Store([tmp_path]), ["cifar10/0.5/fedavg"]), "cifar10/0.5/fedavg")
+    assert line.difference("aa") == 0  # 15.84 - 15.84
 
 
 def test_replay_memory_needs_no_run_and_agrees_with_table_8(tmp_path):

@@ -81,11 +81,7 @@ def paper_run(
         runs_to_plan = [_sweep_cell(cell, seed, store, out) for cell in wanted for seed in numbers]
         print_plan(runs_to_plan, as_json, _refused_rows(refused))
         if not as_json:
-            print(
-                NOT_COMPARABLE
-                if recipe.lite
-                else f"A small form, in minutes: rescene paper run {recipe.name}-lite --plan"
-            )
+            print(NOT_COMPARABLE if recipe.lite else f"A small form: rescene paper run {recipe.name}-lite --plan")
         return
     ready: list[Cell] = []
     for cell in wanted:
@@ -143,19 +139,22 @@ def paper_check(
     """Hold stored results against the paper's bands, and its claims against our results; exit code 5 where one fails."""
     with busy(READING):
         from rescene.paper import paper_recipe, recipe_names
-        from rescene.paper.checks import band_grid
-        from rescene.paper.pages import claims_grid
+        from rescene.paper.checks import band_grid, claims_grid, failed
+        from rescene.paper.claims import OurBook, judge
+        from rescene.paper.compare import findings
         from rescene.report.formats import render
 
         store = _store(runs)
         names = recipe_names(lite=False) if name == "all" else [] if name == "claims" else [name]
-        grids = [band_grid([paper_recipe(n) for n in names], store, everything)] if names else []
-        grids += [claims_grid(store)] if name in ("all", "claims") else []
+        book = OurBook(store)
+        found = [finding for table in names for finding in findings(paper_recipe(table), store)]
+        verdicts = judge(book) if name in ("all", "claims") else []
+        grids = [band_grid(found, everything)] if names else []
+        grids += [claims_grid(verdicts, book.stand_ins)] if verdicts else []
         parts = [render(grid, kind) for grid in grids]
     several = kind == "json" and len(parts) > 1
     print(f"[{','.join(parts)}]\n" if several else "\n".join(parts), end="")
-    verdicts = {str(row[grid.columns.index("verdict")]) for grid in grids for row in grid.rows}
-    if verdicts & {"out of band", "not supported"}:
+    if failed([*found, *verdicts]):
         raise typer.Exit(5)
 
 
@@ -163,7 +162,9 @@ def paper_check(
 @verb
 def paper_figure(
     name: Annotated[str, typer.Argument(help="old-recent or task-curves")],
-    out: Annotated[Path, typer.Option("--out", help="folder for the .png, .svg and .csv")] = Path("figures"),
+    out: Annotated[
+        Path, typer.Option("--out", help="folder for the .png, .svg and .csv, or one .png, .pdf or .svg")
+    ] = Path("figures"),
     runs: Runs = None,
 ) -> None:
     """A figure of the paper: its values hollow, ours filled."""
@@ -171,12 +172,13 @@ def paper_figure(
 
     with busy(READING):
         from rescene.paper.figures import figure
-        from rescene.report.canvas import render
+        from rescene.report.canvas import ENDINGS, render, save
 
         plot = figure(name, _store(runs))
-        with writing(out / f"{plot.name}.png"):
-            render(plot, out)
-    print(out / f"{plot.name}.png")
+        drawn = out if out.suffix in ENDINGS else out / f"{plot.name}.png"
+        with writing(drawn):
+            save(plot, out) if drawn == out else render(plot, out)
+    print(drawn)
 
 
 @paper_app.command("readme")

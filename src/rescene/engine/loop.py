@@ -224,6 +224,7 @@ class Run(Restartable):
         facts.within_task, facts.confusion = found.within_task, found.confusion
         facts.recall, facts.test_sizes = found.recall, found.sizes
         row = {"kind": "task", "task": task.index, "accuracy": found.per_task, "aa": facts.incremental[-1]}
+        row |= {f"{side}_flops": self.ledger.meter.flops[side] for side in ("client", "server")}  # so far
         self.folder.append("metrics.jsonl", plain(row))
         self._tell("task", **row)
 

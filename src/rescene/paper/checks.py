@@ -1,21 +1,25 @@
-"""Stored results against the paper's bands, as a table."""
+"""Stored results against the paper's bands, and its claims against them, as tables."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
-from rescene.paper.compare import Finding, findings
+from rescene.paper.claims import Verdict
+from rescene.paper.compare import Finding
 from rescene.paper.metrics import label
-from rescene.paper.recipes import PaperRecipe
-from rescene.paper.store import Store
 from rescene.report.formats import Cell, Entry, Grid
 
+FAILED = ("out of band", "not supported")
 
-def band_grid(recipes: Iterable[PaperRecipe], store: Store, everything: bool = False) -> Grid:
+
+def failed(judged: Iterable[Finding | Verdict]) -> bool:
+    return any(one.verdict in FAILED for one in judged)
+
+
+def band_grid(found: Sequence[Finding], everything: bool = False) -> Grid:
     """One row per figure of ours that lies outside the band the paper leaves; ``everything``: also those inside."""
-    found = [finding for recipe in recipes for finding in findings(recipe, store)]
     counts = Counter(finding.verdict for finding in found)
     notes = [
         f"{len(found)} figures have a band: " + ", ".join(f"{n} {verdict}" for verdict, n in sorted(counts.items()))
@@ -27,6 +31,17 @@ def band_grid(recipes: Iterable[PaperRecipe], store: Store, everything: bool = F
     rows = [_row(finding) for finding in found if everything or finding.verdict != "in band"]
     columns = ("table", "cell", "metric", "ours", "paper", "allowed", "verdict", "why")
     return Grid("", columns, tuple(rows), tuple(notes))
+
+
+def claims_grid(verdicts: Iterable[Verdict], stand_ins: Mapping[str, str]) -> Grid:
+    """Every claim with its verdict; ``stand_ins``: cells that were run in another form only, and in which."""
+    rows: list[tuple[Entry, ...]] = [
+        (v.says, v.place, "–" if v.figure is None else f"{v.figure:.2f}", f"{v.known}/{v.needed}", v.verdict, v.why)
+        for v in verdicts
+    ]
+    told = ", ".join(f"{where} ({form})" for where, form in sorted(stand_ins.items()))
+    notes = (f"another form where the cell itself was not run: {told}",) if told else ()
+    return Grid("", ("claim", "in the paper", "ours", "figures measured", "verdict", "why"), tuple(rows), notes)
 
 
 def _row(finding: Finding) -> tuple[Entry, ...]:

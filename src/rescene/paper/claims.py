@@ -29,7 +29,6 @@ class Verdict:
     claim: str
     says: str
     place: str
-    bound: str
     figure: float | None
     known: int
     needed: int
@@ -102,49 +101,54 @@ def _judge(name: str, claim: Spec, book: Book) -> Verdict:
     figure, settled = KINDS[kind](spec, look)
     figure = figure if settled else None
     known, needed = sum(value is not None for value in seen.values()), len(seen)
-    sign = "at least" if "at_least" in spec else "at most"
-    limit = spec[sign.replace(" ", "_")]
     verdict, why = "not yet measured", ""
     if figure is not None:
         verdict = "supported"
-        if not _holds(figure, sign, limit):
+        if _breaks(figure, spec):
             registered = explanation(f"claims:{name}", kind, figure)
             verdict, why = "explained" if registered.is_known else "not supported", registered.why
-    return Verdict(name, claim["says"], claim["place"], f"{sign} {limit}", figure, known, needed, verdict, why)
+    return Verdict(name, claim["says"], claim["place"], figure, known, needed, verdict, why)
 
 
-def _holds(figure: float, sign: str, limit: float) -> bool:
+def _breaks(figure: float | None, spec: Spec) -> bool:
     """The figure is rounded to the digits of the claim first, as its authors did."""
+    if figure is None:
+        return False
+    limit = spec["at_least"] if "at_least" in spec else spec["at_most"]
     shown = round(figure, len(str(limit).partition(".")[2]))
-    return shown >= limit if sign == "at least" else shown <= limit
+    return bool(shown < limit if "at_least" in spec else shown > limit)
 
 
-def _margins(spec: Spec, places: list[str], look: Book) -> Iterator[float | None]:
-    """At each place: ours minus the best of the others; None unless all of them are known."""
+def _margins(spec: Spec, places: list[str], look: Book) -> Iterator[tuple[float | None, bool]]:
+    """At each place: ours minus the best known of the others, None if there is none; whether all of them are known."""
     for place in places:
         own = look(place.replace("*", spec.get("who", "rescene")), spec["metric"])
         others = [look(place.replace("*", name), spec["metric"]) for name in spec.get("over", BASELINES)]
-        complete = own is not None and None not in others
-        yield own - max(others) if complete else None  # type: ignore[operator, type-var]
+        known = [other for other in others if other is not None]
+        margin = own - max(known) if own is not None and known else None
+        yield margin, own is not None and len(known) == len(others)
 
 
 def _lead(spec: Spec, look: Book) -> tuple[float | None, bool]:
+    """Another competitor or place can only make it smaller: settled early once it is too small."""
     margins = list(_margins(spec, spec["at"], look))
-    return (None, False) if None in margins else (min(margins), True)  # type: ignore[type-var]
+    smallest = min((margin for margin, _ in margins if margin is not None), default=None)
+    return smallest, all(complete for _, complete in margins) or _breaks(smallest, spec)
 
 
 def _first(spec: Spec, look: Book) -> tuple[float | None, bool]:
     """Settled early if the places still open cannot change the answer."""
     margins = list(_margins(spec, spec["at"], look))
-    wins, unknown = sum(m is not None and m > 0 for m in margins), margins.count(None)
-    return float(wins), wins >= spec["at_least"] or wins + unknown < spec["at_least"]
+    wins = sum(complete and (margin or 0) > 0 for margin, complete in margins)
+    lost = sum(margin is not None and margin <= 0 for margin, _ in margins)
+    return float(wins), wins >= spec["at_least"] or len(margins) - lost < spec["at_least"]
 
 
 def _widest(spec: Spec, look: Book) -> tuple[float | None, bool]:
     groups = [list(_margins(spec, places, look)) for places in spec["at"]]
-    if any(None in group for group in groups):
+    if not all(complete for group in groups for _, complete in group):
         return None, False
-    return float(sum(group[0] == max(group) for group in groups)), True  # type: ignore[type-var]
+    return float(sum(group[0] == max(group) for group in groups)), True
 
 
 def _share(spec: Spec, look: Book) -> tuple[float | None, bool]:
@@ -154,14 +158,23 @@ def _share(spec: Spec, look: Book) -> tuple[float | None, bool]:
     return part / whole * (100 if spec.get("percent") else 1), True
 
 
-def _lowest(spec: Spec, look: Book) -> tuple[float | None, bool]:
-    values = [look(where, spec["metric"]) for where in spec["of"]]
-    return (None, False) if None in values else (min(values), True)  # type: ignore[type-var]
+def _extreme(best: Callable[..., Any]) -> Callable[[Spec, Book], tuple[float | None, bool]]:
+    """The lowest or highest of some figures: settled early once a known one breaks the bound."""
+
+    def find(spec: Spec, look: Book) -> tuple[float | None, bool]:
+        values = [look(where, spec["metric"]) for where in spec["of"]]
+        known = [value for value in values if value is not None]
+        figure = best(known, default=None)
+        return figure, len(known) == len(values) or _breaks(figure, spec)
+
+    return find
 
 
-def _highest(spec: Spec, look: Book) -> tuple[float | None, bool]:
-    values = [look(where, spec["metric"]) for where in spec["of"]]
-    return (None, False) if None in values else (max(values), True)  # type: ignore[type-var]
-
-
-KINDS = {"lead": _lead, "first": _first, "widest": _widest, "share": _share, "lowest": _lowest, "highest": _highest}
+KINDS = {
+    "lead": _lead,
+    "first": _first,
+    "widest": _widest,
+    "share": _share,
+    "lowest": _extreme(min),
+    "highest": _extreme(max),
+}

@@ -60,9 +60,11 @@ class Line:
         return None if found is None else 100 * found.mean
 
     def difference(self, metric: str) -> float | None:
-        if metric in self.ours and metric in self.paper and not self.paper[metric].is_bound:
-            return self.ours[metric].mean - self.paper[metric].mean
-        return None
+        """Of the figures as shown, so that whoever subtracts finds the same."""
+        number = self.paper.get(metric)
+        if number is None or number.is_bound or metric not in self.ours:
+            return None
+        return round(round(self.ours[metric].mean, number.digits) - number.mean, number.digits)
 
 
 def compare(recipe: PaperRecipe, store: Store, only: Iterable[str] = (), costs: bool = True) -> list[Line]:

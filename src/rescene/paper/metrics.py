@@ -7,7 +7,6 @@ None.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from rescene.paper.store import Stored
 from rescene.report.groups import Spread, spread
@@ -108,12 +107,10 @@ def _measured(run: Stored, key: str, unit: float) -> float | None:
 
 
 def _second_task(run: Stored) -> dict[str, float]:
-    """PFLOP of the second task (Table 12): clients a T-th of the run, the server by the images it trained on."""
-    clients, server = (_measured(run, key, 1e15) for key in ("client_flops", "server_flops"))
-    share = _trained_on(run.rounds(), task=1) if server else 0.0
-    if clients is None or server is None or share is None:
-        return {}
-    clients, server = clients / len(run.results["tasks"]), server * share
+    """PFLOP of the second task (Table 12)."""
+    clients, server = _counted_by_task(run) or _shares_of_the_run(run)
+    if clients is None or server is None:
+        return {} if clients is None else {"task_client_pflop": clients}
     return {
         "task_client_pflop": clients,
         "task_server_pflop": server,
@@ -123,8 +120,20 @@ def _second_task(run: Stored) -> dict[str, float]:
     }
 
 
-def _trained_on(rounds: Sequence[dict[str, Any]], task: int) -> float | None:
-    """Share of the server's training images that fell into one task; None if the pool's size was not recorded."""
-    sizes = [(row["task"], (row.get("notes") or {}).get("pool_size")) for row in rounds]
-    total = sum(size or 0 for _, size in sizes)
-    return sum(size or 0 for own, size in sizes if own == task) / total if total else None
+def _counted_by_task(run: Stored) -> tuple[float, float] | None:
+    """PFLOP of clients and server between the ends of the first and the second task; None in records of earlier versions."""
+    ends = [row for row in run.rows("task") if "client_flops" in row][:2]
+    if len(ends) < 2:
+        return None
+    return tuple((ends[1][key] - ends[0][key]) / 1e15 for key in ("client_flops", "server_flops"))  # type: ignore[return-value]
+
+
+def _shares_of_the_run(run: Stored) -> tuple[float | None, float | None]:
+    """Where only the whole run was counted: clients a T-th of it, the server by the images it trained on or painted."""
+    clients, server = (_measured(run, key, 1e15) for key in ("client_flops", "server_flops"))
+    notes = [(row["task"], row.get("notes") or {}) for row in run.rows("round")]
+    images = [(task, note.get("pool_size", note.get("synthetic_images", 0))) for task, note in notes]
+    total = sum(number for _, number in images)
+    if server:
+        server = server * sum(number for task, number in images if task == 1) / total if total else None
+    return clients and clients / len(run.results["tasks"]), server

@@ -10,31 +10,19 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from rescene.errors import ConfigError
+from rescene.paper.checks import claims_grid
 from rescene.paper.claims import OurBook, judge
 from rescene.paper.recipes import paper_recipe
 from rescene.paper.store import Store
 from rescene.paper.tables import results_grid, status_grid, table_grid
-from rescene.report.formats import Entry, Grid, render
+from rescene.report.formats import Grid, render
 
 _BLOCK = re.compile(r"(<!-- rescene paper: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def claims_grid(store: Store) -> Grid:
-    """Every claim with its verdict on our results."""
+def _claims_grid(store: Store) -> Grid:
     book = OurBook(store)
-    rows: list[tuple[Entry, ...]] = [
-        (
-            v.says,
-            v.place,
-            "–" if v.figure is None else f"{v.figure:.2f}",
-            f"{v.known}/{v.needed}",
-            v.verdict + (f": {v.why}" if v.why else ""),
-        )
-        for v in judge(book)
-    ]
-    stand_ins = ", ".join(f"{where} ({form})" for where, form in sorted(book.stand_ins.items()))
-    notes = (f"another form where the cell itself was not run: {stand_ins}",) if stand_ins else ()
-    return Grid("", ("claim", "in the paper", "ours", "figures measured", "verdict"), tuple(rows), notes)
+    return claims_grid(judge(book), book.stand_ins)
 
 
 def _status_grid(store: Store) -> Grid:
@@ -49,7 +37,7 @@ def privacy_grid(store: Store) -> Grid:
 BLOCKS: dict[str, Callable[[Store], Grid]] = {
     "results": results_grid,
     "status": _status_grid,
-    "claims": claims_grid,
+    "claims": _claims_grid,
     "privacy": privacy_grid,
 }
 

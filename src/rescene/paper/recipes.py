@@ -123,9 +123,7 @@ class PaperRecipe:
 
     @cached_property
     def metrics(self) -> tuple[str, ...]:
-        names = tuple(dict.fromkeys(number.metric for number in printed(self.table)))
-        names = tuple(name for name in ("aa", "aia") if name in names) if self.lite else names
-        return (*names, *self.spec.get("also", ()))
+        return (*dict.fromkeys(number.metric for number in printed(self.table)), *self.spec.get("also", ()))
 
     def reference(self, cell: PaperCell) -> PaperCell | None:
         """The cell that this one's ratios and changes are relative to."""

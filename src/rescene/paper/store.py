@@ -31,11 +31,11 @@ class Stored:
     seed: int
     results: dict[str, Any]
 
-    def rounds(self) -> list[dict[str, Any]]:
-        """The rounds as recorded in metrics.jsonl; none if that file was not kept."""
+    def rows(self, kind: str) -> list[dict[str, Any]]:
+        """The rounds or tasks as recorded in metrics.jsonl; none if that file was not kept."""
         try:
             lines = (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-            return [row for row in map(json.loads, lines) if row.get("kind") == "round"]
+            return [row for row in map(json.loads, lines) if row.get("kind") == kind]
         except (OSError, ValueError):
             return []
 
@@ -61,7 +61,7 @@ class Store:
         try:
             results = json.loads(file.read_text(encoding="utf-8"))
             recipe = Recipe.model_validate(results["config"])
-            if not isinstance(results["aa"], (int, float)):
+            if not isinstance(results["aa"], (int, float)) or not results["accuracy_matrix"]:
                 raise ValueError("no accuracy")
         except (OSError, ValueError, KeyError, TypeError, ValidationError, ResceneError):
             self.unreadable.append(file.parent)

@@ -20,12 +20,10 @@ SIDE_BY_SIDE = 2  # more metrics than this, and ours and the paper's stand one b
 DATA = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "tinyimagenet": "TinyImageNet", "office31": "Office-31"}
 NOT_COMPARABLE = "A lite form: small images, few tasks and rounds. Not comparable with the paper."
 LIST_NOTES = (
-    "Each also has a small form, not comparable with the paper, in minutes on a laptop: rescene paper run main-lite",
+    "Each also has a small form, not comparable with the paper: rescene paper run main-lite (office31-lite needs Office-31)",
     "Before running: --plan; ours beside the paper's: rescene paper table main; its figures: rescene paper figure old-recent",
 )
-OTHER_EPOCHS = (
-    "E_srv=10 is compared with the paper's E_srv=100, except CIFAR-10 at beta 0.1, where it prints both (Table 5)."
-)
+OTHER_EPOCHS = "E_srv=10 beside a figure marked E_srv=100: the paper prints no other there."
 FIXED_STEPS = "fixed steps: method.step=fixed, the paper's constant rate on pixels; by default a step that would overshoot is shortened."
 BEST = "Marked (*, bold): our best of what was run in one setting; the control never wins."
 COPIES = "near-copies: uploaded images with PSNR > 30 dB to a real training image; read accuracy together with it."
@@ -34,7 +32,9 @@ COPIES = "near-copies: uploaded images with PSNR > 30 dB to a real training imag
 def table_grid(recipe: PaperRecipe, store: Store, only: Iterable[str] = (), commands: bool = True) -> Grid:
     """Ours, the paper's and the difference, cell by cell. ``commands``: with a column that says how to run what is missing."""
     lines = compare(recipe, store, only)
-    metrics = [m for m in recipe.metrics if not recipe.lite or any(m in line.ours for line in lines)] or ["aa", "aia"]
+    metrics = list(recipe.metrics)
+    if recipe.lite:  # fewer tasks, and nothing in the paper's conventions
+        metrics = [m for m in metrics if any(m in line.ours for line in lines)] or metrics
     best = _best(lines, metrics)
     if len(metrics) <= SIDE_BY_SIDE:
         columns, rows = _side_by_side(recipe, lines, metrics, best)
@@ -127,9 +127,8 @@ def _paper(line: Line, metric: str, note: str = "") -> Cell:
 
 
 def _difference(line: Line, metric: str) -> Cell:
-    value, digits = line.difference(metric), _digits(line, metric)
-    nothing = value is not None and round(value, digits) == 0
-    return Cell(0.0 if nothing else value, digits=digits)
+    value = line.difference(metric)
+    return Cell(0.0 if value == 0 else value, digits=_digits(line, metric))  # no -0.00
 
 
 def _digits(line: Line, metric: str) -> int:
@@ -166,7 +165,7 @@ def _notes(
     domains = dict.fromkeys(f"{label(n.metric)} {n.note}" for n in tasks if n.note)
     if domains:
         yield f"Domains: {', '.join(domains)}."
-    if any(line.fast for line in lines):
+    if any(line.other_epochs for line in lines):
         yield OTHER_EPOCHS
     if any(line.fixed_steps for line in lines):
         yield FIXED_STEPS
