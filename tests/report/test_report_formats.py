@@ -33,6 +33,15 @@ def test_text_lines_up_and_stars_the_best() -> None:
     assert third.split() == ["–", "–", "–"]
 
 
+def test_text_folds_sentences_and_keeps_what_is_shorter_on_one_line() -> None:
+    why = "a reason of many words " * 8
+    lines = render(
+        Grid("", ("ours", "why", "to run"), ((Cell(1.5), why.strip(), "rescene run x"),)), "text"
+    ).splitlines()
+    assert len(lines) == 5 and lines[2].startswith("1.50  a reason") and lines[2].endswith("rescene run x")
+    assert " ".join(line[6:86].strip() for line in lines[2:]) == why.strip()
+
+
 def test_markdown_is_bold_and_escapes_what_would_break_the_table() -> None:
     lines = render(GRID, "markdown").splitlines()
     assert "| ReSCENE | **77.12** ± 0.50 | 99 |" in lines

@@ -7,9 +7,11 @@ column in bold (a star in plain text) and the deviation over seeds small and gre
 from __future__ import annotations
 
 import html
+import itertools
 import json
 import math
 import re
+import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,6 +20,7 @@ from rescene.errors import ConfigError, did_you_mean
 from rescene.report.canvas import csv_text
 
 NONE = "–"
+_FOLD = 80  # characters of a sentence on one line of plain text; commands are shorter and stay whole
 
 
 @dataclass(frozen=True)
@@ -105,9 +108,15 @@ def _entry(escape: Callable[[str], str], best: str, std: str, note: str) -> Call
 _plain = _entry(str, "{}*", "± {}", "({})")
 
 
+def _folded(text: str) -> list[str]:
+    return textwrap.wrap(text, _FOLD, break_long_words=False, break_on_hyphens=False) or [""]
+
+
 def _text(grid: Grid) -> str:
-    """Columns side by side; a star after the best."""
-    table = [list(grid.columns), *([_plain(entry) for entry in row] for row in grid.rows)]
+    """Columns side by side, sentences folded; a star after the best."""
+    rows = [[_folded(_plain(entry)) for entry in row] for row in grid.rows]
+    folded = [line for row in rows for line in itertools.zip_longest(*row, fillvalue="")]
+    table = [grid.columns, *folded]
     widths = [max(len(line[j]) for line in table) for j in range(len(grid.columns))]
     right = [grid.measured(j) for j in range(len(grid.columns))]
     lines = [
