@@ -8,7 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
-from rescene.data import Images, Shard, Task, Transform
+from rescene.data import Images, Shard, Task, Transform, lens
 from rescene.data.sources import fashion_mini
 from rescene.nets import Arch
 from rescene.report import canvas
@@ -20,10 +20,11 @@ TINY = {"federation.num_clients": 3, "federation.per_round": 2, "tasks.limit": 2
 
 
 @pytest.fixture(scope="session", autouse=True)
-def embedded_images_are_read_once():
-    """Hundreds of runs and sites in this process see the same ones, and nobody writes into a data set."""
+def images_are_read_and_looked_at_once():
+    """Hundreds of runs and sites in this process see the embedded ones, and nobody writes into a data set."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fashion_mini, "read", functools.cache(fashion_mini.read))
+        patch.setattr(lens, "look_through", functools.lru_cache(maxsize=4)(lens.look_through))  # two data sets
         yield
 
 
