@@ -7,6 +7,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+import typer.testing
 
 from rescene.data import Images, Shard, Task, Transform, lens
 from rescene.data.sources import fashion_mini
@@ -25,6 +26,14 @@ def images_are_read_and_looked_at_once():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fashion_mini, "read", functools.cache(fashion_mini.read))
         patch.setattr(lens, "look_through", functools.lru_cache(maxsize=4)(lens.look_through))  # two data sets
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def the_command_line_is_put_together_once():
+    """typer would do it at every call."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.testing, "_get_command", functools.cache(typer.main.get_command), raising=False)
         yield
 
 
