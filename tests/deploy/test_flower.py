@@ -260,7 +260,10 @@ def test_two_nodes_and_two_rounds_over_tls_with_node_keys(tmp_path):
         start_server(federation)
         for name in federation.sites:
             start_site(federation.site(name))
-        found = run_deployed(federation, resolved, tmp_path / "across", Patience(300, 300, 0.5), lambda line: None, 1)
+        look_s = 4  # every look is a process of Flower's, which takes a second of a core that the sites need
+        found = run_deployed(
+            federation, resolved, tmp_path / "across", Patience(300, 300, 0.5), lambda line: None, look_s
+        )
     finally:
         started = [one for place in places for one in running(place)]
         for place in places:
