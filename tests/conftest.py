@@ -1,19 +1,40 @@
 """Shared by all tests: one thread, so that bits repeat and two workers fit on two cores."""
 
+import functools
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+import typer.testing
 
-from rescene.data import Images, Shard, Task, Transform
+from rescene.data import Images, Shard, Task, Transform, lens
+from rescene.data.sources import fashion_mini
 from rescene.nets import Arch
+from rescene.report import canvas
 from rescene.rng import Rng
 
 torch.set_num_threads(1)
 
 TINY = {"federation.num_clients": 3, "federation.per_round": 2, "tasks.limit": 2}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def images_are_read_and_looked_at_once():
+    """Hundreds of runs and sites in this process see the embedded ones, and nobody writes into a data set."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fashion_mini, "read", functools.cache(fashion_mini.read))
+        patch.setattr(lens, "look_through", functools.lru_cache(maxsize=4)(lens.look_through))  # two data sets
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def the_command_line_is_put_together_once():
+    """typer would do it at every call."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.testing, "_get_command", functools.cache(typer.main.get_command), raising=False)
+        yield
 
 
 @pytest.fixture
@@ -31,6 +52,15 @@ def tiny_world():
     parts = [torch.arange(0, 12), torch.cat([torch.arange(12, 25), torch.arange(30, 33)]), torch.arange(33, 60)]
     shards = [Shard(images, part, task, transform, arch.restore) for part in parts]
     return {"shards": shards, "arch": arch, "net": net, "task": task, "transform": transform, "rng": Rng(0)}
+
+
+@pytest.fixture
+def blank_figures(monkeypatch):
+    """Blank figures, for tests of what stands around them: drawing is most of a page. What is added to this set is drawn."""
+    drawn, draw = set(), canvas._draw
+    blank = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1 1"></svg>'
+    monkeypatch.setattr(canvas, "_draw", lambda plot: draw(plot) if plot.name in drawn else (blank, b""))
+    return drawn
 
 
 @pytest.fixture

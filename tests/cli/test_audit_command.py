@@ -31,7 +31,7 @@ def private_run(tmp_path_factory):
     return folder
 
 
-def test_a_run_is_attacked_with_its_network_and_its_books(private_run):
+def test_a_run_is_attacked_with_its_network_and_its_books(private_run, blank_figures):
     result = invoke(private_run, *SMALL, "--quiet")
     assert result.exit_code == 0, result.output
     found = json.loads((private_run / "audit.json").read_text())

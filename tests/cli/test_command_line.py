@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from rescene.cli.app import app
 
 TINY = ["federation.num_clients=3", "federation.per_round=2", "federation.num_rounds=1", "tasks.limit=2", "train.server_epochs=1",
-        "method.num_steps=1", "method.ipc=2"]  # fmt: skip
+        "method.num_steps=1", "method.ipc=2", "model.width=8"]  # fmt: skip
 invoke = CliRunner().invoke
 
 
@@ -91,7 +91,7 @@ def test_another_plan_of_tasks_replaces_the_recipes(tmp_path, image_folder):
     fails("run", "demo", "tasks.sizes=[5,5]", "tasks.count=2", "--dry-run", code=2, says="exactly one of")
 
 
-def test_domains_are_tasks_of_the_same_classes(tmp_path, image_folder):
+def test_domains_are_tasks_of_the_same_classes(tmp_path, image_folder, blank_figures):
     for domain in ("night", "day"):
         (tmp_path / "sites" / domain).mkdir(parents=True)
         for name in ("ant", "bee"):
@@ -162,14 +162,14 @@ def test_own_images_in_one_command(tmp_path, image_folder):
     assert (out / "report.html").is_file() and "Not private" in result.output
 
 
-def test_an_unreadable_image_is_named_and_skipped_only_on_request(tmp_path, image_folder):
+def test_an_unreadable_image_is_named_and_skipped_only_on_request(tmp_path, image_folder, blank_figures):
     (image_folder / "train" / "ant" / "broken.png").write_bytes(b"not a picture")
     args = ["run", "demo", f"data.path={image_folder}", *TINY, "--out", str(tmp_path / "r")]
     fails(*args, code=3, says="broken.png")
     assert invoke(app, [*args, "data.skip_unreadable=true"]).exit_code == 0
 
 
-def test_runs_and_reports(tmp_path):
+def test_runs_and_reports(tmp_path, blank_figures):
     for seed in (0, 1):
         assert (
             invoke(app, ["run", "smoke", *TINY, f"seed={seed}", "--out", str(tmp_path / f"s{seed}"), "-q"]).exit_code

@@ -48,6 +48,7 @@ def test_only_the_paths_for_sites_pass_the_proxy(federation):
 
 
 @pytest.mark.parametrize("wrong", [False, True])
+@pytest.mark.usefixtures("blank_figures")
 def test_a_rehearsal_ends_with_a_report_and_says_where_and_whether_the_bits_agree(tmp_path, monkeypatch, wrong):
     """Here its sites are simulated; that a federation gives the same bits is tested beside this."""
     from rescene.api import execute
@@ -58,7 +59,7 @@ def test_a_rehearsal_ends_with_a_report_and_says_where_and_whether_the_bits_agre
             (out / "model" / "final.safetensors").write_bytes(b"other bits")
 
     monkeypatch.setattr("rescene.deploy.rehearsal.rehearse", rehearse)
-    small = ["method=fedavg", "tasks.limit=1", "federation.num_rounds=1", "device=cpu"]
+    small = ["method=fedavg", "tasks.limit=1", "federation.num_rounds=1", "model.width=8", "device=cpu"]
     code, output = say("rehearse", *small, "--sites", 2, "--out", tmp_path / "out")
     assert code == (5 if wrong else 0) and ("they differ" if wrong else "the same bits") in output
     assert f"Report: {tmp_path / 'out' / 'report.html'}" in output and (tmp_path / "out" / "report.html").is_file()

@@ -55,18 +55,23 @@ def test_exit_codes_stand_in_the_help():
         assert words in text
 
 
-def offered(line):
-    """What a shell gets on TAB at the end of a line."""
+def asked(line):
+    """What a shell says on TAB at the end of a line."""
     words = line.split(" ")
-    told = {"_RESCENE_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
-    code = "import sys; sys.argv = ['rescene']; from rescene.cli import main; main()"
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | told, capture_output=True, text=True)
-    return done.stdout.split()
+    return {"_RESCENE_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
+
+
+def offered(line):
+    """What it gets."""
+    return invoke(app, [], env=asked(line), prog_name="rescene").output.split()
 
 
 def test_the_shell_completes_recipes_keys_and_methods():
+    code = "import sys; sys.argv = ['rescene']; from rescene.cli import main; main()"
+    environment = os.environ | asked("rescene run smo")
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.stdout.split() == offered("rescene run smo") == ["smoke"]
     assert complete_recipe("") == recipe_names() and complete_recipe("cifar") == ["cifar10", "cifar100"]
-    assert offered("rescene run smo") == ["smoke"]
     assert offered("rescene run demo federation.be") == ["federation.beta="]
     assert "method=fedavg" in offered("rescene run demo method=fed")
     assert offered("rescene run no-such-recipe fed") == []

@@ -12,7 +12,8 @@ from rescene.cli.sweeping import grid
 
 invoke = CliRunner().invoke
 TINY = ["federation.num_clients=3", "federation.per_round=2", "federation.num_rounds=1", "tasks.limit=1", "train.server_epochs=1",
-        "train.local_epochs=1"]  # fmt: skip
+        "train.local_epochs=1", "model.width=8"]  # fmt: skip
+pytestmark = pytest.mark.usefixtures("blank_figures")
 
 
 def test_a_new_method_runs_and_conforms(tmp_path):

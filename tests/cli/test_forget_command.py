@@ -18,6 +18,7 @@ SMALL = {
     "federation.per_round": 3,
 }
 invoke = CliRunner().invoke
+pytestmark = pytest.mark.usefixtures("blank_figures")
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +67,9 @@ def test_bad_requests_get_an_answer(run, tmp_path):
     (going / "status.json").write_text(json.dumps(status | {"state": "interrupted"}))
     (going / "results.json").unlink()
     assert "E164" in refused(going, "--client", "1", "--check")
-    weights = rescene.run("smoke", out=tmp_path / "weights", method="fedavg", **{"tasks.limit": 1}).folder
+    weights = rescene.run(
+        "smoke", out=tmp_path / "weights", method="fedavg", **{"tasks.limit": 1, "model.width": 8}
+    ).folder
     told = refused(weights, "--client", "1")
     assert "E162" in told and "'federation.exclude=[1]'" in told
     assert not list(tmp_path.glob("*forgot*"))

@@ -9,8 +9,15 @@ from typer.testing import CliRunner
 import rescene
 from rescene.cli.app import app
 
-SMALL = {"federation.num_rounds": 1, "train.server_epochs": 1, "method.num_steps": 1, "tasks.limit": 1}
+SMALL = {
+    "federation.num_rounds": 1,
+    "train.server_epochs": 1,
+    "method.num_steps": 1,
+    "tasks.limit": 1,
+    "model.width": 8,
+}
 invoke = CliRunner().invoke
+pytestmark = pytest.mark.usefixtures("blank_figures")
 
 
 @pytest.fixture(scope="module")

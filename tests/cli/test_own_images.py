@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from rescene.cli.app import app
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_images.py"
-QUICK = ["federation.num_rounds=1", "train.server_epochs=1", "method.num_steps=1", "method.ipc=2"]
+QUICK = ["federation.num_rounds=1", "train.server_epochs=1", "method.num_steps=1", "method.ipc=2", "model.width=8"]
 invoke = CliRunner().invoke
 
 
@@ -92,9 +92,10 @@ def test_inspect_warns_and_still_answers(shapes, tmp_path):
     assert "broken.png" in told and "run it: rescene run demo" in told
 
 
-def test_a_run_in_which_nothing_leaves_the_sites_says_so(shapes, tmp_path):
+def test_a_run_in_which_nothing_leaves_the_sites_says_so(shapes, tmp_path, blank_figures):
     """No site has more than 64 images of a class, and without a step every surrogate is still its real image."""
-    quick = ["tasks.limit=1", "federation.num_rounds=1", "train.server_epochs=1", "method.num_steps=0", "method.ipc=64"]
+    quick = ["tasks.limit=1", "federation.num_rounds=1", "train.server_epochs=1", "method.num_steps=0", "method.ipc=64",
+             "model.width=8"]  # fmt: skip
     result = invoke(app, ["run", "demo", f"data.path={shapes}", *quick, "--out", str(tmp_path / "r"), "-q"])
     assert result.exit_code == 0, result.output
     assert "W311" in (tmp_path / "r" / "events.jsonl").read_text()

@@ -17,7 +17,13 @@ from rescene.engine import RunFolder
 from rescene.engine.loop import Run
 
 PATIENT = Patience(gather_s=0, deadline_s=600, poll_s=0, attempts=2)
-TINY = ["federation.num_clients=3", "federation.per_round=2", "federation.engine=one-by-one", "device=cpu"]
+TINY = [
+    "federation.num_clients=3",
+    "federation.per_round=2",
+    "federation.engine=one-by-one",
+    "model.width=8",
+    "device=cpu",
+]
 
 
 class LocalPost:

@@ -11,6 +11,7 @@ import threading
 import time
 from dataclasses import replace
 from email.utils import formatdate
+from functools import partial
 
 import pytest
 import torch
@@ -92,9 +93,11 @@ def door(made):
     server.server_close()
 
 
-def test_a_fresh_server_is_well_and_each_fault_of_it_is_a_row(ours, made):
+def test_a_fresh_server_is_well_and_each_fault_of_it_is_a_row(ours, made, monkeypatch):
+    from rescene.deploy import check_server as checks
     from rescene.deploy.check_server import check_server
 
+    monkeypatch.setattr(checks, "check_port", partial(checks.check_port, patience_s=0.1))
     rows = check_server(ours)
     assert not problems(rows).keys() - {"Flower", "disk", "memory"}
     assert "node.key is still here" in of(rows, "site north")["result"]

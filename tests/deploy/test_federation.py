@@ -51,12 +51,19 @@ def test_coded_pictures_are_decoded_once_and_alike(tmp_path):
     assert hashes(tmp_path / "here") == hashes(tmp_path / "there")
 
 
-def test_a_lost_letter_is_sent_again_and_changes_nothing(tmp_path):
-    resolved = resolve("smoke", [*TINY, "method=fedewc"])
-    in_process(resolved, tmp_path / "here")
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """A recipe with which sites remember something, and the hashes of its run in one process."""
+    resolved, folder = resolve("smoke", [*TINY, "method=fedewc"]), tmp_path_factory.mktemp("undisturbed") / "here"
+    in_process(resolved, folder)
+    return resolved, hashes(folder)
+
+
+def test_a_lost_letter_is_sent_again_and_changes_nothing(undisturbed, tmp_path):
+    resolved, expected = undisturbed
     post = LocalPost(sites(tmp_path), lose=lambda number: number % 3 == 0)
     across(resolved, tmp_path / "there", post)
-    assert hashes(tmp_path / "here") == hashes(tmp_path / "there")
+    assert hashes(tmp_path / "there") == expected
     assert "W340" in {event["code"] for event in events(tmp_path / "there")}
 
 
@@ -65,11 +72,8 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("at", [7, pytest.param(12, marks=pytest.mark.slow)])
-def test_a_server_that_dies_goes_on_from_its_checkpoint_with_the_same_bits(tmp_path, at):
-    resolved = resolve("smoke", [*TINY, "method=fedewc"])
-    in_process(resolved, tmp_path / "here")
-
-    answers = []
+def test_a_server_that_dies_goes_on_from_its_checkpoint_with_the_same_bits(undisturbed, tmp_path, at):
+    (resolved, expected), answers = undisturbed, []
 
     def die(node, data):
         answers.append(node)
@@ -82,7 +86,7 @@ def test_a_server_that_dies_goes_on_from_its_checkpoint_with_the_same_bits(tmp_p
         across(resolved, tmp_path / "there", LocalPost(folders, change=die))
     across(resolved, tmp_path / "there", LocalPost(folders))
     last = dict(line.split() for line in hashes(tmp_path / "there").splitlines())  # repeated steps: the later line
-    assert last == dict(line.split() for line in hashes(tmp_path / "here").splitlines())
+    assert last == dict(line.split() for line in expected.splitlines())
 
 
 def test_the_round_goes_on_without_a_late_site_and_says_who(tmp_path):
@@ -241,7 +245,7 @@ def test_nobody_waits_for_a_site_that_cannot_take_part(tmp_path, monkeypatch):
 
 def test_what_does_not_change_travels_once(tmp_path):
     post = LocalPost(sites(tmp_path))
-    asked, payload, noted = federation(tmp_path, post)
+    asked, payload, noted = federation(tmp_path, post, overrides=["model.width=32"])  # above message.LARGE
     payload |= {"teacher": {"w": torch.rand(100_000)}}
     for _ in range(3):
         asked.ask([0, 1, 2], "client_round", payload)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import yaml
-from local_sites import LocalPost, across, events, hashes, in_process, sites
+from local_sites import TINY, LocalPost, across, events, hashes, in_process, sites
 from own_sites import NAMES, SMALL, model_of, own_sites, plan_of, run_plan
 
 from rescene.config import resolve
@@ -74,10 +74,8 @@ def test_a_site_with_a_floor_sends_nothing_without_a_mechanism_and_no_counts(tmp
 
 @pytest.mark.parametrize("sums", [[], ["privacy.send=sums"], ["privacy.send=sums", *MOMENTS]], ids=len)
 def test_a_share_under_a_mechanism_has_the_bits_of_one_process(tmp_path, sums):
-    few = ["federation.num_clients=2", "federation.per_round=2", "federation.engine=one-by-one", "device=cpu"]
-    resolved = resolve(
-        "smoke", [*few, *RELEASE, *sums, "privacy.noise=seeded", "tasks.limit=1", "federation.num_rounds=1"]
-    )
+    few = [*TINY, "federation.num_clients=2", "tasks.limit=1", "federation.num_rounds=1"]
+    resolved = resolve("smoke", [*few, *RELEASE, *sums, "privacy.noise=seeded"])
     in_process(resolved, tmp_path / "here")
     folders = sites(tmp_path, count=2)
     across(resolved, tmp_path / "there", LocalPost(folders))

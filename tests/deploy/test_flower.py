@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from functools import partial
 
 import pytest
 
@@ -171,9 +172,10 @@ def test_init_keeps_secrets_and_never_replaces_a_key(tmp_path):
         start_site(federation.site("north"))
 
 
-def test_a_port_that_is_taken_is_told(tmp_path):
+def test_a_port_that_is_taken_is_told(tmp_path, monkeypatch):
     import socket
 
+    monkeypatch.setattr(control, "check_port", partial(check_port, patience_s=0.1))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -249,7 +251,8 @@ def secrets_in(folders, federation):
 
 def test_two_nodes_and_two_rounds_over_tls_with_node_keys(tmp_path):
     resolved = resolve(
-        "smoke", ["federation.num_clients=2", "tasks.limit=1", "federation.engine=one-by-one", "device=cpu"]
+        "smoke",
+        ["federation.num_clients=2", "tasks.limit=1", "federation.engine=one-by-one", "model.width=8", "device=cpu"],
     )
     federation = init(tmp_path / "fed", ["north", "south"], port=free_port())
     places = [federation.server, *map(federation.site, federation.sites)]
@@ -257,7 +260,10 @@ def test_two_nodes_and_two_rounds_over_tls_with_node_keys(tmp_path):
         start_server(federation)
         for name in federation.sites:
             start_site(federation.site(name))
-        found = run_deployed(federation, resolved, tmp_path / "across", Patience(300, 300, 0.5), lambda line: None, 1)
+        look_s = 4  # every look is a process of Flower's, which takes a second of a core that the sites need
+        found = run_deployed(
+            federation, resolved, tmp_path / "across", Patience(300, 300, 0.5), lambda line: None, look_s
+        )
     finally:
         started = [one for place in places for one in running(place)]
         for place in places:

@@ -3,7 +3,7 @@
 import json
 
 from local_sites import TINY, LocalPost, across, hashes, in_process, sites
-from own_sites import NAMES, own_sites, plan_of, run_plan
+from own_sites import NAMES, own_sites, plan_of, run_plan, write_images
 
 from rescene.config import resolve
 from rescene.use import open_model
@@ -15,9 +15,10 @@ SUMS = ["method.start=coloured", "method.num_steps=0", "privacy.mechanism=releas
 
 
 def test_the_same_bits_as_in_one_process(tmp_path):
-    resolved = resolve("smoke", [*TINY, *LENS, *SUMS, "data.image_size=16"])  # half the side, a quarter of the looking
+    images = write_images(tmp_path / "images", dict.fromkeys(NAMES, 30))  # few: every site looks at all of them
+    resolved = resolve("smoke", [*TINY, *LENS, *SUMS, f"data.path={images}", "data.image_size=16"])
     expected = in_process(resolved, tmp_path / "here")
-    data = {"name": resolved.recipe.data.name, "image_size": 16}
+    data = {"path": str(images), "image_size": 16}
     found = across(resolved, tmp_path / "there", LocalPost(sites(tmp_path, data=data)))
     assert hashes(tmp_path / "there") == hashes(tmp_path / "here") and found["aa"] == expected["aa"]
 

@@ -14,7 +14,7 @@ from rescene.engine.folder import RunFolder
 from rescene.engine.loop import Run
 from rescene.engine.watch import LeakageWatch
 
-SMALL = {"tasks.limit": 2, "federation.num_rounds": 2}
+SMALL = {"tasks.limit": 2, "federation.num_rounds": 2, "model.width": 8}
 PRIVATE = {"privacy.mechanism": "release", "method.start": "coloured", "method.num_steps": 0, "privacy.epsilon": 8}
 
 

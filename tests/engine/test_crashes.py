@@ -22,6 +22,7 @@ PLACES = [
     "config.yaml written", "origin.json opening", "env.json synced", "metrics.jsonl appended", "chunk writing", "step synced",
     "step removed", "chunk removed", "status.json renamed", "model.json opening", "rounds.csv written", "results.json renamed",
 ]  # fmt: skip
+NARROW = {"model.width": 8}
 
 
 @pytest.fixture(scope="module")
@@ -58,20 +59,21 @@ def test_leftovers_of_killed_writes_are_swept_wherever_they_lie(tmp_path):
         return left
 
     with stopped_after(3):
-        rescene.run("smoke", out=tmp_path / "r")
+        rescene.run("smoke", out=tmp_path / "r", **NARROW)
     unfinished = litter()
-    finished = rescene.run("smoke", out=tmp_path / "r")
+    finished = rescene.run("smoke", out=tmp_path / "r", **NARROW)
     assert not any(path.exists() for path in unfinished)
     others, left = tmp_path / "r" / ".sites.json.tmp", litter()
     others.write_bytes(b"half")  # of a process that may still be writing
     (tmp_path / "r/status.json").write_bytes(b'{"state"')
-    assert rescene.run("smoke", out=tmp_path / "r").values == finished.values
+    assert rescene.run("smoke", out=tmp_path / "r", **NARROW).values == finished.values
     assert not any(path.exists() for path in left) and others.exists()
     assert json.loads((tmp_path / "r/status.json").read_text())["state"] == "done"
 
 
 def test_a_finished_run_that_cannot_be_tidied_is_still_returned(tmp_path, monkeypatch):
-    finished, status, left = rescene.run("smoke", out=tmp_path / "r"), tmp_path / "r/status.json", tmp_path / "r/.x.tmp"
+    finished = rescene.run("smoke", out=tmp_path / "r", **NARROW)
+    status, left = tmp_path / "r/status.json", tmp_path / "r/.x.tmp"
     status.write_text('{"state": "running"}')
     left.write_bytes(b"half")
 
@@ -80,7 +82,7 @@ def test_a_finished_run_that_cannot_be_tidied_is_still_returned(tmp_path, monkey
 
     for call in ("replace", "unlink"):
         monkeypatch.setattr(os, call, read_only)
-    assert rescene.run("smoke", out=tmp_path / "r").values == finished.values
+    assert rescene.run("smoke", out=tmp_path / "r", **NARROW).values == finished.values
     assert left.exists() and json.loads(status.read_text()) == {"state": "running"}
 
 
@@ -100,7 +102,7 @@ def test_every_file_of_the_run_folder_is_written_at_a_named_place(crashes):
 
 
 def test_the_place_can_be_named_from_outside(tmp_path):
-    command = [sys.executable, "-m", "rescene", "run", "smoke", "--out", str(tmp_path / "r"), "-q"]
+    command = [sys.executable, "-m", "rescene", "run", "smoke", "model.width=8", "--out", str(tmp_path / "r"), "-q"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "RESCENE_CRASH_AT": "step renamed#2"}
     assert subprocess.run(command, env=environment).returncode == -signal.SIGKILL
     assert sorted(path.name for path in (tmp_path / "r/checkpoints").glob("step-*")) == [
@@ -128,9 +130,9 @@ def test_the_final_model_is_safe_before_it_is_evaluated(tmp_path, monkeypatch):
             raise MemoryError("evaluation")
         return evaluate(self, task)
 
-    whole = rescene.run("smoke", out=tmp_path / "whole")
+    whole = rescene.run("smoke", out=tmp_path / "whole", **NARROW)
     monkeypatch.setattr(Run, "_evaluate", fail)
     with pytest.raises(MemoryError):
-        rescene.run("smoke", out=tmp_path / "r")
+        rescene.run("smoke", out=tmp_path / "r", **NARROW)
     a, b = (load_file(path / "model" / "final.safetensors") for path in (tmp_path / "r", whole.folder))
     assert a.keys() == b.keys() and all(a[key].equal(b[key]) for key in a)

@@ -54,7 +54,8 @@ def test_a_full_disk_says_what_to_do(whole, tmp_path):
 
 def test_a_log_that_lost_its_end_or_a_line_does_not_stand_in_the_way(tmp_path, monkeypatch):
     """The lines are gone, which is told; the results are not."""
-    whole = rescene.run("smoke", out=tmp_path / "whole")
+    narrow = {"model.width": 8}
+    whole = rescene.run("smoke", out=tmp_path / "whole", **narrow)
 
     def stop(place):
         if place == "model.json opening":
@@ -62,11 +63,11 @@ def test_a_log_that_lost_its_end_or_a_line_does_not_stand_in_the_way(tmp_path, m
 
     monkeypatch.setattr(crashpoints, "watcher", stop)
     with pytest.raises(KeyboardInterrupt):
-        rescene.run("smoke", out=tmp_path / "r")
+        rescene.run("smoke", out=tmp_path / "r", **narrow)
     monkeypatch.setattr(crashpoints, "watcher", None)
     metrics = tmp_path / "r/metrics.jsonl"
     lines = metrics.read_bytes().splitlines(keepends=True)
     metrics.write_bytes(b"#" + b"".join(lines[:2]))
-    resumed = rescene.run("smoke", out=tmp_path / "r")
+    resumed = rescene.run("smoke", out=tmp_path / "r", **narrow)
     codes = [json.loads(line)["code"] for line in (tmp_path / "r/events.jsonl").read_text().splitlines()]
     assert codes.count("W402") == 2 and resumed.values == whole.values

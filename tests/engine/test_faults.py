@@ -135,8 +135,15 @@ def test_real_sites_are_spared_simulated_faults(tmp_path):
         )
 
 
-def test_the_command_line_says_what_is_simulated(tmp_path):
-    command = ["run", "smoke", "tasks.limit=1", "federation.num_rounds=1", "federation.faults.dropout=0.4"]
+def test_the_command_line_says_what_is_simulated(tmp_path, blank_figures):
+    command = [
+        "run",
+        "smoke",
+        "tasks.limit=1",
+        "federation.num_rounds=1",
+        "model.width=8",
+        "federation.faults.dropout=0.4",
+    ]
     done = CliRunner().invoke(app, [*command, "federation.quorum=0", "--out", str(tmp_path / "r")])
     assert done.exit_code == 0 and "SIMULATED 40 % of the sites lost per round" in done.output
     assert rescene.load(tmp_path / "r").values["simulated"]

@@ -1,11 +1,13 @@
 """Whole runs through a lens: the same in every engine, across sites, and after an interruption."""
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import rescene
 from rescene.config import resolve
+from rescene.data import load
 from rescene.engine.loop import Run
 
 SMALL = {"model.name": "mlp", "model.lens": "waves", "model.width": 16, "train.augment": False, "tasks.limit": 2,
@@ -17,8 +19,23 @@ SUMS = {"privacy.mechanism": "release", "privacy.noise_multiplier": 0.2, "privac
         "privacy.threshold": 1.0}  # fmt: skip
 
 
-def run(folder, **more):
-    return rescene.run("smoke", out=folder, **{**SMALL, **SUMS, **more})
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """A tenth of fashion-mini, for looking through a lens takes longer than all the rest."""
+    path, whole, parts = tmp_path_factory.mktemp("images") / "images.npz", load("fashion-mini"), {}
+    for split, count in (("train", 150), ("test", 50)):
+        found = getattr(whole, split)
+        index = torch.cat([(found.labels == c).nonzero().flatten()[:count] for c in range(4)])
+        parts |= {f"x_{split}": found.pixels[index].movedim(1, -1).numpy(), f"y_{split}": found.labels[index].numpy()}
+    np.savez(path, **parts)
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(images):
+    return lambda folder, **more: rescene.run(
+        "smoke", out=folder, **{**SMALL, **SUMS, "data.path": str(images), **more}
+    )
 
 
 def same(one, other):
@@ -27,7 +44,7 @@ def same(one, other):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def whole(run, tmp_path_factory):
     return run(tmp_path_factory.mktemp("lens") / "whole")
 
 
@@ -40,11 +57,11 @@ def test_sums_through_a_lens_teach(whole):
     assert rest == 0 and 8 <= sent <= 16  # two classes of two sites in two rounds of two tasks, few of them suppressed
 
 
-def test_one_by_one_is_the_same_run(whole, tmp_path):
+def test_one_by_one_is_the_same_run(run, whole, tmp_path):
     assert same(run(tmp_path / "single", **{"federation.engine": "one-by-one"}), whole)
 
 
-def test_an_interrupted_run_ends_with_the_same_bits(whole, tmp_path, monkeypatch):
+def test_an_interrupted_run_ends_with_the_same_bits(run, whole, tmp_path, monkeypatch):
     perform = Run._perform
 
     def stop_after(self, step):
@@ -61,17 +78,17 @@ def test_an_interrupted_run_ends_with_the_same_bits(whole, tmp_path, monkeypatch
     assert (resumed.folder / "results.json").read_bytes() == (whole.folder / "results.json").read_bytes()
 
 
-def test_pictures_travel_as_bytes_too(tmp_path):
+def test_pictures_travel_as_bytes_too(images, tmp_path):
     """Coded uploads have the channels of the lens."""
-    found = rescene.run("smoke", out=tmp_path / "r", **{**SMALL, "federation.wire": "uint8"})
+    found = rescene.run("smoke", out=tmp_path / "r", **{**SMALL, "data.path": str(images), "federation.wire": "uint8"})
     assert found.values["events_summary"]["client_failures"] == 0 and found.values["aa"] > 40
 
 
-def test_the_forecast_of_bytes_is_what_such_a_run_sends():
+def test_the_forecast_of_bytes_is_what_such_a_run_sends(images):
     from rescene.engine.experiment import prepare
     from rescene.engine.nominal import nominal_bytes
 
-    recipe = resolve("smoke", [f"{key}={value}" for key, value in SMALL.items()]).recipe
+    recipe = resolve("smoke", [f"{key}={value}" for key, value in {**SMALL, "data.path": images}.items()]).recipe
     made = prepare(recipe)
     told = nominal_bytes(made.method, made.arch, classes_per_task=2, num_classes=4)
     assert told["uplink_bytes_per_message"] == 2 * 4 * 19 * 4 * 4 * 4  # classes, images, channels, side, side, float32

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from rescene.methods import Method, ModelState
 from rescene.methods.registry import register
 
 SMALL = {"federation.num_clients": 4, "federation.per_round": 2, "federation.num_rounds": 3, "tasks.limit": 2, "method.ipc": 3,
-         "method.num_steps": 2, "method.real_batch": 16, "train.server_epochs": 2}  # fmt: skip
+         "method.num_steps": 2, "method.real_batch": 16, "train.server_epochs": 2, "model.width": 8}  # fmt: skip
 
 
 def run(folder, **more):
@@ -42,8 +43,14 @@ def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
-def test_a_run_leaves_a_complete_folder(tmp_path):
-    result = run(tmp_path / "r")
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that nothing disturbed, to be read and to be compared with."""
+    return run(tmp_path_factory.mktemp("whole") / "r")
+
+
+def test_a_run_leaves_a_complete_folder(whole):
+    result = whole
     files = {str(p.relative_to(result.folder)) for p in result.folder.rglob("*") if p.is_file()}
     wanted = {"config.yaml", "origin.json", "command.txt", "env.json", "status.json", "metrics.jsonl", "results.json",
               "timing.json", "partition.json", "partition.safetensors", "surrogates.safetensors", "surrogates.json",
@@ -62,8 +69,8 @@ def test_a_run_leaves_a_complete_folder(tmp_path):
     assert rescene.load(result.folder).aa == result.aa
 
 
-def test_bytes_are_those_of_the_real_payloads(tmp_path):
-    result = run(tmp_path / "r")
+def test_bytes_are_those_of_the_real_payloads(whole):
+    result = whole
     rows = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
     measured = result.values["cost"]["measured"]
     assert measured["uplink_bytes"] == sum(r["uplink_bytes"] for r in rows if r["kind"] == "round")
@@ -136,8 +143,8 @@ def test_buffers_hold_at_most_their_budget_per_class(tmp_path, buffer):
         assert rounds.max() == 3
 
 
-def test_one_by_one_agrees_with_batched(tmp_path):
-    batched, single = run(tmp_path / "a"), run(tmp_path / "b", federation__engine="one-by-one")
+def test_one_by_one_agrees_with_batched(whole, tmp_path):
+    batched, single = whole, run(tmp_path / "b", federation__engine="one-by-one")
     for key, value in model(batched).items():
         assert torch.allclose(value.float(), model(single)[key].float(), atol=2e-3), key
     assert batched.values["cost"]["measured"]["uplink_bytes"] == pytest.approx(
@@ -145,9 +152,9 @@ def test_one_by_one_agrees_with_batched(tmp_path):
     )
 
 
-def test_all_methods_meet_the_same_sites_and_split(tmp_path):
+def test_all_methods_meet_the_same_sites_and_split(whole, tmp_path):
     a, b = (
-        run(tmp_path / "a"),
+        whole,
         rescene.run(
             "smoke",
             out=tmp_path / "b",
@@ -159,14 +166,14 @@ def test_all_methods_meet_the_same_sites_and_split(tmp_path):
 
 
 def test_fedavg_uploads_its_model_and_no_images(tmp_path):
-    result = rescene.run("smoke", out=tmp_path / "r", method="fedavg")
+    result = rescene.run("smoke", out=tmp_path / "r", method="fedavg", **{"model.width": 8})
     assert result.values["leakage"] is None and not result.values["privacy"]["private"]
     nominal = result.values["cost"]["nominal"]["uplink_bytes_per_message"]
     assert result.values["cost"]["measured"]["uplink_bytes_per_message"] == pytest.approx(nominal, rel=0.02)
 
 
-def test_the_same_seed_gives_the_same_bytes_and_another_does_not(tmp_path):
-    a, b, c = run(tmp_path / "a"), run(tmp_path / "b"), run(tmp_path / "c", seed=1)
+def test_the_same_seed_gives_the_same_bytes_and_another_does_not(whole, tmp_path):
+    a, b, c = whole, run(tmp_path / "b"), run(tmp_path / "c", seed=1)
     assert (a.folder / "results.json").read_bytes() == (b.folder / "results.json").read_bytes()
     assert same(model(a), model(b)) and not same(model(a), model(c))
 
@@ -174,8 +181,8 @@ def test_the_same_seed_gives_the_same_bytes_and_another_does_not(tmp_path):
 # --- resumption ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_finished_folder_is_returned_and_a_changed_recipe_refused(tmp_path):
-    first = run(tmp_path / "r")
+def test_a_finished_folder_is_returned_and_a_changed_recipe_refused(whole, tmp_path):
+    first = rescene.load(shutil.copytree(whole.folder, tmp_path / "r"))
     before = (first.folder / "results.json").stat().st_mtime_ns
     assert run(tmp_path / "r").aa == first.aa
     assert (first.folder / "results.json").stat().st_mtime_ns == before
@@ -192,9 +199,8 @@ def test_a_foreign_folder_is_left_alone(tmp_path):
 
 
 @pytest.mark.slow  # every place; five random ones are below, and all named ones in make trust
-def test_interrupted_anywhere_the_end_is_the_same(tmp_path, monkeypatch):
+def test_interrupted_anywhere_the_end_is_the_same(whole, tmp_path, monkeypatch):
     """Stop after every single step once; each continuation must end with the same bytes."""
-    whole = run(tmp_path / "whole")
     from rescene.engine.loop import Run
 
     commit = Run._commit
@@ -219,7 +225,7 @@ def test_interrupted_anywhere_the_end_is_the_same(tmp_path, monkeypatch):
 
 def test_killed_at_five_random_moments_the_end_is_the_same(tmp_path):
     """kill -9, wherever it hits: results.json and the model are bit-identical to the undisturbed run."""
-    many = {**SMALL, "federation.num_rounds": 13}  # enough steps for five kills on any machine
+    many = {**SMALL, "model.width": 32, "federation.num_rounds": 13}  # enough steps for five kills on any machine
     whole = rescene.run("smoke", out=tmp_path / "whole", **many)
     folder, moments = tmp_path / "killed", random.Random(0)
     overrides = [f"{key}={value}" for key, value in many.items()]
@@ -270,9 +276,9 @@ rescene.run("smoke", out=sys.argv[3], **eval(sys.argv[4]))
 
 
 @pytest.mark.parametrize(("place", "done"), [("chunk-", 4), ("step-", 4), ("status", 5)])
-def test_killed_while_a_checkpoint_is_being_written(tmp_path, place, done):
+def test_killed_while_a_checkpoint_is_being_written(whole, tmp_path, place, done):
     """The process dies in step 6 while the chunks, the manifest or the status of step 5 are not yet in their place."""
-    whole, folder = run(tmp_path / "whole"), tmp_path / "r"
+    folder = tmp_path / "r"
     killed = subprocess.run([sys.executable, "-c", CRASH, place, str(done), str(folder), repr(SMALL)])
     assert killed.returncode == -signal.SIGKILL and _steps_done(folder) == done
     assert json.loads((folder / "status.json").read_text())["done"] == 4  # never more than is on disk
@@ -334,8 +340,8 @@ def test_a_second_error_is_told_beside_the_first(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "r/status.json").read_text())["done"] == 0
 
 
-def test_two_runs_in_threads_of_one_process_are_the_two_runs(tmp_path):
-    alone = [run(tmp_path / f"alone{seed}", seed=seed) for seed in (0, 1)]
+def test_two_runs_in_threads_of_one_process_are_the_two_runs(whole, tmp_path):
+    alone = [whole, run(tmp_path / "alone", seed=1)]
     with ThreadPoolExecutor(2) as threads:
         together = list(threads.map(lambda seed: run(tmp_path / f"beside{seed}", seed=seed), (0, 1)))
     for a, b in zip(alone, together, strict=True):
@@ -343,8 +349,7 @@ def test_two_runs_in_threads_of_one_process_are_the_two_runs(tmp_path):
         assert same(model(a), model(b))
 
 
-def test_a_damaged_checkpoint_is_replaced_by_the_one_before(tmp_path, monkeypatch):
-    whole = run(tmp_path / "whole")
+def test_a_damaged_checkpoint_is_replaced_by_the_one_before(whole, tmp_path, monkeypatch):
     from rescene.engine.loop import Run
 
     commit = Run._commit
@@ -390,7 +395,8 @@ class Fragile(Method):
         return state
 
 
-FRAGILE = {"method": "fragile", "federation.num_clients": 4, "federation.per_round": 4, "tasks.limit": 1}
+FRAGILE = {"method": "fragile", "federation.num_clients": 4, "federation.per_round": 4, "tasks.limit": 1,
+           "model.width": 8}  # fmt: skip
 
 
 def test_a_failing_site_is_named_and_the_round_goes_on(tmp_path):
@@ -459,11 +465,10 @@ class Spoiled(Fragile):
         return {"value": torch.tensor(math.nan if spoiled else 1.0)}, client_state
 
 
-def test_a_disk_that_fills_up_stops_the_run_and_it_can_be_resumed(tmp_path, monkeypatch):
+def test_a_disk_that_fills_up_stops_the_run_and_it_can_be_resumed(whole, tmp_path, monkeypatch):
     """Every write call of a run fails once with ENOSPC; each time the message says so and the end is the same."""
     import errno
 
-    whole = run(tmp_path / "whole")
     real, folder, stops = os.fsync, tmp_path / "r", 0
     for failing in range(1, 200, 7):
         calls = 0

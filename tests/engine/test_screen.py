@@ -92,7 +92,7 @@ def test_what_is_put_apart_is_listed_everywhere_and_kept(screened):
     assert found["simulated"] == ["attack: flip by site 0"] and found["attack_success"] is not None
 
 
-def test_report_and_card_are_loud_about_it(screened, tmp_path):
+def test_report_and_card_are_loud_about_it(screened, tmp_path, blank_figures):
     _, folder = screened
     page = write_report([folder], tmp_path / "page.html").read_text("utf-8")
     for words in ("Simulated: attack: flip by site 0.", "The attack succeeds on", "Quarantined", "W372", "SIMULATED"):

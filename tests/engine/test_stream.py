@@ -86,7 +86,8 @@ def test_a_method_is_told_of_one_task_without_end(tmp_path, monkeypatch):
     assert [row[1] for row in heard if row[0] == "round"][::2] == list(range(12))
 
 
-def test_the_record_says_when_classes_came_and_buffers_closed(finished):
+def test_the_record_says_when_classes_came_and_buffers_closed(finished, blank_figures):
+    blank_figures.add("stream")
     stream, classes = finished.values["stream"], finished.values["stream"]["classes"]
     assert (stream["drift"], stream["num_rounds"], stream["rounds_per_task"]) == (2, 12, 4)
     assert [(row["task"], row["arrives"], row["leaves"]) for row in classes[::2]] == [(0, 1, 6), (1, 5, 10), (2, 9, 12)]

@@ -16,7 +16,8 @@ from rescene.engine.loop import Run
 from rescene.engine.theory import TheoryWatch
 
 SMALL = {"federation.num_clients": 4, "federation.per_round": 3, "federation.num_rounds": 4, "tasks.limit": 2, "method.ipc": 4,
-         "method.num_steps": 2, "method.real_batch": 16, "method.budget": 12, "method.recent_fraction": 0.5}  # fmt: skip
+         "method.num_steps": 2, "method.real_batch": 16, "method.budget": 12, "method.recent_fraction": 0.5,
+         "model.width": 16}  # fmt: skip
 
 
 def run(folder, **more):

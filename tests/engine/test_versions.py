@@ -16,7 +16,8 @@ from rescene.report.runs import load_run
 from rescene.report.surrogates import _load as pairs_of
 from rescene.versions import FOLDER
 
-SMALL = {"federation.num_rounds": 1, "train.server_epochs": 1, "method.num_steps": 1, "tasks.limit": 2}
+SMALL = {"federation.num_rounds": 1, "train.server_epochs": 1, "method.num_steps": 1, "tasks.limit": 2,
+         "model.width": 8}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ def test_every_json_file_has_a_version(folder):
         assert json.loads((folder / name).read_text())["schema"] >= 1, name
 
 
-def test_an_older_folder_is_read_as_it_is_and_migrated_to_todays(folder, finished, tmp_path):
+def test_an_older_folder_is_read_as_it_is_and_migrated_to_todays(folder, finished, tmp_path, blank_figures):
     wanted = {name: (folder / name).read_text() for name in ("origin.json", "partition.json", "surrogates.json")}
     as_format_1(folder)
     assert folder_format(folder) == 1

@@ -243,7 +243,12 @@ def test_excluded_sites_are_never_asked_and_the_others_turns_stay(tmp_path):
     def turns(method, **more):
         out = tmp_path / f"{method}{len(more)}"
         extra = {"method.num_exemplars": 2} if method == "glfc" else {}
-        rescene.run("smoke", out=out, method=method, **{"federation.num_rounds": 4, "tasks.limit": 1} | extra | more)
+        rescene.run(
+            "smoke",
+            out=out,
+            method=method,
+            **{"federation.num_rounds": 4, "tasks.limit": 1, "model.width": 8} | extra | more,
+        )
         rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         return [row["participants"] for row in rows if row["kind"] == "round"], rows
 

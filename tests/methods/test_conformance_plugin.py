@@ -63,8 +63,9 @@ def test_a_method_that_uses_the_global_stream_is_caught(tmp_path):
 
 
 def test_what_cannot_be_checked_is_said(tmp_path):
-    (tmp_path / "nothing_here.py").write_text("x = 1\n")
-    assert "registers no method" in check(tmp_path / "nothing_here.py")[1]
-    (tmp_path / "careless_one.py").write_text(CARELESS)
-    assert "E106" in check(tmp_path / "careless_one.py", "--rescene-set", "steps")[1]
-    assert "Extra inputs" in check(tmp_path / "careless_one.py", "--rescene-set", "no_such=1")[1]
+    empty, careless = tmp_path / "nothing_here.py", tmp_path / "careless_one.py"
+    empty.write_text("x = 1\n")
+    careless.write_text(CARELESS)
+    assert "E106" in check(careless, "--rescene-set", "steps")[1]
+    told = check(careless, str(empty), "--rescene-set", "no_such=1")[1]
+    assert "Extra inputs" in told and "nothing_here.py registers no method" in told

@@ -36,7 +36,7 @@ def here(tmp_path, monkeypatch):
 def tiny(monkeypatch):
     """Lite forms of seconds."""
     sizes = ("tasks.limit=2", "federation.num_clients=3", "federation.per_round=2", "federation.num_rounds=1")
-    small = (*sizes, "train.server_epochs=1", "method.num_steps=1", "method.ipc=2")
+    small = (*sizes, "train.server_epochs=1", "method.num_steps=1", "method.ipc=2", "model.width=8")
     monkeypatch.setattr(recipes, "LITE_OVERRIDES", small)
     paper_recipe.cache_clear()
     yield "imbalance-lite"
@@ -84,7 +84,7 @@ def test_a_table_is_no_recipe_and_the_message_says_what_to_type():
     assert result.exit_code == 2 and "rescene paper run main --plan" in result.output
 
 
-def test_run_goes_on_where_a_cell_cannot(here, tiny):
+def test_run_goes_on_where_a_cell_cannot(here, tiny, blank_figures):
     first = invoke("run", tiny, "--only", "*alpha=0.5+tau=0.0", "--out", "made", "-q", "--runs", "kept")
     assert first.exit_code == 0 and "1 of 1 runs are stored" in first.output, first.output
     (folder,) = (here / "made").iterdir()
@@ -107,7 +107,7 @@ def test_fast_plans_a_tenth_of_the_server_epochs(here):
     assert [row["state"] for row in json.loads(invoke(*args, "--fast").output)] == ["done"]
 
 
-def test_a_cell_too_large_for_the_device_is_listed_and_the_rest_goes_on(here, tiny, monkeypatch):
+def test_a_cell_too_large_for_the_device_is_listed_and_the_rest_goes_on(here, tiny, monkeypatch, blank_figures):
     real = sweeping.execute
 
     def execute(resolved, folder, progress):

@@ -15,6 +15,7 @@ from rescene.report.figure import figure
 from rescene.report.groups import Group, group_runs
 from rescene.report.plots_frontier import Point, beside_stored, frontier, mode_of, points_of, stored_points
 
+PANELS = {"frontier-copies", "frontier-distance", "frontier-epsilon"}
 GUARANTEE = {"private": True, "delta": 1e-5, "noise_multiplier": 0.6, "statement": "private"}
 
 
@@ -96,8 +97,9 @@ def test_one_mode_is_no_frontier(folders: dict[str, Path], tmp_path: Path) -> No
 
 
 def test_stored_points_of_the_same_problem_stand_beside_a_single_run(
-    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blank_figures: set[str]
 ) -> None:
+    blank_figures |= PANELS
     (own,) = points_of(groups_of(folders["real start"]))
     stored = [
         replace(own, mode=mode, epsilon=epsilon, stored=True)
@@ -113,7 +115,10 @@ def test_stored_points_of_the_same_problem_stand_beside_a_single_run(
     assert 'id="frontier"' not in page and "Accuracy against near-copies" in page
 
 
-def test_a_page_of_several_modes_says_that_some_give_a_guarantee(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_page_of_several_modes_says_that_some_give_a_guarantee(
+    folders: dict[str, Path], tmp_path: Path, blank_figures: set[str]
+) -> None:
+    blank_figures |= PANELS
     page = write_report([folders["real start"], folders["moments ε=8"]], tmp_path / "page.html").read_text("utf-8")
     assert 'id="frontier"' in page and "Some runs on this page state a guarantee" in page
 

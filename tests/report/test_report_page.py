@@ -35,7 +35,7 @@ from report_fixtures import (
 
 import rescene.report
 from rescene.errors import DataError
-from rescene.report import canvas, comparison_rows, load_run, write_report
+from rescene.report import comparison_rows, load_run, write_report
 from rescene.report.facts import setting
 
 FIGURES = {
@@ -52,13 +52,6 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("two")
     folders = [write_run(base / f"{method}-s0", method) for method in ("rescene", "fedavg")]
     return write_report(folders, base / "out" / "report.html")
-
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blank figures, for tests that are about the words around them."""
-    blank = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1 1"></svg>'
-    monkeypatch.setattr(canvas, "_draw", lambda plot: (blank, b""))
 
 
 def rows_of(page: Path, name: str) -> list[dict[str, str]]:
@@ -158,7 +151,7 @@ def test_every_surrogate_stands_beside_its_nearest_image(two: Path) -> None:
     assert len(rows_of(two, "surrogates-rescene")) == 3 * len(CLASSES)
 
 
-def test_an_exact_copy_is_a_near_copy_though_its_psnr_is_infinite(tmp_path: Path, quick: None) -> None:
+def test_an_exact_copy_is_a_near_copy_though_its_psnr_is_infinite(tmp_path: Path, blank_figures: set[str]) -> None:
     folder = write_run(tmp_path / "run")
     entries = json.loads((folder / "surrogates.json").read_text())
     entries = [{**entry, "rms": 0.0, "psnr": None} for entry in entries]
@@ -167,7 +160,7 @@ def test_an_exact_copy_is_a_near_copy_though_its_psnr_is_infinite(tmp_path: Path
     assert html.count(">near-copy</span>") == len(entries) and "∞ dB" in html
 
 
-def test_what_a_paper_prints_stands_beside_ours(tmp_path: Path, quick: None) -> None:
+def test_what_a_paper_prints_stands_beside_ours(tmp_path: Path, blank_figures: set[str]) -> None:
     runs = [write_run(tmp_path / method, method) for method in ("rescene", "fedavg")]
     page = tmp_path / "report.html"
     assert "<small>paper, Δ ours</small>" not in write_report(runs, page).read_text("utf-8")
@@ -178,7 +171,7 @@ def test_what_a_paper_prints_stands_beside_ours(tmp_path: Path, quick: None) -> 
     assert html.count('<td data-value="">–</td>') >= 3, "no AIA, and nothing of FedAvg"
 
 
-def test_class_means_stand_beside_the_real_ones_and_say_who_knows_them(tmp_path: Path, quick: None) -> None:
+def test_class_means_stand_beside_the_real_ones_and_say_who_knows_them(tmp_path: Path, blank_figures: set[str]) -> None:
     folder = write_run(tmp_path / "run")
     assert "Class means" not in write_report([folder], tmp_path / "old.html").read_text("utf-8")  # of an older version
     write_means(folder)
@@ -192,7 +185,7 @@ def test_class_means_stand_beside_the_real_ones_and_say_who_knows_them(tmp_path:
     assert [row["class"] for row in rows_of(out, "class-means-rescene")] == list(CLASSES)
 
 
-def test_means_that_do_not_fit_their_rows_are_left_out(tmp_path: Path, quick: None) -> None:
+def test_means_that_do_not_fit_their_rows_are_left_out(tmp_path: Path, blank_figures: set[str]) -> None:
     folder = write_run(tmp_path / "run")
     write_means(folder)
     told = json.loads((folder / "surrogates.json").read_text())
@@ -207,7 +200,7 @@ def test_the_recipe_can_be_taken_along(two: Path) -> None:
     assert yaml.safe_load(base64.b64decode(uri.partition(",")[2])) == config("rescene", 0)
 
 
-def test_resumes_are_among_the_events(tmp_path: Path, quick: None) -> None:
+def test_resumes_are_among_the_events(tmp_path: Path, blank_figures: set[str]) -> None:
     folder = write_run(tmp_path / "run")
     row = {"task": 2, "round": 1, "level": "info", "code": "I401", "message": "resumed after step 9", "client": None}
     with (folder / "events.jsonl").open("a") as file:
@@ -216,7 +209,7 @@ def test_resumes_are_among_the_events(tmp_path: Path, quick: None) -> None:
     assert "resumed after step 9" in text and "checkpoint written" not in text
 
 
-def test_a_mechanism_tells_its_figures(tmp_path: Path, quick: None) -> None:
+def test_a_mechanism_tells_its_figures(tmp_path: Path, blank_figures: set[str]) -> None:
     told = {"private": True, "statement": "A guarantee.", "mechanism": "release", "noise_multiplier": 0.6, "clip": 5.0}
     told |= {"delta": 1e-5, "sampling_rate": 1.0, "epsilon_per_round": 4.25, "epsilon": 8.0}
     text = Page(write_report([write_run(tmp_path / "a", privacy=told)], tmp_path / "a.html").read_text("utf-8")).text
@@ -227,7 +220,9 @@ def test_a_mechanism_tells_its_figures(tmp_path: Path, quick: None) -> None:
     assert "Mechanism release: σ = 0.6, ε of the whole run = 8." in text
 
 
-def test_accuracy_against_noise_needs_two_amounts_of_it(tmp_path: Path) -> None:
+def test_accuracy_against_noise_needs_two_amounts_of_it(tmp_path: Path, blank_figures: set[str]) -> None:
+    blank_figures.add("noise")
+
     def noised(sigma: float, seed: int, aa: float) -> Path:
         recipe = config("rescene", seed) | {"privacy": {"noise_multiplier": sigma}}
         told = {"private": False, "statement": "None.", "mechanism": "paper-experiment", "noise_multiplier": sigma}
@@ -278,7 +273,7 @@ def test_least_possible_runs_still_make_a_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", sorted(set(results("rescene", 0)) - {"method"}))
-def test_any_key_of_the_results_may_be_missing_or_null(tmp_path: Path, quick: None, key: str) -> None:
+def test_any_key_of_the_results_may_be_missing_or_null(tmp_path: Path, blank_figures: set[str], key: str) -> None:
     for value in ("missing", None):
         folder = write_run(tmp_path / f"run-{value}")
         told = json.loads((folder / "results.json").read_text())
@@ -304,7 +299,7 @@ def test_any_key_of_the_results_may_be_missing_or_null(tmp_path: Path, quick: No
         "safetensors",
     ],
 )
-def test_any_other_file_may_be_missing(tmp_path: Path, quick: None, name: str) -> None:
+def test_any_other_file_may_be_missing(tmp_path: Path, blank_figures: set[str], name: str) -> None:
     folder = write_run(tmp_path / "run")
     gone = [path for path in folder.iterdir() if name in path.name]
     assert gone
@@ -313,7 +308,7 @@ def test_any_other_file_may_be_missing(tmp_path: Path, quick: None, name: str) -
     assert "ReSCENE reaches" in Page(write_report([folder], tmp_path / "report.html").read_text("utf-8")).text
 
 
-def test_several_seeds_show_deviation_and_number(tmp_path: Path, quick: None) -> None:
+def test_several_seeds_show_deviation_and_number(tmp_path: Path, blank_figures: set[str]) -> None:
     folders = [write_run(tmp_path / f"s{seed}", "rescene", seed, aa=aa) for seed, aa in enumerate((80.0, 84.0, 88.0))]
     out = write_report(folders, tmp_path / "report.html")
     assert "84.0 ± 4.0" in Page(out.read_text("utf-8")).text
@@ -331,7 +326,7 @@ def test_page_reloads_only_while_a_run_is_going(tmp_path: Path, two: Path) -> No
     assert ("meta", refresh) not in Page(two.read_text("utf-8")).tags
 
 
-def test_a_run_whose_process_is_gone_is_not_running(tmp_path: Path, quick: None) -> None:
+def test_a_run_whose_process_is_gone_is_not_running(tmp_path: Path, blank_figures: set[str]) -> None:
     folder = write_running(tmp_path / "rescene-s0")
     status = json.loads((folder / "status.json").read_text())
     gone = subprocess.Popen([sys.executable, "-c", ""])
@@ -342,7 +337,7 @@ def test_a_run_whose_process_is_gone_is_not_running(tmp_path: Path, quick: None)
         assert load_run(folder).state == state and ('http-equiv="refresh"' in html) == (state == "running")
 
 
-def test_other_settings_are_pointed_out(tmp_path: Path, quick: None) -> None:
+def test_other_settings_are_pointed_out(tmp_path: Path, blank_figures: set[str]) -> None:
     folders = [write_run(tmp_path / "a"), write_run(tmp_path / "b", "fedavg")]
     told = json.loads((folders[1] / "results.json").read_text())
     told["config"]["federation"]["beta"] = 0.1

@@ -56,7 +56,7 @@ def test_we_wait_only_while_the_run_goes_on(across):
     assert sites_view([load_run(across)]).sites[1].late == "31.0 s ago"
 
 
-def test_the_page_has_the_section_for_a_federation_and_only_then(across, tmp_path):
+def test_the_page_has_the_section_for_a_federation_and_only_then(across, tmp_path, blank_figures):
     page = write_report([across], tmp_path / "page" / "report.html").read_text()
     assert 'id="federation"' in page and "&lt;b&gt;south" in page and "<b>south" not in page
     (across / "sites.json").write_text("{damaged")

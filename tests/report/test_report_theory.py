@@ -118,7 +118,8 @@ def test_damaged_rows_are_left_out(tmp_path: Path) -> None:
     assert [row["class"] for row in class_rows([run])] == ["Coat"]
 
 
-def test_the_page_has_the_section_and_its_figures(tmp_path: Path) -> None:
+def test_the_page_has_the_section_and_its_figures(tmp_path: Path, blank_figures: set[str]) -> None:
+    blank_figures |= {"theory-distance", "theory-picks", "theory-staleness"}
     folders = [
         write_run(tmp_path / f"s{s}", seed=s, theory=record(class_row("<b>Coat</b>"), class_row())) for s in (0, 1)
     ]
@@ -165,7 +166,8 @@ def test_the_verb_says_what_is_missing(tmp_path: Path, case: str) -> None:
     assert ("E108" if case == "nowhere" else "E160") in result.output and "fix" in result.output
 
 
-def test_the_pool_is_shown_as_it_is_held_and_as_it_is_drawn(tmp_path: Path) -> None:
+def test_the_pool_is_shown_as_it_is_held_and_as_it_is_drawn(tmp_path: Path, blank_figures: set[str]) -> None:
+    blank_figures.add("pool")
     own = config("rescene", 0)
     own["method"] |= {"alpha": 0.5}
     rows = (class_row("Coat", num_kept=100), class_row("Bag", task=1, num_pool=400, num_kept=100))

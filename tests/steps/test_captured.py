@@ -38,10 +38,10 @@ def test_the_step_for_recording_agrees_with_the_plain_loop(tiny_world, alpha, ta
     assert_same(plain, fast)
 
 
-@pytest.mark.parametrize("arch", [Arch("resnet18", 32), Arch("convnet", 32, norm="group"), Arch("vit-small", 32)])
+@pytest.mark.parametrize("arch", [Arch("resnet18", 16), Arch("convnet", 16, norm="group"), Arch("vit-small", 16)])
 def test_it_holds_for_every_kind_of_network(tiny_world, arch):
     generator = torch.Generator().manual_seed(0)
-    images, labels = torch.randn(13, 3, 32, 32, generator=generator), torch.randint(3, (13,), generator=generator)
+    images, labels = torch.randn(13, 3, 16, 16, generator=generator), torch.randint(3, (13,), generator=generator)
     plain = arch.build(3, torch.Generator().manual_seed(2))
     fast = arch.restore(plain.state_dict())
     settings = SETTINGS.model_copy(update={"server_epochs": 1, "lr": 0.01})

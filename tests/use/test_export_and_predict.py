@@ -29,6 +29,7 @@ invoke = CliRunner().invoke
 def run(tmp_path_factory):
     """A tiny finished run on two tasks of the embedded images."""
     small = {"federation.num_rounds": 1, "train.server_epochs": 1, "method.num_steps": 1, "tasks.limit": 2}
+    small |= {"model.width": 8}
     return rescene.run("smoke", out=tmp_path_factory.mktemp("use") / "run", **small).folder
 
 
