@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from rescene.cli.completion import complete_override, complete_recipe
-from rescene.errors import ResceneError
+from rescene.errors import ResceneError, for_people
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -59,8 +59,11 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
     def guarded(*args: Any, **kwargs: Any) -> None:
         try:
             function(*args, **kwargs)
-        except ResceneError as error:
-            _stop(error)
+        except Exception as error:
+            told = for_people(error)
+            if not isinstance(told, ResceneError):
+                raise
+            _stop(told)
 
     return guarded
 

@@ -67,14 +67,14 @@ def paper_run(
 ) -> None:
     """Run the cells that are not done yet; what cannot run here is listed with its fix (exit code 4)."""
     from rescene.cli.listing import print_rows
-    from rescene.cli.sweeping import print_plan, run_cells
+    from rescene.cli.sweeping import print_plan, read_seeds, run_cells
     from rescene.paper import paper_recipe
     from rescene.paper.tables import NOT_COMPARABLE, table_grid
     from rescene.report.formats import render
 
     recipe = paper_recipe(name)
     store = _store(runs, out)
-    numbers = _seeds(seeds) or recipe.seeds
+    numbers = read_seeds(seeds) if seeds else recipe.seeds
     refused = [cell for cell in recipe.chosen(only or ()) if cell.unavailable]
     wanted = [(fast and cell.fast) or cell for cell in recipe.chosen(only or ()) if not cell.unavailable]
     if plan:
@@ -212,13 +212,6 @@ def _store(runs: list[Path] | None, out: Path | None = None) -> Store:
         if not root.is_dir():
             raise ConfigError("E108", "there is no such folder", where=str(root), fix="--runs takes a folder of runs")
     return Store([*(runs or default_roots()), *([out] if out else [])])
-
-
-def _seeds(text: str | None) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(",")) if text else ()
-    except ValueError:
-        raise ConfigError("E106", f"cannot read the seeds {text!r}", fix="--seeds 0,1,2") from None
 
 
 def _sweep_cell(cell: PaperCell, seed: int, store: Store, out: Path | None) -> Cell:

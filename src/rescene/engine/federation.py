@@ -15,7 +15,7 @@ from rescene.engine import wire as on_wire
 from rescene.engine.evaluate import Evaluation
 from rescene.engine.ledger import Ledger
 from rescene.engine.streams import Streams, attempt
-from rescene.errors import ResceneError, RunError
+from rescene.errors import ResceneError, RunError, is_out_of_memory
 from rescene.methods import Method, Payload, Uploads
 from rescene.nets import Arch
 from rescene.privacy.mechanism import Mechanism
@@ -163,8 +163,8 @@ class InProcess:
         for client, outcome in zip(clients, self._outcomes(work, clients), strict=True):
             if isinstance(outcome, tuple):
                 answers[client] = outcome
-            elif isinstance(outcome, ResceneError):  # as in the batched form: a spoilt ledger, say, stops the run
-                raise outcome
+            elif isinstance(outcome, ResceneError) or is_out_of_memory(outcome):
+                raise outcome  # a spoilt ledger, say, as in the batched form, or a machine too small for any site
             elif self._form == "debug":
                 raise self._explain(outcome, verb, client, payload) from outcome
             else:
