@@ -107,7 +107,7 @@ def test_sizes_need_no_pictures():
 
 
 def test_a_round_lasts_as_long_as_its_slowest_site_and_the_server():
-    exchange = Exchange({0: 4_000, 1: 10_000}, {0: 5_000_000, 1: 0}, 7, "client_round")
+    exchange = Exchange({0: 4_000, 1: 10_000}, {0: 5_000_000, 1: 0}, 7)
     moment = Moment(0, 0, [exchange, Exchange({0: 1_000}, {0: 0}, 0)], server_flops=600)
     found = round_latency(moment, Rates(client=1_000, server=200), uplink_mbps=4)
     # site 0 works 4 s and sends 40 Mbit in 10 s, site 1 works 10 s; then one second more; then 3 s on the server

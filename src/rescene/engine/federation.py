@@ -105,7 +105,8 @@ class InProcess:
             else:
                 self.client_states.pop(client, None)  # what is kept grows with those who remember, not with all
         messages = {client: self._sent(upload) for client, (upload, _) in answers.items()}
-        up, down = self.ledger.exchange(verb, payload, list(messages.values()), len(clients))
+        turns = len(set(clients) - self.traffic_of.keys()) if self.round >= 0 else None
+        up, down = self.ledger.exchange(payload, list(messages.values()), len(clients), turns)
         self.traffic = [self.traffic[0] + up, self.traffic[1] + down]
         self._meter_clients(clients, payload, messages)
         self._require_quorum(len(messages), len(clients), verb)
