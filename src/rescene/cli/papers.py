@@ -223,4 +223,5 @@ def _sweep_cell(cell: PaperCell, seed: int, store: Store, out: Path | None) -> C
     found = store.find(cell.experiment, [seed])
     folder = default_folder(resolved)
     place = found[0].folder if found else out / folder.name if out else folder
-    return Cell((cell.name, f"seed={seed}"), resolved, place)
+    obstacle = cell.obstacle  # its words fit a command without overrides
+    return Cell((cell.name, f"seed={seed}"), resolved, place, obstacle.fix if obstacle else None)

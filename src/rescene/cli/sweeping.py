@@ -38,6 +38,7 @@ class Cell:
     overrides: tuple[str, ...]
     resolved: Resolved
     folder: Path
+    fix: str | None = None  # of what keeps it from running, where the command cannot do all that the error proposes
 
     @property
     def done(self) -> bool:
@@ -171,9 +172,10 @@ def print_plan(cells: Sequence[Cell], as_json: bool, refused: Sequence[Row] = ()
                 unpriced.append(priced.why or "")
         if problem is not None and not cell.done:
             row["state"] = f"cannot run: {problem.code}"
-            problems[f"[{problem.code}] {problem.what}"] = problem.fix or ""
+            fix = cell.fix or problem.fix
+            problems[f"[{problem.code}] {problem.what}"] = fix or ""
             if as_json:
-                row |= {"problem": problem.what, "fix": problem.fix}
+                row |= {"problem": problem.what, "fix": fix}
         else:
             row["state"] = "done" if cell.done else "to run"
         rows.append(row | (figures if as_json or not figures else plan_words(figures)))
