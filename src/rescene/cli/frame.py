@@ -83,17 +83,19 @@ def load_plugins(paths: list[Path] | None) -> None:
             load_plugin(path)
 
 
-def interruptible(work: Callable[[], None], again: str) -> None:
-    """Ctrl-C and SIGTERM end the process politely; every finished round is already on disk."""
+def interruptible(work: Callable[[], int | None], again: str) -> None:
+    """Ctrl-C and SIGTERM end the process politely; every finished round is already on disk. ``work`` may return an exit code."""
 
     def terminate(number: int, frame: object) -> None:
         raise Terminated
 
     before = signal.signal(signal.SIGTERM, terminate)
     try:
-        work()
+        code = work()
     except KeyboardInterrupt as stop:
         print(f"\ninterrupted; every finished round is saved. Go on with: {again}", file=sys.stderr)
         raise typer.Exit(143 if isinstance(stop, Terminated) else 130) from None
     finally:
         signal.signal(signal.SIGTERM, before)
+    if code:
+        raise typer.Exit(code)

@@ -95,7 +95,7 @@ def paper_run(
             planned = [run for run in planned if run.done]
         ready += planned
 
-    def work() -> None:
+    def work() -> int:
         results, failures = run_cells(ready, quiet, as_json, jobs=jobs)
         if as_json:
             rows = [{"folder": str(r.folder), "aa": r.aa, "aia": r.aia} for r in results]
@@ -104,8 +104,7 @@ def paper_run(
             print(render(table_grid(recipe, _store(runs, out), only or ()), "text"), end="")
         if failures and not as_json:
             print_rows(failures)
-        if refused or failures:
-            raise typer.Exit(4)
+        return 4 if refused or failures else 0
 
     interruptible(work, "the same command")
 
