@@ -103,6 +103,9 @@ def test_a_seed_given_twice_is_one_run(tmp_path):
     assert len(grid("smoke", ["federation.beta=0.1,0.1"], "0", tmp_path)) == 1
     with pytest.raises(ConfigError, match="cannot read the seeds"):
         read_seeds("0,x")
+    with pytest.raises(ConfigError, match="from --seeds") as caught:  # it would be overruled by the default, seed 0
+        grid("smoke", ["seed=3,4"], "0", tmp_path)
+    assert caught.value.fix == "--seeds 3,4"
 
 
 def test_a_plan_sums_up_what_can_run_apart_from_what_cannot(cells, monkeypatch, capsys):

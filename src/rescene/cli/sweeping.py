@@ -255,6 +255,8 @@ def _axis(text: str) -> list[str]:
         raise ConfigError(
             "E106", f"cannot read the override {text!r}", why="overrides look like key=value or key=a,b,c"
         )
+    if key == "seed":  # --seeds would overrule it, and all its values be one run
+        raise ConfigError("E106", f"a sweep takes its seeds from --seeds, not from {text!r}", fix=f"--seeds {value}")
     if key in ("method", "method.name") and value == "all":
         known = method_names()
         return [f"{key}={name}" for name in (*ORDER, *REFERENCES) if name in known]
