@@ -56,6 +56,30 @@ class RunError(ResceneError):
     exit_code = 4
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether something was too large for this device. Torch has a class for it on a GPU, on a CPU only words.
+
+    >>> is_out_of_memory(RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes."))
+    True
+    >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("CUDA out of memory")), is_out_of_memory(RuntimeError("?"))
+    (True, True, False)
+    """
+    words = ("DefaultCPUAllocator", "out of memory", "bad_alloc")
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(w in str(error) for w in words))
+
+
+def for_people(error: Exception) -> Exception:
+    """The error with a name and a fix where we know them: what is too large for this device is nobody's mistake in the code."""
+    if not is_out_of_memory(error):
+        return error
+    return RunError(
+        "E324",
+        "too large for this device: out of memory",
+        why=str(error).splitlines()[0] if str(error) else None,
+        fix="a device with more memory, or a smaller model, train.batch_size or method.real_batch",
+    )
+
+
 def error_in(text: str) -> ResceneError | None:
     """The error whose words a text holds, such as the last ones of a process elsewhere; None if it holds none.
 

@@ -1,5 +1,7 @@
 """What a run will cost, against the ledger of the run itself: bytes and FLOPs to the last unit, for every method."""
 
+from types import SimpleNamespace
+
 import pytest
 
 import rescene
@@ -11,6 +13,7 @@ from rescene.engine import ledger as ledger_module
 from rescene.engine import prepare
 from rescene.engine.cost_tables import client_resource_rows, paper_experiment, total_compute_rows
 from rescene.engine.forecast import forecast
+from rescene.engine.forecast import rates as rates_module
 from rescene.engine.forecast.rates import Rates, mean_latency, measured_rates, round_latency
 from rescene.engine.forecast.world import Exchange, Moment
 from rescene.methods.registry import ORDER, method_class
@@ -107,7 +110,7 @@ def test_sizes_need_no_pictures():
 
 
 def test_a_round_lasts_as_long_as_its_slowest_site_and_the_server():
-    exchange = Exchange({0: 4_000, 1: 10_000}, {0: 5_000_000, 1: 0}, 7, "client_round")
+    exchange = Exchange({0: 4_000, 1: 10_000}, {0: 5_000_000, 1: 0}, 7)
     moment = Moment(0, 0, [exchange, Exchange({0: 1_000}, {0: 0}, 0)], server_flops=600)
     found = round_latency(moment, Rates(client=1_000, server=200), uplink_mbps=4)
     # site 0 works 4 s and sends 40 Mbit in 10 s, site 1 works 10 s; then one second more; then 3 s on the server
@@ -122,6 +125,31 @@ def test_the_speed_of_this_device_is_measured(method):
     rates = measured_rates(experiment)
     assert rates.client > 0 and rates.server > 0
     assert (rates.client == rates.server) == (method == "fedavg")
+
+
+class Stopwatch:
+    """Calls of a step, each as long as it is told, of ten FLOPs."""
+
+    def __init__(self, monkeypatch, seconds):
+        self.now, self.calls, self.seconds = 0.0, 0, seconds
+        monkeypatch.setattr(rates_module, "time", SimpleNamespace(perf_counter=lambda: self.now))
+
+    def work(self, meter, num_images):
+        self.now += self.seconds(self.calls, num_images)
+        self.calls += 1
+        meter.add(10)
+
+
+def test_a_slow_device_is_measured_by_its_first_call(monkeypatch):
+    watch = Stopwatch(monkeypatch, lambda call, num_images: 2.0)
+    assert rates_module._rate(watch.work, None, "cpu", most=100) == 5.0 and watch.calls == 1
+
+
+def test_the_loading_of_kernels_is_not_measured(monkeypatch):
+    watch = Stopwatch(monkeypatch, lambda call, num_images: 0.3 if call == 0 else num_images / 64)
+    assert rates_module._rate(watch.work, None, "cpu", most=1000) == 10 / (
+        12 / 64
+    )  # four pictures are too fast to be timed
 
 
 def test_tables_keep_both_conventions_apart():

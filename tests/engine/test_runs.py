@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 import rescene
 from rescene.data import load
 from rescene.engine.watch import LeakageWatch
-from rescene.errors import ConfigError, RunError
+from rescene.errors import ConfigError, RunError, is_out_of_memory
 from rescene.methods import Method, ModelState
 from rescene.methods.registry import register
 
@@ -410,6 +410,13 @@ def test_below_the_quorum_the_run_stops_and_can_be_resumed(tmp_path):
     with pytest.raises(RunError, match="0 of 4 sites answered"):
         rescene.run("smoke", out=tmp_path / "r", **FRAGILE, **{"method.broken": True})
     assert json.loads((tmp_path / "r/status.json").read_text())["state"] == "failed"
+
+
+def test_a_machine_too_small_for_its_sites_is_no_fault_of_theirs(tmp_path, monkeypatch):
+    monkeypatch.setattr(Fragile, "client_round", lambda *args: torch.empty(1 << 60, dtype=torch.uint8))
+    with pytest.raises(RuntimeError) as caught:
+        rescene.run("smoke", out=tmp_path / "r", **FRAGILE)
+    assert is_out_of_memory(caught.value)
 
 
 def test_the_debug_form_names_stage_client_and_arguments(tmp_path):

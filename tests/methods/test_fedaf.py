@@ -313,10 +313,11 @@ def test_a_whole_run(tmp_path, image_folder):
     cost = result.values["cost"]["measured"]
     model_bytes = sum(v.numel() * 4 for key, v in final(result).items() if not key.endswith("num_batches_tracked"))
     assert cost["client_state_bytes"] == model_bytes  # nothing is remembered between rounds
-    assert cost["downlink_bytes_per_message"] < 200 < model_bytes  # the second exchange carries V, not the model
     assert (
         8 * model_bytes * 0.9 < cost["downlink_bytes"] < 8 * model_bytes * 1.1
-    )  # 2 tasks, 2 rounds, 2 sites: once each
+    )  # 2 tasks, 2 rounds, 2 sites: the model once each, in the first of two exchanges
+    for way in ("uplink", "downlink"):
+        assert 8 * cost[f"{way}_bytes_per_message"] == pytest.approx(cost[f"{way}_bytes"])
     summary = result.values["events_summary"]
     assert summary["client_failures"] == summary["image_fallbacks"] == summary["uploads_declined"] == 0
     rows = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]

@@ -103,7 +103,9 @@ def test_run_goes_on_where_a_cell_cannot(here, tiny, blank_figures):
 def test_fast_plans_a_tenth_of_the_server_epochs(here):
     write_run(here / "kept", cell_of(MAIN, "cifar10/0.5/rescene"), overrides=("train.server_epochs=10",))
     args = ("run", "main", "--only", "cifar10/0.5/rescene", "--seeds", "0", "--runs", "kept", "--plan", "--json")
-    assert [row["state"] for row in json.loads(invoke(*args).output)] == ["cannot run: E201"]
+    (row,) = json.loads(invoke(*args).output)
+    assert row["state"] == "cannot run: E201" and "data prepare cifar10" in row["fix"]
+    assert "data.path" not in row["fix"]  # the command takes no overrides
     assert [row["state"] for row in json.loads(invoke(*args, "--fast").output)] == ["done"]
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from rescene.cli.completion import complete_override, complete_recipe
-from rescene.errors import ResceneError
+from rescene.errors import ResceneError, for_people
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -59,8 +59,11 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
     def guarded(*args: Any, **kwargs: Any) -> None:
         try:
             function(*args, **kwargs)
-        except ResceneError as error:
-            _stop(error)
+        except Exception as error:
+            told = for_people(error)
+            if not isinstance(told, ResceneError):
+                raise
+            _stop(told)
 
     return guarded
 
@@ -80,17 +83,19 @@ def load_plugins(paths: list[Path] | None) -> None:
             load_plugin(path)
 
 
-def interruptible(work: Callable[[], None], again: str) -> None:
-    """Ctrl-C and SIGTERM end the process politely; every finished round is already on disk."""
+def interruptible(work: Callable[[], int | None], again: str) -> None:
+    """Ctrl-C and SIGTERM end the process politely; every finished round is already on disk. ``work`` may return an exit code."""
 
     def terminate(number: int, frame: object) -> None:
         raise Terminated
 
     before = signal.signal(signal.SIGTERM, terminate)
     try:
-        work()
+        code = work()
     except KeyboardInterrupt as stop:
         print(f"\ninterrupted; every finished round is saved. Go on with: {again}", file=sys.stderr)
         raise typer.Exit(143 if isinstance(stop, Terminated) else 130) from None
     finally:
         signal.signal(signal.SIGTERM, before)
+    if code:
+        raise typer.Exit(code)

@@ -19,28 +19,41 @@ _GUESS_S = 3.0  # what a page takes before one was written: short runs get their
 @contextlib.contextmanager
 def live_page(tell: Callable[[Event], None], folders: Sequence[Path], page: Path) -> Iterator[Callable[[Event], None]]:
     """Pass events on and keep ``page`` up to date; a page left behind by an interruption says so."""
-    written = _Page(folders, page)
+    with open_page(folders, page) as kept:
+        yield kept.after(tell)
 
-    def take(event: Event) -> None:
-        tell(event)
-        if event["event"] in ("round", "task"):
-            before = written.exists
-            written.perhaps()
-            if written.exists and not before:
-                tell({**event, "event": "page", "page": str(page)})
 
+@contextlib.contextmanager
+def open_page(folders: Sequence[Path], page: Path) -> Iterator[LivePage]:
+    """A page for several runs, one after the other: its clock goes on from run to run."""
+    kept = LivePage(folders, page)
     try:
-        yield take
+        yield kept
     except BaseException:
-        if written.exists:
-            written.write()
+        if kept.exists:
+            kept.write()
         raise
 
 
-class _Page:
+class LivePage:
+    """The page of those of the folders that hold a run."""
+
     def __init__(self, folders: Sequence[Path], page: Path) -> None:
         self.folders, self.page, self.exists = folders, page, False
         self.seconds, self.last = _GUESS_S, time.monotonic()
+
+    def after(self, tell: Callable[[Event], None]) -> Callable[[Event], None]:
+        """A listener that passes each event on and then sees to the page."""
+
+        def take(event: Event) -> None:
+            tell(event)
+            if event["event"] in ("round", "task"):
+                before = self.exists
+                self.perhaps()
+                if self.exists and not before:
+                    tell({**event, "event": "page", "page": str(self.page)})
+
+        return take
 
     def perhaps(self) -> None:
         if _SHARE * (time.monotonic() - self.last) >= self.seconds:

@@ -67,14 +67,14 @@ def paper_run(
 ) -> None:
     """Run the cells that are not done yet; what cannot run here is listed with its fix (exit code 4)."""
     from rescene.cli.listing import print_rows
-    from rescene.cli.sweeping import print_plan, run_cells
+    from rescene.cli.sweeping import print_plan, read_seeds, run_cells
     from rescene.paper import paper_recipe
     from rescene.paper.tables import NOT_COMPARABLE, table_grid
     from rescene.report.formats import render
 
     recipe = paper_recipe(name)
     store = _store(runs, out)
-    numbers = _seeds(seeds) or recipe.seeds
+    numbers = read_seeds(seeds) if seeds else recipe.seeds
     refused = [cell for cell in recipe.chosen(only or ()) if cell.unavailable]
     wanted = [(fast and cell.fast) or cell for cell in recipe.chosen(only or ()) if not cell.unavailable]
     if plan:
@@ -91,7 +91,7 @@ def paper_run(
             planned = [run for run in planned if run.done]
         ready += planned
 
-    def work() -> None:
+    def work() -> int:
         results, failures = run_cells(ready, quiet, as_json, jobs=jobs)
         if as_json:
             rows = [{"folder": str(r.folder), "aa": r.aa, "aia": r.aia} for r in results]
@@ -100,8 +100,7 @@ def paper_run(
             print(render(table_grid(recipe, _store(runs, out), only or ()), "text"), end="")
         if failures and not as_json:
             print_rows(failures)
-        if refused or failures:
-            raise typer.Exit(4)
+        return 4 if refused or failures else 0
 
     interruptible(work, "the same command")
 
@@ -216,13 +215,6 @@ def _store(runs: list[Path] | None, out: Path | None = None) -> Store:
     return Store([*(runs or default_roots()), *([out] if out else [])])
 
 
-def _seeds(text: str | None) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(",")) if text else ()
-    except ValueError:
-        raise ConfigError("E106", f"cannot read the seeds {text!r}", fix="--seeds 0,1,2") from None
-
-
 def _sweep_cell(cell: PaperCell, seed: int, store: Store, out: Path | None) -> Cell:
     """A run of this cell: the stored one if there is one, else a folder to make."""
     from rescene.api import default_folder
@@ -232,4 +224,5 @@ def _sweep_cell(cell: PaperCell, seed: int, store: Store, out: Path | None) -> C
     found = store.find(cell.experiment, [seed])
     folder = default_folder(resolved)
     place = found[0].folder if found else out / folder.name if out else folder
-    return Cell((cell.name, f"seed={seed}"), resolved, place)
+    obstacle = cell.obstacle  # its words fit a command without overrides
+    return Cell((cell.name, f"seed={seed}"), resolved, place, obstacle.fix if obstacle else None)

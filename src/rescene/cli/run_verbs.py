@@ -83,11 +83,10 @@ def sweep(
     load_plugins(plugin)
     from rescene.cli.sweeping import run_sweep
 
-    def work() -> None:
-        if run_sweep(recipe, list(overrides or []), seeds, out, plan, quiet, as_json, jobs):
-            raise typer.Exit(4)
-
-    interruptible(work, "the same command")
+    asked = list(overrides or [])
+    interruptible(
+        lambda: 4 if run_sweep(recipe, asked, seeds, out, plan, quiet, as_json, jobs) else 0, "the same command"
+    )
 
 
 @verb
@@ -127,11 +126,7 @@ def rerun(
     load_plugins(plugin)
     from rescene.cli.keeping import rerun as repeat
 
-    def work() -> None:
-        if not repeat(folder, out, quiet, as_json):
-            raise typer.Exit(5)
-
-    interruptible(work, "the same command")
+    interruptible(lambda: 0 if repeat(folder, out, quiet, as_json) else 5, "the same command")
 
 
 @verb

@@ -6,30 +6,29 @@ import itertools
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from traceback import clear_frames
 from typing import Any
 
-import torch
-
 from rescene.api import Result, default_folder, execute, load
-from rescene.cli.costing import NO_FORECAST, load_or_stand_in, plan_columns, plan_words, price
+from rescene.cli.costing import NO_FORECAST, Priced, load_or_stand_in, plan_columns, plan_words, price
 from rescene.cli.frame import busy
 from rescene.cli.listing import Row, print_rows
 from rescene.cli.live import watch
-from rescene.cli.livepage import live_page
+from rescene.cli.livepage import open_page
 from rescene.cli.running import print_summary
 from rescene.config import Resolved, resolve
 from rescene.engine import Streams, attempt, pick_device
-from rescene.errors import ConfigError, ResceneError
+from rescene.errors import ConfigError, ResceneError, for_people
 from rescene.methods import method_names
 from rescene.methods.registry import ORDER
 from rescene.report import write_report
 
 REFERENCES = ("joint", "local", "raw-upload")
-SMALLER = "a device with more memory, or smaller train.batch_size or method.real_batch"
 
 
 @dataclass(frozen=True)
@@ -39,6 +38,7 @@ class Cell:
     overrides: tuple[str, ...]
     resolved: Resolved
     folder: Path
+    fix: str | None = None  # of what keeps it from running, where the command cannot do all that the error proposes
 
     @property
     def done(self) -> bool:
@@ -60,11 +60,14 @@ def run_sweep(
     if plan:
         print_plan(cells, as_json)
         return 0
-    results, failures = run_cells(cells, quiet, as_json, _common(cells) / "report.html", jobs)
+    page = _common(cells) / "report.html"
+    results, failures = run_cells(cells, quiet, as_json, page, jobs)
+    if results:
+        write_report([result.folder for result in results], page)
     if as_json:
-        print_rows([{"folder": str(r.folder), **_headline(r)} for r in results], as_json=True)
-    elif results:
-        page = write_report([result.folder for result in results], _common(cells) / "report.html")
+        print_rows([*({"folder": str(r.folder), **_headline(r)} for r in results), *failures], as_json=True)
+        return len(failures)
+    if results:
         print_summary(results, page, settings=_settings(cells, results))
     if failures:
         print_rows(failures)
@@ -76,20 +79,18 @@ def run_cells(
 ) -> tuple[list[Result], list[Row]]:
     """Results of all cells that are done or could be run, and a row with the reason and the fix for each that failed.
 
-    While a cell runs, ``page`` shows it beside the ones before it; without a page, each run has its own.
+    While cells run, ``page`` shows those that are there; without a page, each run has its own.
     """
     results: list[Result] = []
     failures: list[Row] = []
     outcomes = _in_turn(cells, quiet, as_json, page) if jobs == 1 else _side_by_side(cells, quiet, jobs)
     for cell, outcome in outcomes:
-        name = " ".join(cell.overrides)
         match outcome:
             case Result():
                 results.append(outcome)
             case ResceneError():
-                failures.append({"cell": name, "error": f"[{outcome.code}] {outcome.what}", "fix": outcome.fix or ""})
-            case torch.OutOfMemoryError() | MemoryError():
-                failures.append({"cell": name, "error": "too large for this device: out of memory", "fix": SMALLER})
+                error = f"[{outcome.code}] {outcome.what}"
+                failures.append({"cell": " ".join(cell.overrides), "error": error, "fix": outcome.fix or ""})
             case _:
                 raise outcome
     return results, failures
@@ -99,19 +100,31 @@ Outcomes = Iterator[tuple[Cell, Result | Exception]]
 
 
 def _in_turn(cells: Sequence[Cell], quiet: bool, as_json: bool, page: Path | None) -> Outcomes:
-    for number, cell in enumerate(cells, start=1):
-        if not quiet:
-            state = "done before" if cell.done else ""
-            print(f"[{number}/{len(cells)}] {' '.join(cell.overrides)} {state}", file=sys.stderr)
-        if cell.done:
-            yield cell, load(cell.folder)
-            continue
-        shown = [other.folder for other in cells[:number]] if page else [cell.folder]
-        with watch(quiet or as_json) as show, live_page(show, shown, page or cell.folder / "report.html") as progress:
-            outcome = attempt(partial(execute, cell.resolved, cell.folder), progress)
-        if page is None and isinstance(outcome, Result):
-            write_report([cell.folder], cell.folder / "report.html")
-        yield cell, outcome
+    whole = open_page([cell.folder for cell in cells], page) if page else nullcontext()
+    with whole as common:
+        for number, cell in enumerate(cells, start=1):
+            if not quiet:
+                state = "done before" if cell.done else ""
+                print(f"[{number}/{len(cells)}] {' '.join(cell.overrides)} {state}", file=sys.stderr)
+            if cell.done:
+                yield cell, load(cell.folder)
+                continue
+            own = cell.folder / "report.html"
+            one = nullcontext(common) if common else open_page([cell.folder], own)
+            with watch(quiet or as_json) as show, one as live:
+                outcome = _outcome(cell, live.after(show))
+            if page is None and isinstance(outcome, Result):
+                write_report([cell.folder], own)
+            yield cell, outcome
+
+
+def _outcome(cell: Cell, progress: Callable[[dict[str, Any]], None] = lambda event: None) -> Result | Exception:
+    """What a cell gave, or what stopped it."""
+    found = attempt(partial(execute, cell.resolved, cell.folder), progress)
+    if isinstance(found, Result):
+        return found
+    clear_frames(found.__traceback__)  # an error keeps what its frames held, and so memory that the next cell needs
+    return for_people(found)
 
 
 def _side_by_side(cells: Sequence[Cell], quiet: bool, jobs: int) -> Outcomes:
@@ -125,8 +138,8 @@ def _side_by_side(cells: Sequence[Cell], quiet: bool, jobs: int) -> Outcomes:
             fix="leave --jobs out",
         )
 
-    def result(cell: Cell) -> Result:
-        return load(cell.folder) if cell.done else execute(cell.resolved, cell.folder)
+    def result(cell: Cell) -> Result | Exception:
+        return load(cell.folder) if cell.done else _outcome(cell)
 
     streams = Streams(device, jobs)
     try:
@@ -141,40 +154,60 @@ def _side_by_side(cells: Sequence[Cell], quiet: bool, jobs: int) -> Outcomes:
 
 
 def print_plan(cells: Sequence[Cell], as_json: bool, refused: Sequence[Row] = ()) -> None:
-    """Every cell with its state, its cost and its time here, and the sum over those not done; problems with their fix."""
+    """Every cell with its state, its cost and its time here, and the sums over those not done; problems with their fix."""
     rows: list[dict[str, Any]] = []
-    total: dict[str, float] = {}
+    totals: dict[str, dict[Path, dict[str, float]]] = {"to run": {}, "cannot run": {}}  # a folder is run once
     problems: dict[str, str] = {}
     unpriced: list[str] = []
     for cell in _one_by_one(cells):
         row: dict[str, Any] = {"cell": " ".join(cell.overrides), "folder": str(cell.folder)}
         problem: ResceneError | None
-        try:
-            priced = price(cell.resolved)
+        priced = _priced(cell)
+        if isinstance(priced, Priced):
             figures, problem = plan_columns(priced), priced.missing
-        except ResceneError as error:
-            figures, problem = {}, error
-            if error.code == NO_FORECAST:  # it may run all the same
+        else:
+            figures, problem = {}, priced
+            if priced.code == NO_FORECAST:  # it may run all the same
                 problem = _missing(cell)
-                unpriced.append(error.why or "")
+                unpriced.append(priced.why or "")
         if problem is not None and not cell.done:
             row["state"] = f"cannot run: {problem.code}"
-            problems[f"[{problem.code}] {problem.what}"] = problem.fix or ""
+            fix = cell.fix or problem.fix
+            problems[f"[{problem.code}] {problem.what}"] = fix or ""
             if as_json:
-                row |= {"problem": problem.what, "fix": problem.fix}
+                row |= {"problem": problem.what, "fix": fix}
         else:
             row["state"] = "done" if cell.done else "to run"
         rows.append(row | (figures if as_json or not figures else plan_words(figures)))
-        if not cell.done:
-            total = {key: total.get(key, 0.0) + value for key, value in figures.items()} or total
-    if not as_json and total:
-        rows.append({"cell": "in all, not done", "folder": "", "state": ""} | plan_words(total))
+        if figures and not cell.done:
+            totals["cannot run" if problem else "to run"][cell.folder] = figures
+    if not as_json:
+        rows += [
+            {"cell": f"in all, {state}", "folder": "", "state": ""} | plan_words(_sum(found.values()))
+            for state, found in totals.items()
+            if found
+        ]
     print_rows([*rows, *refused], as_json)
     if not as_json:
         for what, fix in problems.items():
             print(f"{what}\n  fix: {fix}")
         for why, num in Counter(unpriced).items():
             print(f"No cost in advance for {num} of {len(cells)} cells: {why}.")
+
+
+def _priced(cell: Cell) -> Priced | ResceneError:
+    """A cell's cost, or why it has none; measuring the device may show that the cell is too large for it."""
+    found = attempt(price, cell.resolved)
+    if isinstance(found, Priced):
+        return found
+    told = for_people(found)
+    if not isinstance(told, ResceneError):
+        raise found
+    return told
+
+
+def _sum(columns: Collection[dict[str, float]]) -> dict[str, float]:
+    return {key: sum(own[key] for own in columns) for key in next(iter(columns))}
 
 
 def _missing(cell: Cell) -> ResceneError | None:
@@ -195,7 +228,7 @@ def _one_by_one(cells: Sequence[Cell]) -> Iterator[Cell]:
 
 def grid(recipe: str, overrides: list[str], seeds: str, out: Path | None) -> list[Cell]:
     """Every combination of comma-separated values; ``method=all`` stands for the ten methods and the reference lines."""
-    axes = [_axis(text) for text in overrides] + [[f"seed={seed.strip()}" for seed in seeds.split(",")]]
+    axes = [_axis(text) for text in overrides] + [[f"seed={seed}" for seed in read_seeds(seeds)]]
     cells = []
     for combination in itertools.product(*axes):
         resolved = resolve(recipe, combination)
@@ -204,16 +237,30 @@ def grid(recipe: str, overrides: list[str], seeds: str, out: Path | None) -> lis
     return cells
 
 
+def read_seeds(text: str) -> tuple[int, ...]:
+    """Seeds as given to ``--seeds``, each once: a seed given twice is the same run.
+
+    >>> read_seeds("2, 0,2")
+    (2, 0)
+    """
+    try:
+        return tuple(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        raise ConfigError("E106", f"cannot read the seeds {text!r}", fix="--seeds 0,1,2") from None
+
+
 def _axis(text: str) -> list[str]:
     key, equals, value = text.partition("=")
     if not equals:
         raise ConfigError(
             "E106", f"cannot read the override {text!r}", why="overrides look like key=value or key=a,b,c"
         )
+    if key == "seed":  # --seeds would overrule it, and all its values be one run
+        raise ConfigError("E106", f"a sweep takes its seeds from --seeds, not from {text!r}", fix=f"--seeds {value}")
     if key in ("method", "method.name") and value == "all":
         known = method_names()
         return [f"{key}={name}" for name in (*ORDER, *REFERENCES) if name in known]
-    return [f"{key}={part}" for part in _split(value)]
+    return [f"{key}={part}" for part in dict.fromkeys(_split(value))]
 
 
 def _split(value: str) -> list[str]:

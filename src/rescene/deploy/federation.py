@@ -142,7 +142,7 @@ class GridFederation(InProcess):
                 self.ledger.meter.add(reply.flops)
             except RunError as error:
                 self.note("warning", error.code, f"site {client} is not in the evaluation: {error.what}", client=client)
-        up, down = self.ledger.exchange(EVALUATE, payload, tallies, len(replies))
+        up, down = self.ledger.exchange(payload, tallies, len(replies), turns=None)
         self.traffic = [self.traffic[0] + up, self.traffic[1] + down]
         if len(tallies) < len(self.clients):
             self.note("info", "I341", f"evaluated by {len(tallies)} of {len(self.clients)} sites")

@@ -15,7 +15,7 @@ from rescene.engine import wire as on_wire
 from rescene.engine.evaluate import Evaluation
 from rescene.engine.ledger import Ledger
 from rescene.engine.streams import Streams, attempt
-from rescene.errors import ResceneError, RunError
+from rescene.errors import ResceneError, RunError, is_out_of_memory
 from rescene.methods import Method, Payload, Uploads
 from rescene.nets import Arch
 from rescene.privacy.mechanism import Mechanism
@@ -105,7 +105,8 @@ class InProcess:
             else:
                 self.client_states.pop(client, None)  # what is kept grows with those who remember, not with all
         messages = {client: self._sent(upload) for client, (upload, _) in answers.items()}
-        up, down = self.ledger.exchange(verb, payload, list(messages.values()), len(clients))
+        turns = len(set(clients) - self.traffic_of.keys()) if self.round >= 0 else None
+        up, down = self.ledger.exchange(payload, list(messages.values()), len(clients), turns)
         self.traffic = [self.traffic[0] + up, self.traffic[1] + down]
         self._meter_clients(clients, payload, messages)
         self._require_quorum(len(messages), len(clients), verb)
@@ -163,8 +164,8 @@ class InProcess:
         for client, outcome in zip(clients, self._outcomes(work, clients), strict=True):
             if isinstance(outcome, tuple):
                 answers[client] = outcome
-            elif isinstance(outcome, ResceneError):  # as in the batched form: a spoilt ledger, say, stops the run
-                raise outcome
+            elif isinstance(outcome, ResceneError) or is_out_of_memory(outcome):
+                raise outcome  # a spoilt ledger, say, as in the batched form, or a machine too small for any site
             elif self._form == "debug":
                 raise self._explain(outcome, verb, client, payload) from outcome
             else:

@@ -75,15 +75,19 @@ class Ledger:
         self.client_state_bytes = 0
         self.server_state_bytes = 0
 
-    def exchange(self, verb: str, down: Tree, ups: list[Tree], num_asked: int) -> tuple[int, int]:
-        """Enter one call of ``ask``: the payload went to everybody asked, the answers came back. Returns (up, down)."""
+    def exchange(self, down: Tree, ups: list[Tree], num_asked: int, turns: int | None) -> tuple[int, int]:
+        """Enter one call of ``ask``: the payload went to everybody asked, the answers came back. Returns (up, down).
+
+        ``turns``: of those asked, the sites that had not been asked in this round before; None outside rounds. A round may
+        have several exchanges, and what a site sends and receives in a round is the sum over them.
+        """
         down_bytes, up_bytes = num_bytes(down) * num_asked, sum(num_bytes(up) for up in ups)
         self.sums["downlink_bytes"] += down_bytes
         self.sums["uplink_bytes"] += up_bytes
-        if verb == "client_round":
+        if turns is not None:
             self.sums["round_downlink_bytes"] += down_bytes
             self.sums["round_uplink_bytes"] += up_bytes
-            self.sums["round_messages"] += num_asked
+            self.sums["round_messages"] += turns
         return up_bytes, down_bytes
 
     def states(self, server: Tree, largest_client: int, model_bytes: int) -> None:
@@ -107,12 +111,12 @@ class Ledger:
         self.server_state_bytes = facts["server_state_bytes"]
 
     def measured(self) -> dict[str, float]:
-        messages = max(self.sums["round_messages"], 1)
+        turns = max(self.sums["round_messages"], 1)  # a site in a round
         return {
             "uplink_bytes": self.sums["uplink_bytes"],
             "downlink_bytes": self.sums["downlink_bytes"],
-            "uplink_bytes_per_message": self.sums["round_uplink_bytes"] / messages,
-            "downlink_bytes_per_message": self.sums["round_downlink_bytes"] / messages,
+            "uplink_bytes_per_message": self.sums["round_uplink_bytes"] / turns,
+            "downlink_bytes_per_message": self.sums["round_downlink_bytes"] / turns,
             "client_state_bytes": self.client_state_bytes,
             "server_state_bytes": self.server_state_bytes,
             "client_flops": self.meter.flops["client"],

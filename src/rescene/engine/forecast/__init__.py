@@ -48,13 +48,12 @@ class Forecast:
 
     def measured(self) -> dict[str, float]:
         """The figures that the ledger of the run will hold, under the same names."""
-        messages = [e for moment in self.rounds for e in moment.exchanges if e.verb == "client_round"]
-        count = max(sum(len(message.up) for message in messages), 1)
+        turns = max(sum(len(moment.asked) for moment in self.rounds), 1)
         return {
             "uplink_bytes": sum(moment.up_bytes for moment in self.moments),
             "downlink_bytes": sum(moment.down_bytes for moment in self.moments),
-            "uplink_bytes_per_message": sum(sum(message.up.values()) for message in messages) / count,
-            "downlink_bytes_per_message": sum(message.down_bytes for message in messages) / count,
+            "uplink_bytes_per_message": sum(moment.up_bytes for moment in self.rounds) / turns,
+            "downlink_bytes_per_message": sum(moment.down_bytes for moment in self.rounds) / turns,
             "client_state_bytes": self.client_state_bytes,
             "client_flops": sum(moment.client_flops for moment in self.moments),
             "server_flops": sum(moment.server_flops for moment in self.moments),

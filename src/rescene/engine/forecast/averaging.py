@@ -39,7 +39,7 @@ class FedAvg(Pricer):
         model = self.world.model_bytes(self.world.seen(t))
         flops = {k: self.training_flops(t, k) for k in participants}
         up = {k: model if self.trained_on(t, k) else 0 for k in participants}
-        moment.exchanges.append(Exchange(flops, up, model, "client_round"))
+        moment.exchanges.append(Exchange(flops, up, model))
 
     def tell_everybody(self, moment: Moment, down: int, flops: Mapping[int, int] | None = None, up: int = 0) -> None:
         """An exchange with all N clients at the beginning or end of a task."""
@@ -165,7 +165,6 @@ class Local(FedAvg):
 
     def round(self, moment: Moment, participants: list[int]) -> None:
         super().round(moment, [self.site])
-        moment.exchanges[-1].verb = "train_alone"
         moment.exchanges.append(nothing(participants))
 
 

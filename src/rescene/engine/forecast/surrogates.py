@@ -44,7 +44,7 @@ class Condensing(Pricer):
     def condense(self, moment: Moment, participants: list[int]) -> Counter[int]:
         """The round's exchange; returns the surrogates of each class that arrive."""
         t, arrived = moment.task, Counter[int]()
-        exchange = Exchange({}, {}, self.world.model_bytes(self.world.seen(t)), "client_round")
+        exchange = Exchange({}, {}, self.world.model_bytes(self.world.seen(t)))
         for k in participants:
             made = self.made(t, k)
             arrived.update(made)

@@ -24,7 +24,6 @@ class Exchange:
     flops: dict[int, int]
     up: dict[int, int]
     down: int
-    verb: str = ""  # "client_round" for the exchange that is the round's message
 
     @property
     def down_bytes(self) -> int:
@@ -41,6 +40,11 @@ class Moment:
     server_flops: int = 0
     pool: int = 0  # images that the server trains on
     herded: tuple[int, ...] = ()  # candidates of each class among which the buffer is chosen
+
+    @property
+    def asked(self) -> set[int]:
+        """The clients that take part, in however many exchanges."""
+        return {client for exchange in self.exchanges for client in exchange.up}
 
     @property
     def client_flops(self) -> int:
@@ -137,7 +141,7 @@ class Pricer:
 
 def nothing(participants: list[int]) -> Exchange:
     """A round in which the participants are asked for nothing."""
-    return Exchange(dict.fromkeys(participants, 0), dict.fromkeys(participants, 0), 0, "client_round")
+    return Exchange(dict.fromkeys(participants, 0), dict.fromkeys(participants, 0), 0)
 
 
 def epoch_images(num_images: int, batch_size: int) -> int:
