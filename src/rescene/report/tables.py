@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from rescene.report.canvas import csv_text, data_uri
 from rescene.report.formats import Cell, Grid, render
-from rescene.report.groups import Group, differing_settings, near_copies
+from rescene.report.groups import Group, near_copies, same_problem
 from rescene.report.runs import Row, Run, number, table
 from rescene.report.words import bytes_text, percent
 
@@ -92,7 +92,7 @@ def figures(groups: Sequence[Group], column: Column) -> list[Cell]:
     rivals = [i for i, cell in enumerate(cells) if cell.mean is not None and groups[i].competes]
     marked = list(cells)
     for i in rivals:
-        pool = [cells[j] for j in rivals if not differing_settings([groups[i], groups[j]])]
+        pool = [cells[j] for j in rivals if same_problem(groups[i], groups[j])]
         top = max(pool, key=lambda cell: column.better * (cell.mean or 0.0))
         marked[i] = replace(cells[i], best=len(pool) > 1 and cells[i].text == top.text)
     return marked
