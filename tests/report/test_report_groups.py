@@ -14,7 +14,7 @@ from rescene.report.formats import render
 from rescene.report.groups import differing_settings, group_runs
 from rescene.report.look import look_of, plain, slug
 from rescene.report.runs import Run
-from rescene.report.tables import comparison_grid, page_cells
+from rescene.report.tables import PAGE, comparison_grid, page_cells
 from rescene.report.words import departure, verdict
 
 
@@ -123,10 +123,30 @@ def test_best_cells_are_marked_by_direction_and_ties_share(tmp_path: Path) -> No
         make(tmp_path, "refed", 0, aa=10.0, forgetting=20.0),
     ]
     groups = group_runs(runs)
-    cells = {group.label: line for group, line in zip(groups, page_cells(groups), strict=True)}
-    assert [cells[name][0].best for name in ("ReSCENE", "FedAvg", "Re-Fed")] == [True, True, False]  # both print 80.0
-    assert [cells[name][4].best for name in ("ReSCENE", "FedAvg", "Re-Fed")] == [True, False, False]  # less is better
-    assert not any(line[6].best for line in cells.values())  # no winner among near-copies
+    keys = [column.key for column in PAGE]
+    cells = {
+        group.label: dict(zip(keys, line, strict=True)) for group, line in zip(groups, page_cells(groups), strict=True)
+    }
+    assert [cells[name]["aa"].best for name in ("ReSCENE", "FedAvg", "Re-Fed")] == [
+        True,
+        True,
+        False,
+    ]  # both print 80.0
+    assert [cells[name]["forgetting"].best for name in ("ReSCENE", "FedAvg", "Re-Fed")] == [
+        True,
+        False,
+        False,
+    ]  # less is better
+    assert not any(line["near_copies"].best for line in cells.values())  # no winner among near-copies
+
+
+def test_leakage_stands_right_beside_accuracy(tmp_path: Path) -> None:
+    """A narrow screen shows the first columns only."""
+    assert [column.key for column in PAGE][:3] == ["aa", "aia", "near_copies"]
+    groups = group_runs([make(tmp_path, "rescene", 0), make(tmp_path, "fedavg", 0)])
+    told = {group.label: line[2].text for group, line in zip(groups, page_cells(groups), strict=True)}
+    assert told == {"ReSCENE": "97", "FedAvg": "no images"}
+    assert {row[0]: row[4] for row in comparison_grid(groups).rows}["FedAvg"] == "no images"
 
 
 def test_latex_table_escapes_and_marks(tmp_path: Path) -> None:

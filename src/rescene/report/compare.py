@@ -13,7 +13,7 @@ from rescene.errors import ConfigError, did_you_mean
 from rescene.report.formats import NONE, Cell, Entry, Grid
 from rescene.report.groups import Group, group_runs
 from rescene.report.runs import Run
-from rescene.report.tables import METRICS, NEAR_COPIES, Column, figures, leak_entry
+from rescene.report.tables import METRICS, NEAR_COPIES, Column, entries_of, figures
 from rescene.report.traits import differing, heads, resolve_keys, traits
 
 
@@ -56,21 +56,12 @@ def _title(column: Column) -> str:
     return f"{column.title} ({column.unit})"
 
 
-def _entries(groups: Sequence[Group], columns: Sequence[Column]) -> list[list[Entry]]:
-    """[group][column]"""
-    found: list[list[Entry]] = [[] for _ in groups]
-    for column in columns:
-        for own, group, cell in zip(found, groups, figures(groups, column), strict=True):
-            own.append(leak_entry(group, cell) if column is NEAR_COPIES else cell)
-    return found
-
-
 def _down(groups: Sequence[Group], keys: Sequence[str], columns: Sequence[Column]) -> Grid:
     """One row per group: settings together, in each of them the best AA first."""
     outer = [key for key in keys if not key.startswith("method")]
     groups = sorted(groups, key=lambda group: [_natural(traits(group).get(key, NONE)) for key in outer])
     rows = []
-    for group, entries in zip(groups, _entries(groups, columns), strict=True):
+    for group, entries in zip(groups, entries_of(groups, columns), strict=True):
         own = traits(group)
         rows.append((*(own.get(key, NONE) for key in keys), str(len(group.finished)), *entries))
     return Grid("", (*heads(keys), "n", *map(_title, columns)), tuple(rows))
@@ -81,7 +72,7 @@ def _across(groups: Sequence[Group], keys: Sequence[str], over: str, columns: Se
     values = sorted({traits(group).get(over, NONE) for group in groups}, key=_natural)
     cells: dict[tuple[str, ...], dict[str, list[Entry]]] = {}
     owners: dict[tuple[str, ...], Group] = {}
-    for group, entries in zip(groups, _entries(groups, columns), strict=True):
+    for group, entries in zip(groups, entries_of(groups, columns), strict=True):
         own = traits(group)
         labels, value = tuple(own.get(key, NONE) for key in keys), own.get(over, NONE)
         first = owners.setdefault((*labels, value), group)
