@@ -246,7 +246,7 @@ def _comparison_row(group: Group) -> Row:
 
 
 _CHOICES = {"federation.engine", "federation.evaluate_every", "federation.wire"}  # how it runs, not what is asked
-_UNNAMED = (None, "auto", "folder", "csv", "npz")  # layouts: the path says which images they are
+UNNAMED = (None, "auto", "folder", "csv", "npz")  # layouts: the path says which images they are
 _PROBLEM = ("data", "tasks", "federation", "model", "privacy")
 
 
@@ -269,6 +269,6 @@ def _problem_apart(groups: Sequence[Group]) -> list[str]:
             for key in [key for key in flat if key.startswith("privacy.") and key != "privacy.delta"]:
                 del flat[key]
         flat["privacy.epsilon"] = epsilon
-        if flat.get("data.name") not in _UNNAMED:  # a set with a name is the same wherever it lies
+        if flat.get("data.name") not in UNNAMED:  # a set with a name is the same wherever it lies
             flat.pop("data.path", None)
     return [key for key in setting_apart(flats) if key not in _CHOICES]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from rescene.report.canvas import csv_text, data_uri
 from rescene.report.formats import Cell, Entry, Grid, render
 from rescene.report.groups import Group, near_copies, same_problem
+from rescene.report.plots_retention import within_mean
 from rescene.report.runs import Row, Run, number, table
 from rescene.report.words import bytes_text, percent
 
@@ -58,6 +59,7 @@ _ALL = (
     Column("forgetting", "Forgetting", "points", -1, _result("forgetting")),
     Column("bwt", "BWT", "points", 1, _result("bwt")),
     Column("worst_task", "Worst task", "%", 1, _result("worst_task")),
+    Column("within_task", "Within task", "%", 1, within_mean),
     Column("balanced_accuracy", "Balanced", "%", 1, _result("balanced_accuracy")),
     Column("upload", "Upload", "MB per site and round", -1, lambda run: _times(run.upload_bytes, 1e-6),
            lambda value: bytes_text(_times(value, 1e6)), 3),
@@ -79,6 +81,16 @@ PAGE = (  # leakage right beside accuracy: a narrow screen shows the first colum
     *(replace(METRICS[key], digits=1) for key in ("old", "recent", "forgetting")),
     METRICS["upload"],
 )
+
+
+def task_column(task: int) -> Column:
+    """Final accuracy on one task."""
+
+    def pick(run: Run) -> float | None:
+        matrix = run.matrix
+        return number(float(matrix[-1, task])) if run.finished and task < len(matrix) else None
+
+    return Column(f"task{task}", f"T{task}", "%", 1, pick)
 
 
 def figures(groups: Sequence[Group], column: Column) -> list[Cell]:
