@@ -19,7 +19,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from rescene.report.labels import visible
-from rescene.report.look import CARD, GRID, INK, MUTED
+from rescene.report.look import BROWN, CARD, GRID, INK, MUTED, SLATE
 from rescene.report.runs import Row
 
 WIDTH_IN = 5.0  # one width for all figures: text then has one size everywhere, also scaled down on a phone
@@ -50,7 +50,10 @@ _STYLE: Any = {  # typed loosely: matplotlib lists its hundreds of keys one by o
     "figure.facecolor": "none",
     "axes.facecolor": "none",
 }
-_THEME = {INK: "var(--ink)", MUTED: "var(--muted)", GRID: "var(--grid)", CARD: "var(--card)"}
+_THEME = {
+    **{INK: "var(--ink)", MUTED: "var(--muted)", GRID: "var(--grid)", CARD: "var(--card)"},
+    **{BROWN: "var(--brown)", SLATE: "var(--slate)"},  # too dark for a dark page
+}
 
 
 @dataclass(frozen=True)

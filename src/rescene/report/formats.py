@@ -200,7 +200,7 @@ _HTML_STYLE = """<style>
 .rescene caption { text-align: left; font-weight: 600; padding: 4px 10px; }
 .rescene th, .rescene td { padding: 4px 10px; text-align: left; vertical-align: top; border-bottom: 1px solid #dfe2e8; }
 .rescene th { border-bottom: 2px solid #8a909c; } .rescene tfoot td { border: 0; }
-.rescene .figure { text-align: right; white-space: nowrap; } .rescene .std, .rescene tfoot { color: gray; }
+.rescene tbody td { white-space: nowrap; } .rescene .figure { text-align: right; } .rescene .std, .rescene tfoot { color: gray; }
 </style>"""
 
 

@@ -42,7 +42,7 @@ class Look:
 
     @property
     def css_colour(self) -> str:
-        return "var(--ink)" if self.colour == INK else self.colour
+        return {INK: "var(--ink)", BROWN: "var(--brown)", SLATE: "var(--slate)"}.get(self.colour, self.colour)
 
 
 _IMAGES, _WEIGHTS = "surrogate images with labels", "model weights"
