@@ -122,6 +122,8 @@ def _drawn(plot: Plot) -> Iterator[Any]:
         warnings.filterwarnings("ignore", message="Glyph .* missing")  # class names may be in any script
         sheet = Sheet(figsize=(plot.width_in, plot.height_in), layout="constrained")
         plot.draw(sheet)
+        if any(axes.get_aspect() != "auto" for axes in sheet.axes):  # square ones find their place in two steps
+            sheet.get_layout_engine().execute(sheet)
         yield sheet
 
 
