@@ -104,10 +104,27 @@ def test_a_phone_need_not_scroll_sideways(tab: Tab, page: Path) -> None:
     assert min(sizes) >= 12
 
 
+def test_a_phone_shows_figures_beside_long_names(tab: Tab, page: Path) -> None:
+    tab.open(page, PHONE)
+    cell = "document.querySelector('#comparison tbody tr').cells"
+    titles = tab.ask("[...document.querySelectorAll('#comparison th')].map(each => each.textContent)")
+    at = next(i for i, title in enumerate(titles) if title.startswith("AIA"))
+    assert tab.ask(f"{cell}[{at}].getBoundingClientRect().right") <= PHONE
+    box = "document.querySelector('#comparison .scroll')"
+    assert tab.ask(f"{box}.scrollWidth > {box}.clientWidth")  # more columns, and a shadow that says so
+    assert "gradient" in tab.ask(f"getComputedStyle({box}).backgroundImage")
+    tab.ask(f"{box}.scrollLeft = 1000")
+    assert tab.ask(f"{cell}[0].getBoundingClientRect().left") >= 0  # names stay
+
+
 def test_printed_all_is_open_and_the_menu_gone(tab: Tab, page: Path) -> None:
     tab.open(page, media="print")
     assert tab.ask("getComputedStyle(document.querySelector('nav')).display") == "none"
-    assert tab.ask("document.querySelector('#setting details table').getBoundingClientRect().height") > 50
+    tops = [tab.ask(f"document.querySelector('{place}').getBoundingClientRect().top") for place in
+            ("#comparison table", "#cost table", "#settings table")]  # fmt: skip
+    assert tops == sorted(tops)  # results first, the long list of settings last
+    heights = "[...document.querySelectorAll('details table')].map(each => each.getBoundingClientRect().height)"
+    assert min(tab.ask(heights)) > 50
 
 
 def test_a_page_of_a_running_run_reads_itself_again(tab: Tab, tmp_path: Path) -> None:

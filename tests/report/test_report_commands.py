@@ -30,7 +30,7 @@ def runs(tmp_path: Path) -> Path:
 def test_table_on_the_terminal_and_in_a_file(runs: Path, tmp_path: Path) -> None:
     code, text = rescene("table", runs, "--metric", "aa,forgetting")
     assert code == 0 and "ReSCENE" in text and "no images" in text and "Forgetting (points)" in text
-    for ending, sign in ((".tex", r"\toprule"), (".md", "|---|"), (".csv", "method,n,"), (".html", "<table>")):
+    for ending, sign in ((".tex", r"\toprule"), (".md", "|---|"), (".csv", "method,n,"), (".html", "<table class=")):
         assert rescene("table", runs, "--out", tmp_path / f"new/t{ending}") == (0, f"{tmp_path}/new/t{ending}\n")
         assert sign in (tmp_path / f"new/t{ending}").read_text("utf-8")
     assert json.loads(rescene("table", runs, "--format", "json")[1])["rows"][0]["method"] == "ReSCENE"

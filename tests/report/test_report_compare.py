@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_fixtures import config, leakage, write_run, write_running
+from report_fixtures import accuracy_matrix, config, leakage, write_run, write_running
 
 from rescene.errors import ConfigError
 from rescene.report import load_run
@@ -152,3 +152,38 @@ def test_leakage_of_a_control_is_shown_though_it_competes_with_nobody(tmp_path: 
     copies = {**leakage(), "near_copies": 1.0}
     grid = compare([make(tmp_path, "raw-upload", leakage=copies), make(tmp_path, "fedavg")], metrics="aa")
     assert column(grid, "Near-copies (% of uploads)")["raw upload (control)"].mean == 100.0
+
+
+def test_each_task_and_what_is_known_inside_tasks_can_be_asked_for(tmp_path: Path) -> None:
+    run = make(tmp_path, "rescene", within_task=[90.0, 92.0, 94.0, 96.0, 98.0])
+    grid = compare([run], metrics="tasks,within-task")
+    assert grid.columns[2:8] == ("T0 (%)", "T1 (%)", "T2 (%)", "T3 (%)", "T4 (%)", "Within task (%)")
+    (row,) = grid.rows
+    assert [cell.mean for cell in row[2:7]] == accuracy_matrix("rescene", 0)[-1].tolist()
+    assert row[7].mean == pytest.approx(94.0)  # tasks of one size
+    assert compare([run], metrics="task3").columns[2] == "T3 (%)"
+    with pytest.raises(ConfigError, match="task4"):
+        compare([run], metrics="task5")
+
+
+def test_rows_are_headed_by_what_is_asked_not_by_how_it_ran(tmp_path: Path) -> None:
+    """A path of a named set, the precision, and E_srv where no server trains say nothing about a row."""
+    told = {"rescene": ("data/cifar10", "float32", 10), "raw-upload": (None, "auto", 100), "fedavg": (None, "auto", 5)}
+    runs = []
+    for method, (path, precision, epochs) in told.items():
+        own = config(method, 0)
+        own["data"], own["train"] = {"name": "cifar10", "path": path}, {"precision": precision, "server_epochs": epochs}
+        runs.append(make(tmp_path, method, config=own, aa=float(epochs)))
+    grid = compare(runs, metrics="aa")
+    assert grid.columns[:3] == ("method", "server_epochs", "n")
+    assert [row[:2] for row in grid.rows] == [("raw upload (control)", "100"), ("ReSCENE", "10"), ("FedAvg", "–")]
+    assert compare(runs, by="precision", metrics="aa").columns[1] == "precision"  # asked for
+
+
+def test_precision_heads_a_column_where_nothing_else_tells_rows_apart(tmp_path: Path) -> None:
+    runs = []
+    for precision in ("auto", "float32"):
+        own = config("rescene", 0)
+        own["train"]["precision"] = precision
+        runs.append(make(tmp_path, "rescene", config=own))
+    assert compare(runs, metrics="aa").columns[:2] == ("method", "precision")

@@ -7,7 +7,7 @@ from pathlib import Path
 from report_fixtures import config, write_run
 
 from rescene.report import load_run
-from rescene.report.costs import cost_rows, cost_titles
+from rescene.report.costs import cost_rows, cost_titles, times
 from rescene.report.groups import group_runs
 
 
@@ -16,12 +16,17 @@ def test_ratios_are_to_fedavg_in_the_same_setting(tmp_path: Path) -> None:
     other["federation"]["beta"] = 0.1
     folders = [write_run(tmp_path / name, name) for name in ("rescene", "fedavg")]
     folders.append(write_run(tmp_path / "refed", "refed", config=other))
-    rows = {row.group.label: row.cells for row in cost_rows(group_runs([load_run(folder) for folder in folders]))}
+    rows = {row.group.method: row.cells for row in cost_rows(group_runs([load_run(folder) for folder in folders]))}
     up = cost_titles().index(("Up", "whole run"))
-    ours = rows["ReSCENE"]
+    ours = rows["rescene"]
     assert (ours[up].measured, ours[up].ratio) == ("4.61 MB", "0.23 ×")  # 61,440 x 75 bytes, of 268,000 x 75
     assert ours[0].nominal == "76.8 kB" and ours[0].ratio == ""
-    assert rows["FedAvg"][up].ratio == "" and rows["Re-Fed"][up].ratio == ""  # itself; another beta
+    assert rows["fedavg"][up].ratio == "" and rows["refed"][up].ratio == ""  # itself; another beta
+
+
+def test_a_small_ratio_keeps_two_digits() -> None:
+    """191 kB against FedAvg's 44.7 MB is not nothing."""
+    assert [times(ratio) for ratio in (0.00427, 0.0996, 0.1, 1e-6, 0.0)] == ["0.0043", "0.10", "0.10", "0.0000010", "0"]
 
 
 def test_work_is_added_up_and_time_told_by_round(tmp_path: Path) -> None:

@@ -7,13 +7,14 @@ import json
 from pathlib import Path
 
 import pytest
-from report_fixtures import accuracy_matrix, leakage, write_run
+from report_fixtures import accuracy_matrix, config, cost, leakage, write_run
 
 from rescene.errors import ConfigError
 from rescene.report import load_run
 from rescene.report.canvas import Plot, _drawn
 from rescene.report.figure import KINDS, figure, together
 from rescene.report.groups import Group, group_runs
+from rescene.report.plots_cost import accuracy_for_compute, accuracy_for_upload
 from rescene.report.plots_curves import matching_curve, rounds_curve
 
 
@@ -95,6 +96,45 @@ def test_privacy_shows_the_control_and_leaves_out_who_sends_no_images(groups: li
     control = [row for row in rows if row["method"].startswith("raw")]
     assert {row["near_copies_percent"] for row in control} == {"100.0", ""}
     assert {row["nearest_rms_median"] for row in control} == {"0.0", ""}
+
+
+def noised(tmp_path: Path, start: str, sigma: float, epsilon: float | None) -> Path:
+    told = config("rescene", 0)
+    told["method"]["start"] = start
+    told["privacy"] = {"mechanism": "release", "noise_multiplier": sigma}
+    kept = {"private": True, "mechanism": "release", "noise_multiplier": sigma, "epsilon": epsilon}
+    return write_run(tmp_path / f"{start}-{sigma}", "rescene", 0, config=told, privacy=kept)
+
+
+def test_privacy_has_a_line_over_the_noise_for_each_mode(tmp_path: Path) -> None:
+    """Surrogates from noise stand on another line than moments, though one mechanism guards both."""
+    told = [
+        ("coloured", 0.6, 8.0),
+        ("coloured", 1.0, 4.0),
+        ("noise", 0.7, 8.0),
+        ("noise", 1.2, 4.0),
+        ("real", 1.0, 5.0),
+    ]
+    groups = group_runs([load_run(noised(tmp_path, *each)) for each in told])
+    plots = [plot for plot in KINDS["privacy"][0](groups) if plot]
+    assert [plot.name for plot in plots] == ["near-copies", "distance", "noise"]
+    lines: dict[str, list[float]] = {}
+    for row in plots[-1].rows:
+        lines.setdefault(row["mode"], []).append(row["sigma"])
+    assert lines == {"moments": [0.6, 1.0], "release": [0.7, 1.0, 1.2]}
+
+
+def test_who_pays_nothing_is_named_under_the_figure(tmp_path: Path) -> None:
+    """Log axes have no 0, and a method that is not there without a word looks forgotten."""
+    free = cost(61_440, 75, True)
+    free["measured"]["client_flops"] = 0.0
+    folders = [write_run(tmp_path / "a"), write_run(tmp_path / "b", "raw-upload", cost=free)]
+    compute, upload = (
+        draw(group_runs([load_run(f) for f in folders])) for draw in (accuracy_for_compute, accuracy_for_upload)
+    )
+    assert compute and "Not on it: raw upload (control);" in compute.caption
+    assert {row["method"] for row in compute.rows} == {"ReSCENE"}
+    assert upload and "Not on it" not in upload.caption
 
 
 def test_panels_share_one_legend_in_the_methods_colours(groups: list[Group], tmp_path: Path) -> None:

@@ -77,6 +77,9 @@ def test_html_escapes_and_nests() -> None:
     text = render(GRID, "html")
     page = Page(text)
     assert text.isascii() and page.count("b") == 1 and page.count("i") == 0
+    assert "padding" in text and page.count("style") == 1  # columns do not touch
+    rules = text[text.index("<style>") + len("<style>") : text.index("</style>")].strip().split("\n")
+    assert all(rule.startswith(".rescene") for rule in rules)  # the page around it keeps its own looks
     assert "a_b|<i>&" in page.text and "77.12 ± 0.50" in page.text and "Table 1: β = 0.1" in page.text
 
 

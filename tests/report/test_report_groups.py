@@ -14,7 +14,7 @@ from rescene.report.formats import render
 from rescene.report.groups import differing_settings, group_runs
 from rescene.report.look import look_of, plain, slug
 from rescene.report.runs import Run
-from rescene.report.tables import comparison_grid, page_cells
+from rescene.report.tables import PAGE, comparison_grid, page_cells
 from rescene.report.words import departure, verdict
 
 
@@ -72,10 +72,10 @@ def recipes(tmp_path: Path, *told: tuple[str, dict[str, Any]]) -> list[Run]:
     ([("demo", {"a": 0, "b": 0, "c": 0, "d": 0}), ("private", {"a": 1, "b": 1, "c": 1, "d": 0}),
       ("private-dp", {"a": 1, "b": 1, "c": 1, "d": 1})], ["demo", "private", "private-dp"]),
     ([("demo", {"a": 0, "b": 0, "c": 0, "d": 0}), ("private", {"a": 1, "b": 1, "c": 1, "d": 0}),
-      ("private", {"a": 1, "b": 1, "c": 1, "d": 1})], ["demo d=0", "private d=0", "private d=1"]),
+      ("private", {"a": 1, "b": 1, "c": 1, "d": 1})], ["demo", "private", "private d=1"]),
     ([("demo", {"a": 0}), ("private", {"a": 1})], ["a=0", "a=1"]),
     ([("demo", {"a": 0, "b": 0, "c": 0, "d": 0}), ("demo", {"a": 1, "b": 1, "c": 1, "d": 0}),
-      ("demo", {"a": 1, "b": 1, "c": 1, "d": 1})], ["a=0 b=0 c=0 d=0", "a=1 b=1 c=1 d=0", "a=1 b=1 c=1 d=1"]),
+      ("demo", {"a": 1, "b": 1, "c": 1, "d": 1})], ["a=0 b=0 c=0", "a=1 b=1 c=1", "a=1 b=1 c=1 d=1"]),
     ([("demo", {"a": 0, "b": 0, "c": 0, "d": 0}), ("", {"a": 1, "b": 1, "c": 1, "d": 1})],
      ["a=0 b=0 c=0 …", "a=1 b=1 c=1 …"]),
 ])  # fmt: skip
@@ -106,7 +106,7 @@ def test_a_record_from_before_there_was_a_choice_of_steps_is_of_fixed_ones(tmp_p
     younger = {**older, "method": {**older["method"], "step": "polyak"}}
     made = {"older": older, "younger": younger}
     groups = group_runs([make(tmp_path, "rescene", 0, tag, config=each) for tag, each in made.items()])
-    assert sorted(group.label for group in groups) == ["ReSCENE step=fixed", "ReSCENE step=polyak"]
+    assert sorted(group.label for group in groups) == ["ReSCENE", "ReSCENE fixed steps"]
 
 
 def test_rows_are_ordered_best_first_and_unfinished_last(tmp_path: Path) -> None:
@@ -123,10 +123,30 @@ def test_best_cells_are_marked_by_direction_and_ties_share(tmp_path: Path) -> No
         make(tmp_path, "refed", 0, aa=10.0, forgetting=20.0),
     ]
     groups = group_runs(runs)
-    cells = {group.label: line for group, line in zip(groups, page_cells(groups), strict=True)}
-    assert [cells[name][0].best for name in ("ReSCENE", "FedAvg", "Re-Fed")] == [True, True, False]  # both print 80.0
-    assert [cells[name][4].best for name in ("ReSCENE", "FedAvg", "Re-Fed")] == [True, False, False]  # less is better
-    assert not any(line[6].best for line in cells.values())  # no winner among near-copies
+    keys = [column.key for column in PAGE]
+    cells = {
+        group.label: dict(zip(keys, line, strict=True)) for group, line in zip(groups, page_cells(groups), strict=True)
+    }
+    assert [cells[name]["aa"].best for name in ("ReSCENE", "FedAvg", "Re-Fed")] == [
+        True,
+        True,
+        False,
+    ]  # both print 80.0
+    assert [cells[name]["forgetting"].best for name in ("ReSCENE", "FedAvg", "Re-Fed")] == [
+        True,
+        False,
+        False,
+    ]  # less is better
+    assert not any(line["near_copies"].best for line in cells.values())  # no winner among near-copies
+
+
+def test_leakage_stands_right_beside_accuracy(tmp_path: Path) -> None:
+    """A narrow screen shows the first columns only."""
+    assert [column.key for column in PAGE][:3] == ["aa", "aia", "near_copies"]
+    groups = group_runs([make(tmp_path, "rescene", 0), make(tmp_path, "fedavg", 0)])
+    told = {group.label: line[2].text for group, line in zip(groups, page_cells(groups), strict=True)}
+    assert told == {"ReSCENE": "97", "FedAvg": "no images"}
+    assert {row[0]: row[4] for row in comparison_grid(groups).rows}["FedAvg"] == "no images"
 
 
 def test_latex_table_escapes_and_marks(tmp_path: Path) -> None:
@@ -145,7 +165,82 @@ def test_only_a_method_in_the_same_setting_is_a_rival(tmp_path: Path) -> None:
     other = config("refed", 0)
     other["federation"]["beta"] = 0.1
     runs = [make(tmp_path, "rescene", 0, aa=50.0), make(tmp_path, "refed", 0, aa=99.0, config=other)]
-    assert verdict(group_runs(runs)).title == "ReSCENE reaches 50.0\u00a0% over all 5 tasks."
+    assert verdict(group_runs(runs)).title == "ReSCENE beta=0.5 reaches 50.0\u00a0% over all 5 tasks."
+
+
+def test_another_form_of_the_same_method_is_no_rival(tmp_path: Path) -> None:
+    fixed = config("rescene", 0)
+    fixed["method"]["step"] = "fixed"
+    runs = [make(tmp_path, "rescene", 0, aa=77.1), make(tmp_path, "rescene", 0, "b", aa=77.0, config=fixed)]
+    assert verdict(group_runs([*runs, make(tmp_path, "refed", 0, aa=45.1)])).title.endswith("32.0 points above Re-Fed.")
+    assert verdict(group_runs(runs)).title.endswith("reaches 77.1\u00a0% over all 5 tasks.")
+
+
+def with_epochs(tmp_path: Path, method: str, epochs: int, aa: float, seed: int = 0) -> Run:
+    told = config(method, seed)
+    told["train"]["server_epochs"] = epochs
+    return make(tmp_path, method, seed, str(epochs), aa=aa, config=told)
+
+
+def test_server_epochs_are_told_on_every_row_they_act_on(tmp_path: Path) -> None:
+    """A control with E_srv=10 under ours with 100 would read as a comparison that nobody made."""
+    told = {"rescene": (100, 87.0), "raw-upload": (10, 81.1), "feddm": (100, 17.6), "fedcbdr": (100, 78.0)}
+    groups = group_runs([with_epochs(tmp_path, method, *values) for method, values in told.items()])
+    labels = ["ReSCENE E_srv=100", "raw upload (control) E_srv=10", "FedCBDR", "FedDM E_srv=100"]
+    assert [group.label for group in groups] == labels
+    assert differing_settings(groups) == ["train.server_epochs"]
+    assert verdict(groups).title.endswith("9.0 points above FedCBDR.")  # E_srv says nothing about the problem
+    assert differing_settings([group for group in groups if group.method != "raw-upload"]) == []
+
+
+def test_server_epochs_make_no_other_recipe_where_no_server_trains(tmp_path: Path) -> None:
+    runs = [with_epochs(tmp_path, "fedavg", epochs, 10.0, seed) for seed, epochs in enumerate((10, 100))]
+    (group,) = group_runs(runs)
+    assert (group.label, len(group.runs)) == ("FedAvg", 2)
+    assert len(group_runs([with_epochs(tmp_path, "rescene", epochs, 10.0) for epochs in (10, 100)])) == 2
+
+
+def test_where_a_named_set_lies_is_no_other_setting(tmp_path: Path) -> None:
+    def at(path: str, name: str) -> list[Run]:
+        told = [config(method, 0) for method in ("rescene", "refed")]
+        told[0]["data"] = {"name": name, "path": path}
+        told[1]["data"] = {"name": name, "path": None}
+        return [make(tmp_path, own["method"]["name"], 0, name, config=own) for own in told]
+
+    assert differing_settings(group_runs(at("data/cifar10", "cifar10"))) == []
+    assert differing_settings(group_runs(at("photos", "folder"))) == ["data.path"]
+
+
+def test_precision_is_named_only_where_nothing_else_tells_runs_apart(tmp_path: Path) -> None:
+    def run(tag: str, **method: str) -> Run:
+        told = config("rescene", 0)
+        told["method"] |= method
+        return make(tmp_path, "rescene", 0, tag, aa=80.0 - len(tag), config=told)
+
+    rough, fine = run("", step="polyak", precision="auto"), run("a", step="fixed", precision="float32")
+    assert [group.label for group in group_runs([rough, fine])] == ["ReSCENE", "ReSCENE fixed steps"]
+    other = run("ab", step="fixed", precision="auto")
+    assert len({group.label for group in group_runs([rough, fine, other])}) == 3
+
+
+def test_no_two_groups_share_a_label_or_a_slug(tmp_path: Path) -> None:
+    """Even where what sets them apart lies in the middle of long words."""
+    runs = []
+    for i, middle in enumerate("xyz"):
+        told = config("rescene", 0)
+        told["method"]["anything"] = f"a-rather-long-beginning-{middle}-and-a-rather-long-end"
+        runs.append(make(tmp_path, "rescene", 0, str(i), config=told))
+    groups = group_runs(runs)
+    assert len({group.label for group in groups}) == len({group.slug for group in groups}) == 3
+
+
+def test_the_best_form_of_a_method_is_drawn_as_the_method(tmp_path: Path) -> None:
+    runs = [with_epochs(tmp_path, "rescene", epochs, aa) for epochs, aa in ((5, 70.0), (10, 75.0), (100, 87.0))]
+    assert [(group.variant, group.label) for group in group_runs(runs)] == [
+        (0, "ReSCENE E_srv=100"),
+        (1, "ReSCENE E_srv=10"),
+        (2, "ReSCENE E_srv=5"),
+    ]
 
 
 def test_verdict_names_chance_and_copies(tmp_path: Path) -> None:
@@ -184,7 +279,7 @@ def test_looks_are_fixed_and_unknown_methods_stable() -> None:
     assert look_of("re-fed") == look_of("ReFed") == look_of("Re-Fed")
     assert look_of("brand new") == look_of("brand new")
     known = ["rescene", "fedavg", "fedewc", "fedlwf", "target", "glfc", "fedcbdr", "refed", "feddm", "fedaf"]
-    assert len({(look_of(name).colour, look_of(name).marker) for name in known}) == len(known)
+    assert len({look_of(name).colour for name in known}) == len(known)
     assert len({look_of(name).marker for name in known}) == len(known)  # told apart without colour
 
 

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from rescene.report.look import CARD, GRID, INK, MUTED
+from rescene.report.labels import visible
+from rescene.report.look import BROWN, CARD, GRID, INK, MUTED, SLATE
 from rescene.report.runs import Row
 
 WIDTH_IN = 5.0  # one width for all figures: text then has one size everywhere, also scaled down on a phone
@@ -45,11 +46,14 @@ _STYLE: Any = {  # typed loosely: matplotlib lists its hundreds of keys one by o
     "xtick.major.size": 0,
     "ytick.major.size": 0,
     "legend.frameon": False,
-    "legend.handlelength": 1.6,
+    "legend.handlelength": 2.2,
     "figure.facecolor": "none",
     "axes.facecolor": "none",
 }
-_THEME = {INK: "var(--ink)", MUTED: "var(--muted)", GRID: "var(--grid)", CARD: "var(--card)"}
+_THEME = {
+    **{INK: "var(--ink)", MUTED: "var(--muted)", GRID: "var(--grid)", CARD: "var(--card)"},
+    **{BROWN: "var(--brown)", SLATE: "var(--slate)"},  # too dark for a dark page
+}
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,8 @@ def _drawn(plot: Plot) -> Iterator[Any]:
         warnings.filterwarnings("ignore", message="Glyph .* missing")  # class names may be in any script
         sheet = Sheet(figsize=(plot.width_in, plot.height_in), layout="constrained")
         plot.draw(sheet)
+        if any(axes.get_aspect() != "auto" for axes in sheet.axes):  # square ones find their place in two steps
+            sheet.get_layout_engine().execute(sheet)
         yield sheet
 
 
@@ -211,12 +217,41 @@ def thinned(num: int, most: int = 12) -> int:
     return -(-num // most)
 
 
-def legend_above(sheet: Any, handles: Sequence[Any], names: Sequence[str], width: int = 64) -> None:
-    """A legend above the axes, as many columns as fit into ``width`` letters; a single entry needs none."""
-    if len(names) < 2:
+_MOST_ACROSS = 6  # columns of a legend
+_LETTERS_PER_IN = 10  # of a label, so that one is never wider than its sheet
+_ONE_ROW = 2.5  # height of a legend of one row, in letters; a plot's own height has room for it
+
+
+def legend_above(sheet: Any, handles: Sequence[Any], names: Sequence[str]) -> None:
+    """A legend above the axes; a single entry needs none, and parts of a sheet share the one of the whole.
+
+    Names stand on one line or are folded so that more of them stand side by side, whichever is lower. A sheet grows by what
+    the legend needs beyond one row: however many series there are, the axes keep their height.
+    """
+    if len(names) < 2 or not hasattr(sheet, "set_figheight"):
         return
-    many = len(names) > 6
-    across = max(1, min(6, int(width * (1.3 if many else 1)) // (max(map(len, names)) + 7)))
-    size = 8.5 if many else None
-    where = "outside upper left"
-    sheet.legend(handles, names, loc=where, ncols=across, columnspacing=1.2, labelcolor=INK, fontsize=size)
+    size = 8.5 if len(names) > 6 else 10.0
+    letters = int(_LETTERS_PER_IN * sheet.get_figwidth())
+    folds = dict.fromkeys(tuple(visible(names, letters // parts)) for parts in (1, 2))
+    tried = [_legend(sheet, handles, fold, size) for fold in folds]
+    height, legend = min(tried, key=lambda each: each[0])
+    for _, other in tried:
+        if other is not legend:
+            other.remove()
+    sheet.set_figheight(sheet.get_figheight() + max(0.0, height - _ONE_ROW * size / 72))
+
+
+def _legend(sheet: Any, handles: Sequence[Any], names: Sequence[str], size: float) -> tuple[float, Any]:
+    """A legend of as many columns as the widest name leaves room for, and its height in inches."""
+
+    def legend(across: int) -> tuple[Any, Any]:
+        style = {"columnspacing": 1.2, "labelcolor": INK, "fontsize": size}
+        made = sheet.legend(handles, names, loc="outside upper left", ncols=across, **style)
+        return made, made.get_window_extent()
+
+    made, box = legend(1)
+    across = min(_MOST_ACROSS, len(names), int(sheet.bbox.width // box.width))
+    if across > 1:
+        made.remove()
+        made, box = legend(across)
+    return box.height / sheet.dpi, made

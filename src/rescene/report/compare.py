@@ -12,9 +12,10 @@ from dataclasses import replace
 from rescene.errors import ConfigError, did_you_mean
 from rescene.report.formats import NONE, Cell, Entry, Grid
 from rescene.report.groups import Group, group_runs
+from rescene.report.labels import SERVER_EPOCHS
 from rescene.report.runs import Run
-from rescene.report.tables import METRICS, NEAR_COPIES, Column, figures, leak_entry
-from rescene.report.traits import differing, heads, resolve_keys, traits
+from rescene.report.tables import METRICS, NEAR_COPIES, Column, entries_of, figures, task_column
+from rescene.report.traits import differing, heads, resolve_keys, telling_keys, traits
 
 
 def compare(runs: Sequence[Run], by: str = "", metrics: str = "aa,aia", across: str = "") -> Grid:
@@ -23,11 +24,10 @@ def compare(runs: Sequence[Run], by: str = "", metrics: str = "aa,aia", across: 
     Near-copies stand beside accuracy wherever a method uploaded pictures, asked for or not.
     """
     groups = group_runs(runs)
-    apart = differing(groups)
     over = resolve_keys(across, groups)
     if len(over) > 1:
         raise ConfigError("E144", "only one setting can go across", where="--across", fix=f"--across {over[0]}")
-    keys = resolve_keys(by, groups) if by else [key for key in apart if key not in over]
+    keys = resolve_keys(by, groups) if by else [key for key in telling_keys(groups) if key not in over]
     keys = [key for key in ("method", *(key for key in keys if key != "method")) if key not in over]
     if "seed" in [*keys, *over]:
         groups = [replace(group, runs=(run,)) for group in groups for run in group.runs]
@@ -40,13 +40,18 @@ def compare(runs: Sequence[Run], by: str = "", metrics: str = "aa,aia", across: 
 
 
 def _columns(metrics: str, groups: Sequence[Group]) -> list[Column]:
-    found = []
+    """The columns asked for; ``tasks`` stands for all tasks, ``task0`` for one of them."""
+    num_tasks = max((len(run.matrix) for group in groups for run in group.finished), default=0)
+    by_task = {f"task{t}": task_column(t) for t in range(num_tasks)}
+    known = METRICS | by_task
+    found: list[Column] = []
     for name in filter(None, (part.strip().lower().replace("-", "_") for part in metrics.split(","))):
-        if name not in METRICS:
-            close = did_you_mean(name, METRICS)
+        if name not in known and name != "tasks":
+            close = did_you_mean(name, known)
             what = f"unknown metric {name!r}" + (f"; did you mean {close}?" if close else "")
-            raise ConfigError("E143", what, where="--metric", why=f"known are {', '.join(METRICS)}")
-        found.append(METRICS[name])
+            choice = [*METRICS, "tasks", *([f"task0 to task{num_tasks - 1}"] if by_task else [])]
+            raise ConfigError("E143", what, where="--metric", why=f"known are {', '.join(choice)}")
+        found += by_task.values() if name == "tasks" else [known[name]]
     if NEAR_COPIES not in found and any(run.leakage for group in groups for run in group.finished):
         found.append(NEAR_COPIES)
     return list(dict.fromkeys(found))
@@ -56,21 +61,12 @@ def _title(column: Column) -> str:
     return f"{column.title} ({column.unit})"
 
 
-def _entries(groups: Sequence[Group], columns: Sequence[Column]) -> list[list[Entry]]:
-    """[group][column]"""
-    found: list[list[Entry]] = [[] for _ in groups]
-    for column in columns:
-        for own, group, cell in zip(found, groups, figures(groups, column), strict=True):
-            own.append(leak_entry(group, cell) if column is NEAR_COPIES else cell)
-    return found
-
-
 def _down(groups: Sequence[Group], keys: Sequence[str], columns: Sequence[Column]) -> Grid:
     """One row per group: settings together, in each of them the best AA first."""
-    outer = [key for key in keys if not key.startswith("method")]
+    outer = [key for key in keys if not key.startswith("method") and key != SERVER_EPOCHS]  # not every row has those
     groups = sorted(groups, key=lambda group: [_natural(traits(group).get(key, NONE)) for key in outer])
     rows = []
-    for group, entries in zip(groups, _entries(groups, columns), strict=True):
+    for group, entries in zip(groups, entries_of(groups, columns), strict=True):
         own = traits(group)
         rows.append((*(own.get(key, NONE) for key in keys), str(len(group.finished)), *entries))
     return Grid("", (*heads(keys), "n", *map(_title, columns)), tuple(rows))
@@ -81,7 +77,7 @@ def _across(groups: Sequence[Group], keys: Sequence[str], over: str, columns: Se
     values = sorted({traits(group).get(over, NONE) for group in groups}, key=_natural)
     cells: dict[tuple[str, ...], dict[str, list[Entry]]] = {}
     owners: dict[tuple[str, ...], Group] = {}
-    for group, entries in zip(groups, _entries(groups, columns), strict=True):
+    for group, entries in zip(groups, entries_of(groups, columns), strict=True):
         own = traits(group)
         labels, value = tuple(own.get(key, NONE) for key in keys), own.get(over, NONE)
         first = owners.setdefault((*labels, value), group)

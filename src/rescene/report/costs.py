@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rescene.report.groups import Group, differing_settings
+from rescene.report.groups import Group, same_problem
 from rescene.report.look import key_of
 from rescene.report.runs import Run, number, table
 from rescene.report.words import bytes_text, flops_text, seconds_text
@@ -52,9 +53,7 @@ def cost_rows(groups: Sequence[Group]) -> list[CostRow]:
     """One row per method that measured anything, averaged over seeds."""
     rows = []
     for group in groups:
-        alike = [
-            other for other in groups if key_of(other.method) == "fedavg" and not differing_settings([group, other])
-        ]
+        alike = [other for other in groups if key_of(other.method) == "fedavg" and same_problem(group, other)]
         cells = tuple(
             _cell(group, alike[0] if alike and key in _RATIOS else None, key, show) for key, _, _, show in _COSTS
         )
@@ -96,11 +95,15 @@ def _cell(group: Group, fedavg: Group | None, key: str, show: Callable[[float | 
 
 
 def times(ratio: float) -> str:
+    """Two decimals, or two digits of a small ratio.
+
+    >>> times(0.4312), times(2.0), times(1790.4), times(0.00427)
+    ('0.43', '2.00', '1,790', '0.0043')
     """
-    >>> times(0.4312), times(2.0), times(1790.4)
-    ('0.43', '2.00', '1,790')
-    """
-    return f"{ratio:.2f}" if ratio < 10 else f"{ratio:,.0f}"
+    if ratio == 0:
+        return "0"
+    decimals = max(2, 1 - math.floor(math.log10(float(f"{ratio:.1e}"))))  # of the ratio as printed: 0.0996 is 0.10
+    return f"{ratio:.{decimals}f}" if ratio < 10 else f"{ratio:,.0f}"
 
 
 def _mean(group: Group, kind: str, key: str) -> float | None:

@@ -11,6 +11,7 @@ from rescene.errors import ConfigError, did_you_mean
 from rescene.report import plots_cost, plots_curves, plots_frontier, plots_grids, plots_privacy, plots_retention
 from rescene.report.canvas import ENDINGS, Plot, csv_text, legend_above, save
 from rescene.report.groups import Group
+from rescene.report.labels import wrapped
 from rescene.report.look import INK
 from rescene.report.surrogates import contact_sheet
 
@@ -27,7 +28,11 @@ def _cost(groups: Groups) -> list[Plot | None]:
 
 
 def _privacy(groups: Groups) -> list[Plot | None]:
-    return [plots_privacy.accuracy_for_copies(groups), plots_privacy.accuracy_for_distance(groups)]
+    return [
+        plots_privacy.accuracy_for_copies(groups),
+        plots_privacy.accuracy_for_distance(groups),
+        plots_privacy.accuracy_for_noise(groups),
+    ]
 
 
 def _frontier(groups: Groups) -> list[Plot]:
@@ -78,7 +83,7 @@ def together(plots: Sequence[Plot], across: int) -> Plot:
         parts = sheet.subfigures(down, across, squeeze=False, height_ratios=heights).ravel()
         for part, plot in zip(parts, plots, strict=False):
             plot.draw(part)
-            part.suptitle(plot.title, fontsize=10, color=INK)
+            part.suptitle(wrapped(plot.title, 44), fontsize=10, color=INK)
         _one_legend(sheet, parts)
 
     return replace(plots[0], draw=draw, width_in=wide * across, height_in=sum(heights) + 0.3 * down)
@@ -89,6 +94,4 @@ def _one_legend(sheet: Any, parts: Iterable[Any]) -> None:
     for part in parts:
         for axes in part.axes:
             entries |= dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
-        for legend in list(part.legends):
-            legend.remove()
-    legend_above(sheet, list(entries.values()), list(entries), width=100)
+    legend_above(sheet, list(entries.values()), list(entries))

@@ -204,10 +204,23 @@ def _json_entry(entry: Entry) -> Any:
     return entry if isinstance(entry, str) else {key: value for key, value in asdict(entry).items() if key != "digits"}
 
 
+_HTML_STYLE = """<style>
+.rescene { border-collapse: collapse; font: 15px/1.45 system-ui, sans-serif; font-variant-numeric: tabular-nums; }
+.rescene caption { text-align: left; font-weight: 600; padding: 4px 10px; }
+.rescene th, .rescene td { padding: 4px 10px; text-align: left; vertical-align: top; border-bottom: 1px solid #dfe2e8; }
+.rescene th { border-bottom: 2px solid #8a909c; } .rescene tfoot td { border: 0; }
+.rescene tbody td { white-space: nowrap; } .rescene .figure { text-align: right; } .rescene .std, .rescene tfoot { color: gray; }
+</style>"""
+
+
 def _html(grid: Grid) -> str:
-    """A table element without classes; beyond ASCII as references, so that any page can take it in."""
-    lines = ["<table>", *([f"<caption>{html.escape(grid.title)}</caption>"] if grid.title else [])]
-    right = [' style="text-align:right"' if grid.measured(j) else "" for j in range(len(grid.columns))]
+    """A table with a style for itself alone; beyond ASCII as references, so that any page can take it in."""
+    lines = [
+        _HTML_STYLE,
+        '<table class="rescene">',
+        *([f"<caption>{html.escape(grid.title)}</caption>"] if grid.title else []),
+    ]
+    right = [' class="figure"' if grid.measured(j) else "" for j in range(len(grid.columns))]
     heads = "".join(f"<th{align}>{html.escape(name)}</th>" for name, align in zip(grid.columns, right, strict=True))
     lines += [f"<thead><tr>{heads}</tr></thead>", "<tbody>"]
     for row in grid.rows:
@@ -220,7 +233,7 @@ def _html(grid: Grid) -> str:
     return "\n".join([*lines, "</table>"]).encode("ascii", "xmlcharrefreplace").decode("ascii")
 
 
-_html_entry = _entry(html.escape, "<b>{}</b>", '<small style="color:gray">± {}</small>', "<small>{}</small>")
+_html_entry = _entry(html.escape, "<b>{}</b>", '<small class="std">± {}</small>', "<small>{}</small>")
 
 
 KINDS: dict[str, Callable[[Grid], str]] = {

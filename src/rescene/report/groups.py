@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from rescene.report.look import REFERENCES, Look, is_ours, key_of, look_of, plain, slug
+from rescene.report.labels import SERVER_EPOCHS, distinct, telling
+from rescene.report.look import REFERENCES, Look, is_ours, key_of, look_of, slug
 from rescene.report.runs import Row, Run, number
 
 _NOT_THE_EXPERIMENT = {"seed", "device", "threads", "out", "tag"}
-_FEW = 3  # settings that a label names
+_ACROSS = ("federation.beta", SERVER_EPOCHS)  # named on every row they act on, if rows differ in them
 METRICS = ("aa", "aia", "old", "recent", "forgetting")
 
 
@@ -131,19 +133,29 @@ def _knows(flat: Row, key: str) -> bool:
 def group_runs(runs: Sequence[Run]) -> list[Group]:
     """Group runs by method and recipe; best AA first, unfinished last."""
     groups: list[Group] = []
+    apart = setting_apart([_setting(run) for run in runs])
+    always = [key for key in _ACROSS if key in apart]
     for method in dict.fromkeys(run.method for run in runs):
-        groups += _variants(method, [run for run in runs if run.method == method])
-    return sorted(_with_unique_slugs(groups), key=_rank)
+        groups += _variants(method, [run for run in runs if run.method == method], always)
+    return _numbered(sorted(_with_unique_names(groups), key=_rank))
 
 
 def _setting(run: Run) -> Row:
-    """The recipe, and the sites that were forgotten later: such a run is another one."""
+    """The recipe as far as it acts, and the sites that were forgotten later: such a run is another one."""
     gone = [row.get("client") for row in run.results.get("forgotten") or () if isinstance(row, dict)]
-    return flatten(run.config) | {"forgot": gone or None}
+    return acting(run) | {"forgot": gone or None}
 
 
-def _variants(method: str, runs: Sequence[Run]) -> list[Group]:
-    """The groups of one method; with several recipes each label names what sets it apart."""
+def acting(run: Run) -> Row:
+    """The recipe's dotted keys without E_srv where no server trains on uploads: it then changes nothing."""
+    flat = flatten(run.config)
+    if not look_of(run.method).server_trains:
+        flat.pop(SERVER_EPOCHS, None)
+    return flat
+
+
+def _variants(method: str, runs: Sequence[Run], always: Sequence[str]) -> list[Group]:
+    """The groups of one method; each label names what sets it apart, within the method and, of ``always``, beyond it."""
     flats = [_setting(run) for run in runs]
     apart = setting_apart(flats)
     cells: dict[str, tuple[Row, list[Run]]] = {}
@@ -151,29 +163,11 @@ def _variants(method: str, runs: Sequence[Run]) -> list[Group]:
         cells.setdefault(same([flat.get(key) for key in apart]), (flat, []))[1].append(run)
     settings, members = zip(*cells.values(), strict=True)
     groups = []
-    for i, words in enumerate(_telling(settings, [own[0].recipe for own in members], apart)):
+    for i, words in enumerate(telling(settings, [own[0].recipe for own in members], apart, always)):
         name = " ".join([look_of(method).label, *words])
         kept, repeats = _one_per_seed(members[i])
-        groups.append(Group(method, name, slug(name), i, kept, repeats))
+        groups.append(Group(method, name, slug(name), 0, kept, repeats))
     return groups
-
-
-def _telling(settings: Sequence[Row], recipes: Sequence[str], apart: Sequence[str]) -> list[list[str]]:
-    """Words for each cell that no other one has: a few settings, or where many differ the recipe's name if that differs too.
-
-    Settings come to that as long as they tell cells apart that still look alike.
-    """
-    keys = sorted(apart, key=lambda key: key == "data.path")  # where images lie is seldom what one asks for
-    columns = [
-        [f"{key.split('.')[-1]}={plain(own[key], 24)}" if key in own else "" for own in settings] for key in keys
-    ]
-    named = len(apart) > _FEW and all(recipes) and len(set(recipes)) > 1
-    shown = [[plain(name, 24) for name in recipes]] if named else []
-    for i, column in enumerate(columns):
-        if (i < _FEW and not named) or len(set(zip(*shown, column, strict=True))) > len(set(zip(*shown, strict=True))):
-            shown.append(column)
-    cut = not named and len(shown) < len(columns)
-    return [[word for word in [*(column[i] for column in shown), "…" * cut] if word] for i in range(len(settings))]
 
 
 def _one_per_seed(members: list[Run]) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
@@ -187,15 +181,21 @@ def _one_per_seed(members: list[Run]) -> tuple[tuple[Run, ...], tuple[Run, ...]]
     return tuple(kept), tuple(repeats)
 
 
-def _with_unique_slugs(groups: list[Group]) -> list[Group]:
-    """Slugs name files and ids, so two groups may not share one."""
-    taken: dict[str, int] = {}
-    unique = []
+def _with_unique_names(groups: list[Group]) -> list[Group]:
+    """Labels name series and slugs files and ids, so two groups may share neither."""
+    labels = distinct([group.label for group in groups])
+    slugs = distinct([group.slug for group in groups], "{}-{}")
+    return [replace(group, label=label, slug=name) for group, label, name in zip(groups, labels, slugs, strict=True)]
+
+
+def _numbered(groups: list[Group]) -> list[Group]:
+    """Each method's groups counted in their order: its best one is drawn as the method, the others as variants of it."""
+    counts: Counter[str] = Counter()
+    made = []
     for group in groups:
-        taken[group.slug] = taken.get(group.slug, 0) + 1
-        count = taken[group.slug]
-        unique.append(group if count == 1 else replace(group, slug=f"{group.slug}-{count}"))
-    return unique
+        made.append(replace(group, variant=counts[group.method]))
+        counts[group.method] += 1
+    return made
 
 
 def _rank(group: Group) -> tuple[bool, float, str]:
@@ -246,16 +246,29 @@ def _comparison_row(group: Group) -> Row:
 
 
 _CHOICES = {"federation.engine", "federation.evaluate_every", "federation.wire"}  # how it runs, not what is asked
+UNNAMED = (None, "auto", "folder", "csv", "npz")  # layouts: the path says which images they are
+_PROBLEM = ("data", "tasks", "federation", "model", "privacy")
+
+
+def same_problem(one: Group, other: Group) -> bool:
+    """Whether two groups face the same data, tasks, sites, model and privacy: only then one can beat the other."""
+    return not _problem_apart([one, other])
 
 
 def differing_settings(groups: Sequence[Group]) -> list[str]:
-    """Keys of the problem (data, tasks, sites, model, privacy) in which groups differ: such rows are not comparable."""
-    sections = ("data", "tasks", "federation", "model", "privacy")
-    flats = [flatten({name: group.runs[0].config.get(name, {}) for name in sections}) for group in groups]
+    """Keys of the problem in which groups differ, and E_srv where they differ in it: such rows are not comparable."""
+    epochs = [{key: value for key, value in acting(group.runs[0]).items() if key == SERVER_EPOCHS} for group in groups]
+    return [*_problem_apart(groups), *setting_apart(epochs)]
+
+
+def _problem_apart(groups: Sequence[Group]) -> list[str]:
+    flats = [flatten({name: group.runs[0].config.get(name, {}) for name in _PROBLEM}) for group in groups]
     for group, flat in zip(groups, flats, strict=True):
         epsilon = guaranteed(group.runs[0])
         if epsilon is not None:  # how a method reaches its guarantee is its own affair
             for key in [key for key in flat if key.startswith("privacy.") and key != "privacy.delta"]:
                 del flat[key]
         flat["privacy.epsilon"] = epsilon
+        if flat.get("data.name") not in UNNAMED:  # a set with a name is the same wherever it lies
+            flat.pop("data.path", None)
     return [key for key in setting_apart(flats) if key not in _CHOICES]

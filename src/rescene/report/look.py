@@ -1,7 +1,7 @@
 """How methods look: one fixed name, colour and marker each, everywhere.
 
-Colours are Okabe and Ito's set, which people with colour-blindness can tell apart; a marker goes with each so that no
-figure depends on colour alone. The blue of ReSCENE is the tint of the paper's tables.
+Colours are Okabe and Ito's set with a brown and a slate, so that all ten differ also to people with colour-blindness; a marker
+goes with each so that no figure depends on colour alone. The blue of ReSCENE is the tint of the paper's tables.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ WHITE, BLACK = "#fefefe", "#191b20"  # these stay as they are in both themes: te
 
 BLUE, ORANGE, SKY, GREEN = "#0072b2", "#e69f00", "#56b4e9", "#009e73"
 VERMILLION, PURPLE, YELLOW, GREY = "#d55e00", "#cc79a7", "#f0e442", "#8a909c"
+BROWN, SLATE = "#7b3f00", "#5f6570"
 
 _GLYPHS = {"o": "●", "s": "■", "^": "▲", "v": "▼", "D": "◆", "P": "✚", "X": "✖", "*": "★", "<": "◀", ">": "▶"}
-_DASHES = ("-", "--", ":", "-.")
 
 
 @dataclass(frozen=True)
@@ -36,16 +36,21 @@ class Look:
         return _GLYPHS[self.marker]
 
     @property
+    def server_trains(self) -> bool:
+        """Whether the server trains on what it gets, for E_srv epochs: images, or nobody knows what."""
+        return self.sends is None or "images" in self.sends
+
+    @property
     def css_colour(self) -> str:
-        return "var(--ink)" if self.colour == INK else self.colour
+        return {INK: "var(--ink)", BROWN: "var(--brown)", SLATE: "var(--slate)"}.get(self.colour, self.colour)
 
 
 _IMAGES, _WEIGHTS = "surrogate images with labels", "model weights"
 _KNOWN = {
     "rescene": Look("ReSCENE", BLUE, "o", _IMAGES),
-    "fedavg": Look("FedAvg", GREY, "s", _WEIGHTS),
+    "fedavg": Look("FedAvg", SLATE, "s", _WEIGHTS),
     "fedewc": Look("FedEWC", SKY, "^", _WEIGHTS),
-    "fedlwf": Look("FedLwF", SKY, "v", _WEIGHTS),
+    "fedlwf": Look("FedLwF", BROWN, "v", _WEIGHTS),
     "target": Look("TARGET", PURPLE, "D", _WEIGHTS),
     "glfc": Look("GLFC", GREEN, "P", "model weights and gradients of class prototypes"),
     "fedcbdr": Look("FedCBDR", VERMILLION, "X", "model weights and rotated features"),
@@ -89,11 +94,6 @@ def text_on(colour: str) -> str:
         return CARD
     red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
     return BLACK if 0.299 * red + 0.587 * green + 0.114 * blue > 0.58 else WHITE
-
-
-def dash_of(variant: int) -> str:
-    """Line style of the n-th variant of one method (a sweep): same colour and marker, another dash."""
-    return _DASHES[variant % len(_DASHES)]
 
 
 def plain(text: object, limit: int = 80) -> str:

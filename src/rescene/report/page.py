@@ -31,6 +31,7 @@ from rescene.report.canvas import Figure, Plot, data_uri, render
 from rescene.report.costs import cost_rows, cost_titles
 from rescene.report.glossary import GLOSSARY
 from rescene.report.groups import Group, comparison_rows, differing_settings, group_runs, headline_group
+from rescene.report.labels import SERVER_EPOCHS
 from rescene.report.plots_frontier import beside_stored, frontier
 from rescene.report.reading import text_of
 from rescene.report.runs import Run, load_run
@@ -108,7 +109,7 @@ def _view(runs: Sequence[Run], plots: Path, printed: Mapping[Path, Mapping[str, 
         "printed": [_printed(group, printed) for group in groups] if printed else [],
         "units": {column.key: column.unit for column in PAGE} | {"upload": "per site and round"},  # each with its own
         "downloads": downloads(groups, rows),
-        "differing": differing_settings(groups),
+        "differing": [f"E_srv ({key})" if key == SERVER_EPOCHS else key for key in differing_settings(groups)],
         "figures": {figure.name: figure for figure in _figures(groups, head, told, plots)},
         "matrices": [render(plot, plots) for group in groups if (plot := plots_grids.accuracy_matrix(group))],
         "galleries": [found for group in groups if (found := gallery(group, plots))],

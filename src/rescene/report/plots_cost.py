@@ -65,6 +65,9 @@ def _accuracy_for(
     ]
     if not rows:
         return None
+    free = [group.label for group in groups if group.finished and all(pick(run) == 0 for run in group.finished)]
+    if free:
+        caption += f" Not on it: {', '.join(free)}; a logarithmic axis has no place for 0."
 
     def draw(sheet: Any) -> None:
         from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter

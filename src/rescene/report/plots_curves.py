@@ -147,7 +147,7 @@ def _round_row(group: Group, run: Run, row: Row) -> Row:
 def _round_line(axes: Any, group: Group, rows: Sequence[Row], place: dict[tuple[int, int], int], key: str) -> None:
     """Mean over seeds with its band, of logarithms on a logarithmic axis.
 
-    Rounds that were not evaluated are bridged; many rounds go without markers.
+    Rounds that were not evaluated are bridged; of many rounds only some carry a marker.
     """
     values: dict[int, list[float]] = {}
     for row in rows:
@@ -156,7 +156,7 @@ def _round_line(axes: Any, group: Group, rows: Sequence[Row], place: dict[tuple[
     if not values:
         return
     x = sorted(values)
-    style = stroke(group, 4) | ({"marker": ""} if len(x) > 40 else {})
+    style = stroke(group, 4) | ({"markevery": thinned(len(x), 10)} if len(x) > 40 else {})
     there, back = (np.log, np.exp) if axes.get_yscale() == "log" else (np.asarray, np.asarray)
     mean = np.array([np.mean(there(values[i])) for i in x])
     axes.plot(x, back(mean), label=group.label, **style)

@@ -9,7 +9,7 @@ from rescene.report.canvas import Plot, legend_above, percent_axis
 from rescene.report.groups import Group, guaranteed, near_copies
 from rescene.report.look import CARD, MUTED, look_of, plain
 from rescene.report.marks import mean_points
-from rescene.report.plots_frontier import problem_of
+from rescene.report.plots_frontier import mode_of, problem_of
 from rescene.report.runs import Row, Run, number
 
 
@@ -57,12 +57,13 @@ def accuracy_for_noise(groups: Sequence[Group]) -> Plot | None:
             run = group.finished[0]
             row = {
                 "method": group.method,
+                "mode": _kind_of_noise(run),
                 "mechanism": run.privacy.get("mechanism"),
                 "sigma": sigma.mean,
                 "aa": aa.mean,
             }
             row |= {"aa_std": aa.std, "num_seeds": aa.num, "epsilon": guaranteed(run)}
-            lines.setdefault((group.method, str(row["mechanism"]), problem_of(run)), []).append(row)
+            lines.setdefault((group.method, _kind_of_noise(run), problem_of(run)), []).append(row)
     drawn = [sorted(rows, key=lambda row: row["sigma"]) for rows in lines.values()]
     drawn = [rows for rows in drawn if rows[0]["sigma"] < rows[-1]["sigma"]]
     if not drawn:
@@ -71,7 +72,7 @@ def accuracy_for_noise(groups: Sequence[Group]) -> Plot | None:
     def draw(sheet: Any) -> None:
         axes = sheet.subplots()
         for rows in drawn:
-            look, kind = look_of(rows[0]["method"]), plain(rows[0]["mechanism"], 20)
+            look, kind = look_of(rows[0]["method"]), rows[0]["mode"]
             xs, ys, bars = ([row[key] for row in rows] for key in ("sigma", "aa", "aa_std"))
             style = {
                 "color": look.colour,
@@ -85,12 +86,18 @@ def accuracy_for_noise(groups: Sequence[Group]) -> Plot | None:
         percent_axis(axes.yaxis, "AA (%)")
         legend_above(sheet, *axes.get_legend_handles_labels())
 
-    names = "; ".join(f"{look_of(rows[0]['method']).label} under {plain(rows[0]['mechanism'], 20)}" for rows in drawn)
+    names = "; ".join(f"{look_of(rows[0]['method']).label} under {rows[0]['mode']}" for rows in drawn)
     caption = (
         f"{names}. Further right, more noise is added to what leaves a site. "
         "Filled points have a guarantee, hollow ones none."
     )
     return Plot("noise", "Accuracy against noise", caption, [row for rows in drawn for row in rows], draw)
+
+
+def _kind_of_noise(run: Run) -> str:
+    """What a line joins: runs of one mode, which differ in the amount of noise only."""
+    kind, _, guarantee = mode_of(run).partition(" ε=")
+    return kind if guarantee else plain(run.privacy.get("mechanism"), 20)
 
 
 def _sigma(run: Run) -> float | None:

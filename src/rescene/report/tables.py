@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from rescene.report.canvas import csv_text, data_uri
-from rescene.report.formats import Cell, Grid, render
-from rescene.report.groups import Group, differing_settings, near_copies
+from rescene.report.formats import Cell, Entry, Grid, render
+from rescene.report.groups import Group, near_copies, same_problem
+from rescene.report.plots_retention import within_mean
 from rescene.report.runs import Row, Run, number, table
 from rescene.report.words import bytes_text, percent
 
@@ -58,6 +59,7 @@ _ALL = (
     Column("forgetting", "Forgetting", "points", -1, _result("forgetting")),
     Column("bwt", "BWT", "points", 1, _result("bwt")),
     Column("worst_task", "Worst task", "%", 1, _result("worst_task")),
+    Column("within_task", "Within task", "%", 1, within_mean),
     Column("balanced_accuracy", "Balanced", "%", 1, _result("balanced_accuracy")),
     Column("upload", "Upload", "MB per site and round", -1, lambda run: _times(run.upload_bytes, 1e-6),
            lambda value: bytes_text(_times(value, 1e6)), 3),
@@ -73,11 +75,22 @@ _ALL = (
     Column("nearest_psnr", "Nearest real image", "median PSNR, dB", 0, _leaked("nearest_psnr_median_db"), digits=1),
 )  # fmt: skip
 METRICS = {column.key: column for column in _ALL}
-PAGE = (
-    *(replace(METRICS[key], digits=1) for key in ("aa", "aia", "old", "recent", "forgetting")),
-    METRICS["upload"],
+PAGE = (  # leakage right beside accuracy: a narrow screen shows the first columns only
+    *(replace(METRICS[key], digits=1) for key in ("aa", "aia")),
     NEAR_COPIES,
+    *(replace(METRICS[key], digits=1) for key in ("old", "recent", "forgetting")),
+    METRICS["upload"],
 )
+
+
+def task_column(task: int) -> Column:
+    """Final accuracy on one task."""
+
+    def pick(run: Run) -> float | None:
+        matrix = run.matrix
+        return number(float(matrix[-1, task])) if run.finished and task < len(matrix) else None
+
+    return Column(f"task{task}", f"T{task}", "%", 1, pick)
 
 
 def figures(groups: Sequence[Group], column: Column) -> list[Cell]:
@@ -92,7 +105,7 @@ def figures(groups: Sequence[Group], column: Column) -> list[Cell]:
     rivals = [i for i, cell in enumerate(cells) if cell.mean is not None and groups[i].competes]
     marked = list(cells)
     for i in rivals:
-        pool = [cells[j] for j in rivals if not differing_settings([groups[i], groups[j]])]
+        pool = [cells[j] for j in rivals if same_problem(groups[i], groups[j])]
         top = max(pool, key=lambda cell: column.better * (cell.mean or 0.0))
         marked[i] = replace(cells[i], best=len(pool) > 1 and cells[i].text == top.text)
     return marked
@@ -105,7 +118,7 @@ def _cell(group: Group, column: Column) -> Cell:
     return Cell(found.mean, found.std, found.num, digits=column.digits)
 
 
-def leak_entry(group: Group, cell: Cell) -> str | Cell:
+def leak_entry(group: Group, cell: Cell) -> Entry:
     """A near-copy figure, or in words why there is none."""
     if cell.mean is not None or not group.finished:
         return cell
@@ -114,13 +127,21 @@ def leak_entry(group: Group, cell: Cell) -> str | Cell:
 
 def comparison_grid(groups: Sequence[Group]) -> Grid:
     """The page's comparison as a grid."""
-    cells = [figures(groups, column) for column in PAGE]
     heads = ("Method", "n", *(f"{column.title} ({column.unit})" for column in PAGE))
-    rows = []
-    for i, group in enumerate(groups):
-        entries = [leak_entry(group, own[i]) if own is cells[-1] else own[i] for own in cells]
-        rows.append((group.label, str(len(group.finished)), *entries))
+    rows = [
+        (group.label, str(len(group.finished)), *own)
+        for group, own in zip(groups, entries_of(groups, PAGE), strict=True)
+    ]
     return Grid("", heads, tuple(rows))
+
+
+def entries_of(groups: Sequence[Group], columns: Sequence[Column]) -> list[list[Entry]]:
+    """Figures, or words where there is none, [group][column]."""
+    found: list[list[Entry]] = [[] for _ in groups]
+    for column in columns:
+        for own, group, cell in zip(found, groups, figures(groups, column), strict=True):
+            own.append(leak_entry(group, cell) if column is NEAR_COPIES else cell)
+    return found
 
 
 def downloads(groups: Sequence[Group], rows: Sequence[Row]) -> list[tuple[str, str]]:
@@ -145,15 +166,12 @@ class Shown:
 
 def page_cells(groups: Sequence[Group]) -> list[list[Shown]]:
     """Cells [group][column of PAGE]."""
-    columns = [[shown(cell, column) for cell in figures(groups, column)] for column in PAGE]
-    for i, group in enumerate(groups):
-        entry = leak_entry(group, figures([group], NEAR_COPIES)[0])
-        if isinstance(entry, str):
-            columns[-1][i] = Shown(entry, "", False, None)
-    return [list(row) for row in zip(*columns, strict=True)]
+    return [[shown(entry, column) for entry, column in zip(row, PAGE, strict=True)] for row in entries_of(groups, PAGE)]
 
 
-def shown(cell: Cell, column: Column) -> Shown:
+def shown(entry: Entry, column: Column) -> Shown:
     """No deviation is shown for one seed, nor for counts that are the same in all seeds."""
-    std = "" if cell.std is None or column.show(cell.std) in ("0", "0 B") else column.show(cell.std)
-    return Shown(column.show(cell.mean), std, cell.best, cell.mean)
+    if isinstance(entry, str):
+        return Shown(entry, "", False, None)
+    std = "" if entry.std is None or column.show(entry.std) in ("0", "0 B") else column.show(entry.std)
+    return Shown(column.show(entry.mean), std, entry.best, entry.mean)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from rescene.errors import ConfigError, did_you_mean
 from rescene.report.formats import NONE
-from rescene.report.groups import Group, flatten, guaranteed
+from rescene.report.groups import UNNAMED, Group, acting, guaranteed
+from rescene.report.labels import quiet
 from rescene.report.look import plain
 
 ALWAYS = ("method", "data", "seed", "epsilon")  # names that are not keys of a recipe
@@ -15,11 +16,12 @@ ALWAYS = ("method", "data", "seed", "epsilon")  # names that are not keys of a r
 def traits(group: Group) -> dict[str, str]:
     """Every dotted key of the group's recipe as text, and ``method``, ``data``, ``seed``, ``epsilon`` (as guaranteed)."""
     run = group.runs[0]
-    flat = flatten({key: value for key, value in run.config.items() if key != "method"})
-    told = run.config.get("method")
-    flat |= {f"method.{key}": value for key, value in flatten(told if isinstance(told, dict) else {}).items()}
-    flat.pop("method.name", None)
-    data = run.env.get("data") or next((flat[key] for key in ("data.path", "data.name") if flat.get(key)), NONE)
+    flat = {key: value for key, value in acting(run).items() if key not in ("method", "method.name")}
+    flat = dict(
+        sorted(flat.items(), key=lambda item: item[0].startswith("method."))
+    )  # what is a method's own comes last
+    name, path = flat.get("data.name"), flat.get("data.path")
+    data = run.env.get("data") or (path or name if name in UNNAMED else name) or NONE
     seeds = sorted({other.seed for other in group.runs if other.seed is not None})
     words = {key: plain(NONE if value is None else value, 40) for key, value in flat.items()}
     return words | {
@@ -38,6 +40,22 @@ def differing(groups: Sequence[Group]) -> list[str]:
     if len({own["data"] for own in told}) > 1:  # the name says it; where it lies is of no interest
         found = ["data", *(key for key in found if key not in ("data.name", "data.path"))]
     return found
+
+
+def telling_keys(groups: Sequence[Group]) -> list[str]:
+    """Keys that differ and tell rows apart: where data lie or how exactly they are computed with only if nothing else does."""
+    apart = differing(groups)
+    keys = [key for key in apart if not quiet(key)]
+    for key in apart:
+        if key not in keys and _num_looks(groups, [*keys, key]) > _num_looks(groups, keys):
+            keys.append(key)
+    return keys
+
+
+def _num_looks(groups: Sequence[Group], keys: Sequence[str]) -> int:
+    """How many different rows these keys and the method give."""
+    told = [traits(group) for group in groups]
+    return len({tuple(own.get(key, NONE) for key in ("method", *keys)) for own in told})
 
 
 def _varies(key: str, groups: Sequence[Group], told: Sequence[dict[str, str]]) -> bool:

@@ -10,8 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rescene.report.groups import Group, Spread, differing_settings, headline_group, near_copies
-from rescene.report.look import plain
+from rescene.report.groups import Group, Spread, headline_group, near_copies, same_problem
+from rescene.report.look import key_of, plain
 from rescene.report.runs import Row, Run, number
 
 NONE = "–"
@@ -92,15 +92,15 @@ def verdict(groups: Sequence[Group]) -> Verdict:
     aa = head.spread(lambda run: run.number("aa")) if head else None
     if head is None or aa is None:
         return Verdict("No run has finished yet.", ("The figures below show what has been measured so far.",))
-    # Only a method in the same setting is a rival; the other cells of a sweep are not.
-    others = [
-        group
-        for group in groups
-        if group is not head and group.competes and group.finished and not differing_settings([head, group])
-    ]
-    rival = max(others, key=_aa) if others else None
+    rival = max((group for group in groups if _rivals(head, group)), key=_aa, default=None)
     lines = [_simulated(head), _after(head), _seeds(head, rival), _copies(head)]
     return Verdict(_title(head, aa, rival), tuple(line for line in lines if line))
+
+
+def _rivals(head: Group, other: Group) -> bool:
+    """Only another method that faces the same problem is a rival; other forms of the same one and references are not."""
+    another = key_of(other.method) != key_of(head.method)
+    return another and other.competes and bool(other.finished) and same_problem(head, other)
 
 
 def _aa(group: Group) -> float:
