@@ -1,7 +1,5 @@
 """What a run will cost, against the ledger of the run itself: bytes and FLOPs to the last unit, for every method."""
 
-from types import SimpleNamespace
-
 import pytest
 
 import rescene
@@ -17,6 +15,7 @@ from rescene.engine.forecast import rates as rates_module
 from rescene.engine.forecast.rates import Rates, mean_latency, measured_rates, round_latency
 from rescene.engine.forecast.world import Exchange, Moment
 from rescene.methods.registry import ORDER, method_class
+from rescene.nets import Arch
 from rescene.record import tensors
 
 # few and unequal images: sites without any, with a single one, batches of one at the end of an epoch
@@ -127,29 +126,21 @@ def test_the_speed_of_this_device_is_measured(method):
     assert (rates.client == rates.server) == (method == "fedavg")
 
 
-class Stopwatch:
-    """Calls of a step, each as long as it is told, of ten FLOPs."""
+def test_on_a_slow_cpu_a_large_network_works_once(monkeypatch):
+    calls = []
 
-    def __init__(self, monkeypatch, seconds):
-        self.now, self.calls, self.seconds = 0.0, 0, seconds
-        monkeypatch.setattr(rates_module, "time", SimpleNamespace(perf_counter=lambda: self.now))
+    def timed(work, arch, device, num_images):
+        calls.append((arch.name, num_images))
+        return 10, 2.0
 
-    def work(self, meter, num_images):
-        self.now += self.seconds(self.calls, num_images)
-        self.calls += 1
-        meter.add(10)
-
-
-def test_a_slow_device_is_measured_by_its_first_call(monkeypatch):
-    watch = Stopwatch(monkeypatch, lambda call, num_images: 2.0)
-    assert rates_module._rate(watch.work, None, "cpu", most=100) == 5.0 and watch.calls == 1
+    monkeypatch.setattr(rates_module, "_timed", timed)
+    assert rates_module._rate(None, Arch("resnet18", 32), "cpu", most=100) == 5.0
+    assert calls == [("convnet", 4), ("resnet18", 4)]  # what the first call loads, a small network loads as well
 
 
-def test_the_loading_of_kernels_is_not_measured(monkeypatch):
-    watch = Stopwatch(monkeypatch, lambda call, num_images: 0.3 if call == 0 else num_images / 64)
-    assert rates_module._rate(watch.work, None, "cpu", most=1000) == 10 / (
-        12 / 64
-    )  # four pictures are too fast to be timed
+def test_only_calls_long_enough_to_be_timed_count(monkeypatch):
+    monkeypatch.setattr(rates_module, "_timed", lambda work, arch, device, num_images: (10, num_images / 64))
+    assert rates_module._rate(None, Arch("resnet18", 32), "cpu", most=1000) == pytest.approx(10 / (12 / 64))
 
 
 def test_tables_keep_both_conventions_apart():

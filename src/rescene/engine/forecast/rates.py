@@ -25,6 +25,7 @@ from rescene.steps import Condensation, Training, condense, fit_pool, fit_shard
 
 LONG_ENOUGH_S = 0.4
 CLASSES = 10
+SMALLEST = Arch("convnet", 16, width=1)
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,8 @@ def _shard_rate(arch: Arch, device: str, train: Training) -> float:
     once = train.model_copy(update={"local_epochs": 1})
     generator = seeded_generator(0)
 
-    def work(meter: FlopMeter, num_images: int) -> None:
-        shard = _shard(meter, arch, device, num_images)
-        fit_shard(_net(meter, arch, device), shard, once, generator)
+    def work(net: torch.nn.Module, shard: Shard) -> None:
+        fit_shard(net, shard, once, generator)
 
     return _rate(work, arch, device, 4 * train.batch_size)
 
@@ -88,9 +88,8 @@ def _shard_rate(arch: Arch, device: str, train: Training) -> float:
 def _condensation_rate(arch: Arch, device: str) -> float:
     settings = Condensation(num_steps=1)
 
-    def work(meter: FlopMeter, num_images: int) -> None:
-        shard = _shard(meter, arch, device, num_images)
-        condense(_net(meter, arch, device), [shard], [Rng(0)], settings, 0)
+    def work(net: torch.nn.Module, shard: Shard) -> None:
+        condense(net, [shard], [Rng(0)], settings, 0)
 
     return _rate(work, arch, device, 1024)
 
@@ -100,31 +99,44 @@ def _pool_rate(arch: Arch, device: str, train: Training) -> float:
     once = train.model_copy(update={"server_epochs": 1})
     generator = seeded_generator(0, device)
 
-    def work(meter: FlopMeter, num_images: int) -> None:
-        shard = _shard(meter, arch, device, num_images)
-        pictures, net = shard.pictures(shard.index), _net(meter, arch, device)
+    def work(net: torch.nn.Module, shard: Shard) -> None:
+        pictures = shard.pictures(shard.index)
         fit_pool(net, pictures, shard.labels, shard.transform, once, generator, num_classes=CLASSES, alpha=0.5, tau=1.0)
 
     return _rate(work, arch, device, 16 * train.batch_size)
 
 
-def _rate(work: Callable[[FlopMeter, int], None], arch: Arch, device: str, most: int) -> float:
+Work = Callable[[torch.nn.Module, Shard], None]
+
+
+def _rate(work: Work, arch: Arch, device: str, most: int) -> float:
     """FLOP/s of ``work`` on as many images as make a call long enough to be timed, at most as many as in a run."""
     num_images, flops, seconds = min(4, most), 0, 0.0
-    on_gpu, calls = torch.device(device).type == "cuda", 0
+    # The first call loads modules of torch, and on a GPU kernels; on a CPU the smallest network loads as much.
+    _timed(work, arch if torch.device(device).type == "cuda" else SMALLEST, device, num_images)
     while seconds < LONG_ENOUGH_S:
-        meter, begin = FlopMeter(arch), time.perf_counter()
-        work(meter, num_images)
-        if on_gpu:
-            torch.cuda.synchronize()
-        took, calls = time.perf_counter() - begin, calls + 1
-        if calls == 1 and (on_gpu or took < LONG_ENOUGH_S):
-            continue  # the first call loads kernels, which is little only beside a slow CPU's work
+        done, took = _timed(work, arch, device, num_images)
         if took < LONG_ENOUGH_S / 4 and num_images < most:
             num_images = min(most, 3 * num_images)
             continue
-        flops, seconds = flops + sum(meter.flops.values()), seconds + took
+        flops, seconds = flops + done, seconds + took
     return flops / seconds
+
+
+def _timed(work: Work, arch: Arch, device: str, num_images: int) -> tuple[int, float]:
+    """FLOPs and seconds of one call, the making of network and pictures not included."""
+    meter = FlopMeter(arch)
+    net, shard = _net(meter, arch, device), _shard(meter, arch, device, num_images)
+    _wait(device)
+    begin = time.perf_counter()
+    work(net, shard)
+    _wait(device)
+    return sum(meter.flops.values()), time.perf_counter() - begin
+
+
+def _wait(device: str) -> None:
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize()
 
 
 def _net(meter: FlopMeter, arch: Arch, device: str) -> torch.nn.Module:
