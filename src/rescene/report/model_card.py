@@ -114,7 +114,7 @@ def _cost(run: Run) -> str:
     cost = table(run.cost, "measured")
     rows = [
         ("upload of a site per round", bytes_text(run.upload_bytes)),
-        ("download of a site per message", bytes_text(number(cost.get("downlink_bytes_per_message")))),
+        ("download of a site per round", bytes_text(number(cost.get("downlink_bytes_per_message")))),
         ("compute of all sites", flops_text(number(cost.get("client_flops")))),
         ("compute of the server", flops_text(number(cost.get("server_flops")))),
         (

@@ -93,7 +93,7 @@ class Run:
         """Mean bytes one client sends in one round it takes part in.
 
         All bytes sent up, divided by the number of participations; the mean message size if rounds were not recorded.
-        The two differ only for methods that ask a client more than once in a round.
+        The two differ for methods that send something at the beginning or end of a task.
         """
         measured = table(self.cost, "measured")
         total = number(measured.get("uplink_bytes"))
