@@ -29,6 +29,7 @@ def test_settings_are_called_as_the_papers_tables_call_them() -> None:
     }
     assert [word(key, value) for key, value in told.items()] == ["E_srv=100", "fixed steps", "ε=8", "mlp", ""]
     assert word("method.b{}", "{}") == "b{}={}"  # from other people's files
+    assert word("federation.exclude", [2]) == "exclude=[2]"
 
 
 def test_what_most_have_is_not_said_and_what_is_left_is_hinted_at() -> None:

@@ -21,7 +21,7 @@ _WORDS = {  # as the paper's tables and the frontier call them
     SERVER_EPOCHS: "E_srv={}", "method.step": "{} steps", "privacy.mechanism": "{}", "privacy.epsilon": "ε={}",
     "privacy.noise_multiplier": "σ={}", "model.name": "{}", "data.name": "{}", "federation.wire": "{} wire",
 }  # fmt: skip
-_UNSAID = {("method.step", "polyak"), ("privacy.mechanism", "none")}  # the forms that need no word
+_UNSAID = {"method.step": "polyak", "privacy.mechanism": "none"}  # the forms that need no word
 
 
 def quiet(key: str) -> bool:
@@ -35,7 +35,7 @@ def word(key: str, value: Any) -> str:
     >>> word("train.server_epochs", 100), word("method.step", "fixed"), word("method.step", "polyak"), word("train.lr", 0.1)
     ('E_srv=100', 'fixed steps', '', 'lr=0.1')
     """
-    if value is None or (key, value) in _UNSAID:
+    if value is None or value == _UNSAID.get(key):
         return ""
     text = shortened(f"{value:g}" if isinstance(value, float) else plain(value), 24)
     return _WORDS[key].format(text) if key in _WORDS else f"{plain(key.split('.')[-1], 24)}={text}"
