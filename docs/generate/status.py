@@ -16,7 +16,7 @@ Made from `results/` when this site was built. How a table is run and compared: 
 
 def page() -> str:
     from rescene.paper.compare import compare
-    from rescene.paper.pages import claims_grid
+    from rescene.paper.pages import judged_claims
     from rescene.paper.recipes import paper_recipe, recipe_names
     from rescene.paper.store import Store
     from rescene.paper.tables import results_grid, status_grid, table_grid
@@ -29,7 +29,7 @@ def page() -> str:
         for title, grid in (
             ("Results so far", results_grid),
             ("Tables of the paper", status_grid),
-            ("Claims", claims_grid),
+            ("Claims", judged_claims),
         ):
             lines += [f"## {title}", "", render(grid(store), "markdown")]
         for recipe in map(paper_recipe, recipe_names(lite=False)):

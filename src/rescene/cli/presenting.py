@@ -41,7 +41,9 @@ def table(
     by: Annotated[
         str, typer.Option("--by", help="settings that head the rows, e.g. beta,lr (default: what differs)")
     ] = "",
-    metric: Annotated[str, typer.Option("--metric", help="aa, aia, old, recent, forgetting, upload, ...")] = "aa,aia",
+    metric: Annotated[
+        str, typer.Option("--metric", help="aa, aia, old, recent, forgetting, tasks, task0, within_task, upload, ...")
+    ] = "aa,aia",
     across: Annotated[str, typer.Option("--across", help="one setting whose values stand side by side")] = "",
     kind: Annotated[str, typer.Option("--format", help="text, markdown, latex, csv, html or json")] = "",
     out: Annotated[Path | None, typer.Option("--out", help="file; its ending chooses the format")] = None,

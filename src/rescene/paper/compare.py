@@ -109,10 +109,11 @@ def _line(
     reference = store.find(other.experiment, recipe.seeds) if other else ()
     ours = _known({m: over_seeds(runs, m, reference) for m in recipe.metrics})
     measured: dict[str, Spread] = {}
-    if costs and not recipe.lite and any(m in NOMINAL for m in recipe.metrics):
+    in_the_papers_way = recipe.metrics if costs and not recipe.lite else ()
+    if any(m in NOMINAL for m in in_the_papers_way):
         measured = {m: value for m, value in ours.items() if m in COSTS}
         ours |= {m: value for m, value in nominal(cell, recipe.seeds, other).items() if m in recipe.metrics}
-    if costs and not recipe.lite and any(m in REPLAY for m in recipe.metrics):
+    if any(m in REPLAY for m in in_the_papers_way):
         ours |= replay(cell, recipe.seeds)
     return Line(cell, variant, runs, recipe.seeds, ours, measured, paper)
 

@@ -20,7 +20,8 @@ from rescene.report.formats import Grid, render
 _BLOCK = re.compile(r"(<!-- rescene paper: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def _claims_grid(store: Store) -> Grid:
+def judged_claims(store: Store) -> Grid:
+    """Every claim of the text with its verdict on our results."""
     book = OurBook(store)
     return claims_grid(judge(book), book.stand_ins)
 
@@ -37,7 +38,7 @@ def privacy_grid(store: Store) -> Grid:
 BLOCKS: dict[str, Callable[[Store], Grid]] = {
     "results": results_grid,
     "status": _status_grid,
-    "claims": _claims_grid,
+    "claims": judged_claims,
     "privacy": privacy_grid,
 }
 

@@ -62,8 +62,11 @@ def _head(line: Line) -> list[Entry]:
 
 
 def _tail(recipe: PaperRecipe, line: Line) -> list[Entry]:
-    copies = f"{line.near_copies:.0f} %" if line.near_copies is not None else "no images" if line.runs else "–"
-    return [f"{len(line.runs)}/{len(line.seeds)}", copies, command(recipe, line)]
+    return [f"{len(line.runs)}/{len(line.seeds)}", _copies(line), command(recipe, line)]
+
+
+def _copies(line: Line) -> str:
+    return f"{line.near_copies:.0f} %" if line.near_copies is not None else "no images" if line.runs else "–"
 
 
 _HEAD = ["data", "beta", "method", "setting"]
@@ -176,7 +179,7 @@ def _notes(
     if any(line.near_copies is not None for line in lines):
         yield COPIES
     exact = [line for line in lines if not line.variant]
-    done, wanted = sum(len(line.runs) for line in exact), sum(len(line.seeds) for line in exact)
+    done, wanted = _done_and_wanted(exact)
     beside = _beside(lines)
     yield f"{done} of {wanted} runs are stored" + (f", and {beside}." if beside else ".")
     if done < wanted and not all(line.cell.unavailable for line in exact):
@@ -186,6 +189,10 @@ def _notes(
             yield f"cannot run here: {obstacle.reason}. fix: {obstacle.fix}"
     if store.unreadable:
         yield f"not readable as results: {', '.join(map(str, store.unreadable))}"
+
+
+def _done_and_wanted(lines: Sequence[Line]) -> tuple[int, int]:
+    return sum(len(line.runs) for line in lines), sum(len(line.seeds) for line in lines)
 
 
 def _beside(lines: Sequence[Line]) -> str:
@@ -202,8 +209,7 @@ def status_grid(store: Store, lite: bool = False) -> Grid:
     for name in recipe_names(lite):
         recipe = paper_recipe(name)
         lines = compare(recipe, store, costs=False)
-        exact = [line for line in lines if not line.variant]
-        done, wanted = sum(len(line.runs) for line in exact), sum(len(line.seeds) for line in exact)
+        done, wanted = _done_and_wanted([line for line in lines if not line.variant])
         waiting = all(line.cell.unavailable for line in lines)
         to_run = "not available yet" if waiting else f"rescene paper run {name}" if done < wanted else ""
         shown = f"{done}/{wanted}" + (f" (+{beside})" if (beside := _beside(lines)) else "")
@@ -226,8 +232,7 @@ def results_grid(store: Store, root: str = "results") -> Grid:
             paper += " at E_srv=100" if line.other_epochs and "aa" in line.paper else ""
             places = _together(sorted({_below(run.folder, root) for run in line.runs}))
             figures = [_ours(line.ours.get(m), best=False) for m in ("aa", "aia")]
-            copies = _tail(paper_recipe(name), line)[1]
-            rows.append((data, beta, method, setting, str(len(line.runs)), *figures, paper, copies, places))
+            rows.append((data, beta, method, setting, str(len(line.runs)), *figures, paper, _copies(line), places))
     columns = ("data", "beta", "method", "setting", "seeds", "AA", "AIA", "paper AA / AIA", "near-copies", "where")
     return Grid("", columns, tuple(rows))
 
