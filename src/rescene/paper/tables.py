@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 from collections.abc import Iterable, Sequence
@@ -135,8 +136,13 @@ def _difference(line: Line, metric: str) -> Cell:
 
 
 def _digits(line: Line, metric: str) -> int:
-    number = line.paper.get(metric)
-    return number.digits if number else 0 if metric in REPLAY else 2
+    """As many as the paper prints; where it prints none two, and two that say something of a small figure in a lite form."""
+    number, ours = line.paper.get(metric), line.ours.get(metric)
+    if number:
+        return number.digits
+    if ours and 0 < abs(ours.mean) < 0.1:
+        return 1 - math.floor(math.log10(abs(ours.mean)))
+    return 0 if metric in REPLAY else 2
 
 
 def _best(lines: Sequence[Line], metrics: Sequence[str]) -> set[tuple[int, str]]:
