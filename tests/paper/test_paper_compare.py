@@ -183,8 +183,8 @@ def test_measured_costs_stand_beside_the_nominal_ones(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "clients", "server"),
     [
-        # counted at the end of each task: 5 - 2, 4 - 0
-        ([{"kind": "task", "task": t, "client_flops": c, "server_flops": s} for t, c, s in ((0, 2e15, 0), (1, 5e15, 4e15))], 3, 4),
+        # clients a third of the run, 9 / 3; the server as counted at the end of each task, 4 - 0
+        ([{"kind": "task", "task": t, "client_flops": c, "server_flops": s} for t, c, s in ((0, 2e15, 0), (1, 6e15, 4e15))], 3, 4),
         # earlier records of a method that paints: in one of the two later tasks of three
         ([{"kind": "round", "task": t, "notes": {"synthetic_images": 256} if t else {}} for t in range(3)], 3, 6),
         # earlier records of a method whose server notes no images

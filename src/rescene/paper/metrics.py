@@ -107,10 +107,13 @@ def _measured(run: Stored, key: str, unit: float) -> float | None:
 
 
 def _second_task(run: Stored) -> dict[str, float]:
-    """PFLOP of the second task (Table 12)."""
-    clients, server = _counted_by_task(run) or _shares_of_the_run(run)
-    if clients is None or server is None:
-        return {} if clients is None else {"task_client_pflop": clients}
+    """PFLOP of the second task (Table 12): clients a T-th of the run, the server's own."""
+    clients, server = _measured(run, "client_flops", 1e15), _server_in_second_task(run)
+    if clients is None:
+        return {}
+    clients /= len(run.results["tasks"])
+    if server is None:
+        return {"task_client_pflop": clients}
     return {
         "task_client_pflop": clients,
         "task_server_pflop": server,
@@ -120,20 +123,15 @@ def _second_task(run: Stored) -> dict[str, float]:
     }
 
 
-def _counted_by_task(run: Stored) -> tuple[float, float] | None:
-    """PFLOP of clients and server between the ends of the first and the second task; None in records of earlier versions."""
-    ends = [row for row in run.rows("task") if "client_flops" in row][:2]
-    if len(ends) < 2:
-        return None
-    return tuple((ends[1][key] - ends[0][key]) / 1e15 for key in ("client_flops", "server_flops"))  # type: ignore[return-value]
-
-
-def _shares_of_the_run(run: Stored) -> tuple[float | None, float | None]:
-    """Where only the whole run was counted: clients a T-th of it, the server by the images it trained on or painted."""
-    clients, server = (_measured(run, key, 1e15) for key in ("client_flops", "server_flops"))
+def _server_in_second_task(run: Stored) -> float | None:
+    """As counted at the end of each task; in records of earlier versions by the images it trained on or painted, if noted."""
+    ends = [row["server_flops"] for row in run.rows("task") if "server_flops" in row][:2]
+    if len(ends) == 2:
+        return float(ends[1] - ends[0]) / 1e15
+    server = _measured(run, "server_flops", 1e15)
     notes = [(row["task"], row.get("notes") or {}) for row in run.rows("round")]
     images = [(task, note.get("pool_size", note.get("synthetic_images", 0))) for task, note in notes]
     total = sum(number for _, number in images)
-    if server:
-        server = server * sum(number for task, number in images if task == 1) / total if total else None
-    return clients and clients / len(run.results["tasks"]), server
+    if not server:
+        return server
+    return server * sum(number for task, number in images if task == 1) / total if total else None

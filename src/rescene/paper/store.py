@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,12 @@ class Stored:
 
     def rows(self, kind: str) -> list[dict[str, Any]]:
         """The rounds or tasks as recorded in metrics.jsonl; none if that file was not kept."""
+        return [row for row in self._recorded if row.get("kind") == kind]
+
+    @cached_property
+    def _recorded(self) -> list[dict[str, Any]]:
         try:
-            lines = (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-            return [row for row in map(json.loads, lines) if row.get("kind") == kind]
+            return list(map(json.loads, (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()))
         except (OSError, ValueError):
             return []
 
