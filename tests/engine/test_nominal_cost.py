@@ -1,5 +1,7 @@
 """The paper's cost tables, regenerated: byte columns to the printed digit, FLOPs within 3 %."""
 
+from statistics import fmean
+
 import pytest
 
 from rescene.config import resolve
@@ -44,29 +46,32 @@ PFLOP = {  # client work of the run as printed: client-resource table, and the t
     "tinyimagenet": (67.21, 70.58, 87.38, 158.60, 410.42, 1884.40, 295.96, 56.20),
     "more clients": (46.33, 48.65, 58.69, 132.25, 108.45, 326.31, 139.87, 21.93),
 }
-UNEXPLAINED = {("cifar10", "rescene"): 0.045, ("more clients", "rescene"): 0.045}  # docs/cost.md
+MORE_CLIENTS = ["federation.num_clients=100", "federation.per_round=70"]
 SERVER_PFLOP = {"target": 38.2, "rescene": 26.6}  # total-compute table; below .01 for all others
 
 
-def mean_client_pflop(data, method, overrides=()):
-    flops = [nominal_client_flops(paper_experiment(data, method, seed, overrides)) for seed in range(3)]
-    return sum(flops) / 3e15
+def client_pflop(data, method, overrides=(), splits=3):
+    return [nominal_client_flops(paper_experiment(data, method, seed, overrides)) / 1e15 for seed in range(splits)]
 
 
 @pytest.mark.parametrize(
     ("data", "method", "printed"), [(d, m, p) for d, row in PFLOP.items() for m, p in zip(METHODS, row, strict=True)]
 )
 def test_client_flops_within_three_percent(data, method, printed):
-    overrides = ["federation.num_clients=100", "federation.per_round=70"] if data == "more clients" else []
-    found = mean_client_pflop("cifar10" if overrides else data, method, overrides)
-    assert found == pytest.approx(printed, rel=UNEXPLAINED.get((data, method), 0.03))
+    overrides = MORE_CLIENTS if data == "more clients" else []
+    name = "cifar10" if overrides else data
+    by_chance = (name, method) == ("cifar10", "rescene")  # three splits are too few
+    found = client_pflop(name, method, overrides, splits=20 if by_chance else 3)
+    assert fmean(found) == pytest.approx(printed, rel=0.03)
+    if by_chance:  # docs/cost.md
+        assert min(found) < printed < max(found)
 
 
 @pytest.mark.parametrize(
     ("model", "printed"), [("resnet50", (2180.66, 342.34, 64.26)), ("vit-small", (2320.76, 364.34, 68.40))]
 )
 def test_larger_models(model, printed):
-    found = [mean_client_pflop("cifar100", m, [f"model.name={model}"]) for m in ("fedcbdr", "refed", "rescene")]
+    found = [fmean(client_pflop("cifar100", m, [f"model.name={model}"])) for m in ("fedcbdr", "refed", "rescene")]
     assert found == pytest.approx(list(printed), rel=0.01)
 
 

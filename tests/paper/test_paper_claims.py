@@ -34,7 +34,7 @@ def test_one_wrong_digit_is_noticed():
 def test_nothing_measured_is_nothing_said(tmp_path):
     found = verdicts(OurBook(Store([tmp_path])))
     costs = [found.pop(name) for name in ("client-compute", "upload", "n100-compute")]  # follow from the recipes alone
-    assert [v.verdict for v in costs] == ["supported", "supported", "not supported"]
+    assert [v.verdict for v in costs] == ["supported", "supported", "explained"]
     assert {v.verdict for v in found.values()} == {"not yet measured"}
     assert all(v.figure is None and v.known == 0 for v in found.values())
 
