@@ -76,7 +76,7 @@ def for_people(error: Exception) -> Exception:
         "E324",
         "too large for this device: out of memory",
         why=str(error).splitlines()[0] if str(error) else None,
-        fix="a device with more memory, or a smaller model, train.batch_size or method.real_batch",
+        fix="a device with more memory; outside the paper's recipes also a smaller model, train.batch_size or method.real_batch",
     )
 
 

@@ -213,8 +213,10 @@ def test_figures(here, name, rows):
 
 
 def test_a_figure_as_one_file(here):
-    assert invoke("figure", "old-recent", "--runs", "kept", "--out", "drawn/f.pdf").output.strip() == "drawn/f.pdf"
+    told = invoke("figure", "old-recent", "--runs", "kept", "--out", "drawn/f.pdf").output.split()
+    assert told == ["drawn/f.pdf", "drawn/f.csv"]
     assert (here / "drawn" / "f.pdf").read_bytes().startswith(b"%PDF")
+    assert (here / "drawn" / "f.csv").read_text().startswith("data,beta,method,whose")
 
 
 def test_fewer_server_epochs_look_different_in_a_figure(here):

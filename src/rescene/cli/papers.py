@@ -162,7 +162,7 @@ def paper_check(
 def paper_figure(
     name: Annotated[str, typer.Argument(help="old-recent or task-curves")],
     out: Annotated[
-        Path, typer.Option("--out", help="folder for the .png, .svg and .csv, or one .png, .pdf or .svg")
+        Path, typer.Option("--out", help="folder for the .png, .svg and .csv, or one .png, .pdf or .svg, its .csv beside it")
     ] = Path("figures"),
     runs: Runs = None,
 ) -> None:
@@ -177,7 +177,7 @@ def paper_figure(
         drawn = out if out.suffix in ENDINGS else out / f"{plot.name}.png"
         with writing(drawn):
             save(plot, out) if drawn == out else render(plot, out)
-    print(drawn)
+    print(drawn, drawn.with_suffix(".csv"), sep="\n")
 
 
 @paper_app.command("readme")

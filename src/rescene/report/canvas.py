@@ -91,8 +91,8 @@ def render(plot: Plot, folder: Path) -> Figure:
     return Figure(plot.name, plot.title, plot.caption, _for_page(svg, plot), uri)
 
 
-def save(plot: Plot, path: Path) -> None:
-    """Draw a plot for print into one file; its ending (one of ENDINGS) is the format."""
+def save(plot: Plot, path: Path) -> list[Path]:
+    """Draw a plot for print, with the numbers behind it as CSV; the ending (one of ENDINGS) is the format. Returns both paths."""
     with _drawn(plot) as sheet:
         if path.suffix == ".svg":
             svg = io.StringIO()
@@ -100,6 +100,9 @@ def save(plot: Plot, path: Path) -> None:
             path.write_text(_on_white(svg.getvalue()), "utf-8")
         else:
             sheet.savefig(path, dpi=300, facecolor="white", metadata=_UNDATED[path.suffix])
+    table = path.with_suffix(".csv")
+    table.write_text(csv_text(plot.rows), "utf-8", newline="")
+    return [path, table]
 
 
 # The same runs give the same bytes.

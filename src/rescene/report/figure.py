@@ -9,7 +9,7 @@ from typing import Any
 
 from rescene.errors import ConfigError, did_you_mean
 from rescene.report import plots_cost, plots_curves, plots_frontier, plots_grids, plots_privacy, plots_retention
-from rescene.report.canvas import ENDINGS, Plot, csv_text, legend_above, save
+from rescene.report.canvas import ENDINGS, Plot, legend_above, save
 from rescene.report.groups import Group
 from rescene.report.labels import wrapped
 from rescene.report.look import INK
@@ -65,11 +65,9 @@ def figure(groups: Groups, kind: str, out: Path) -> list[Path]:
     plots = [plot for plot in panels(groups) if plot]
     if not plots:
         raise ConfigError("E146", f"nothing to draw for {kind}", where="these runs", why=f"it needs {needs}")
-    save(plots[0] if len(plots) == 1 else together(plots, across), out)
-    table = out.with_suffix(".csv")
+    drawn = plots[0] if len(plots) == 1 else together(plots, across)
     rows = [{"panel": plot.name, **row} for plot in plots for row in plot.rows]
-    table.write_text(csv_text(rows), "utf-8", newline="")
-    return [out, table]
+    return save(replace(drawn, rows=rows), out)
 
 
 def together(plots: Sequence[Plot], across: int) -> Plot:
