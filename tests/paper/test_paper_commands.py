@@ -52,7 +52,8 @@ def test_list_and_table(here):
         result = invoke("table", "main", "--only", "cifar10/0.5/fedavg", "--runs", "kept", "--format", kind)
         assert result.exit_code == 0 and "15.84" in result.output, result.output
     assert invoke("table", "main", "--runs", "kept", "--out", "made/main.tex").exit_code == 0
-    assert "toprule" in (here / "made" / "main.tex").read_text()
+    printed = (here / "made" / "main.tex").read_text()
+    assert "toprule" in printed and "rescene paper run" not in printed and "runs are stored" not in printed
     assert "main-lite" in invoke("list", "--runs", "kept").output
 
 
@@ -62,6 +63,7 @@ def test_what_cannot_be_written_gets_an_answer(here):
         (("table", "budget", "--out", "file/t.tex"), "E147"),
         (("table", "budget", "--out", "t.doc"), "E140"),
         (("figure", "old-recent", "--out", "file/drawn"), "E147"),
+        (("figure", "old-recent", "--out", "drawn.foo"), "E145"),
     ]:
         result = invoke(*args, "--runs", "kept")
         assert result.exit_code == 2 and code in result.output, result.output
@@ -188,7 +190,8 @@ def test_mistakes_get_an_answer(here):
         (("table", "main", "--runs", "nowhere"), "no such folder"),
         (("run", "main", "--seeds", "a"), "cannot read the seeds"),
         (("figure", "curves"), "task-curves"),
-        (("check", "claim"), "no table 'claim'"),
+        (("check", "claim"), "no table 'claim'; did you mean claims?"),
+        (("table", "lambda", "--only", "lambda=0.25", "--only", "lambda=2"), "no cell of lambda matches lambda=2"),
         (("readme", "--write", "none.md"), "no such document"),
     ]:
         result = invoke(*args)

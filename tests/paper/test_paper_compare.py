@@ -111,6 +111,8 @@ def test_bands():
     )
     assert band(number(metric="uplink_mb", mean=0.25)) == pytest.approx((0.245, 0.255))
     assert band(number(metric="client_pflop", mean=100.0)) == pytest.approx((97.0, 103.0))
+    assert band(number(metric="task_server_pflop", mean=100.0)) == pytest.approx((97.0, 103.0))
+    assert band(number(metric="task_server_pflop", mean=0.0)) is None  # "about 0"
     assert band(number(metric="task_0")) is None
 
 
@@ -124,6 +126,14 @@ def test_verdicts_on_stored_results(tmp_path, method, aa, verdict):
     write_run(tmp_path, cell_of(MAIN, f"cifar10/0.5/{method}"), aa=aa)
     found = {f.metric: f.verdict for f in findings(MAIN, Store([tmp_path]))}
     assert found["aa"] == verdict
+
+
+def test_tables_of_costs_have_one_form(tmp_path):
+    """With other server epochs a run costs something else, and is not what the paper counts."""
+    write_run(tmp_path, cell_of(MAIN, "cifar10/0.5/rescene").fast)
+    (line,) = compare(paper_recipe("cost-total"), Store([tmp_path]), ["cifar10/0.5/rescene"])
+    assert not line.runs and not line.variant
+    assert [line.variant for line in compare(MAIN, Store([tmp_path]), ["cifar10/0.5/rescene"])] == ["", "E_srv=10"]
 
 
 def test_nominal_costs_need_no_run_and_what_is_known_of_a_difference_is_told(tmp_path):

@@ -146,7 +146,7 @@ def paper_check(
         store = _store(runs)
         names = recipe_names(lite=False) if name == "all" else [] if name == "claims" else [name]
         book = OurBook(store)
-        found = [finding for table in names for finding in findings(paper_recipe(table), store)]
+        found = [one for table in names for one in findings(paper_recipe(table, ("claims", "all")), store)]
         verdicts = judge(book) if name in ("all", "claims") else []
         grids = [band_grid(found, everything)] if names else []
         grids += [claims_grid(verdicts, book.stand_ins)] if verdicts else []
@@ -162,7 +162,8 @@ def paper_check(
 def paper_figure(
     name: Annotated[str, typer.Argument(help="old-recent or task-curves")],
     out: Annotated[
-        Path, typer.Option("--out", help="folder for the .png, .svg and .csv, or one .png, .pdf or .svg, its .csv beside it")
+        Path,
+        typer.Option("--out", help="folder for the .png, .svg and .csv, or one .png, .pdf or .svg, its .csv beside it"),
     ] = Path("figures"),
     runs: Runs = None,
 ) -> None:
@@ -171,12 +172,14 @@ def paper_figure(
 
     with busy(READING):
         from rescene.paper.figures import figure
-        from rescene.report.canvas import ENDINGS, render, save
+        from rescene.report.canvas import checked_ending, render, save
 
+        if one_file := bool(out.suffix) and not out.is_dir():
+            checked_ending(out)
         plot = figure(name, _store(runs))
-        drawn = out if out.suffix in ENDINGS else out / f"{plot.name}.png"
+        drawn = out if one_file else out / f"{plot.name}.png"
         with writing(drawn):
-            save(plot, out) if drawn == out else render(plot, out)
+            save(plot, out) if one_file else render(plot, out)
     print(drawn, drawn.with_suffix(".csv"), sep="\n")
 
 
@@ -210,7 +213,7 @@ def _store(runs: list[Path] | None, out: Path | None = None) -> Store:
     from rescene.paper.store import default_roots
 
     for root in runs or ():
-        if not root.is_dir():
+        if not root.is_dir() and root != out:  # which will be made
             raise ConfigError("E108", "there is no such folder", where=str(root), fix="--runs takes a folder of runs")
     return Store([*(runs or default_roots()), *([out] if out else [])])
 

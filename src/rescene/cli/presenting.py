@@ -87,11 +87,19 @@ def plot(
     out: Annotated[Path | None, typer.Option("--out", help="file.png, .pdf or .svg (default: <kind>.png)")] = None,
 ) -> None:
     """A figure for a paper or a talk, and the CSV behind it."""
-    from rescene.report.figure import figure
+    from rescene.report.figure import KINDS, figure
     from rescene.report.groups import differing_settings, group_runs
 
     if not kind:  # rescene plot frontier RUNS
         kind, *folders = str(folders[0]), *folders[1:]
+        if kind not in KINDS and Path(kind).is_dir():
+            raise ConfigError(
+                "E145", "which figure?", why=f"known are {', '.join(KINDS)}", fix=f"rescene plot {kind} --kind curves"
+            )
+        if not folders:
+            raise ConfigError(
+                "E108", "of which runs?", where="after the kind of figure", fix=f"rescene plot {kind} runs/..."
+            )
     groups = group_runs(loaded(folders))
     out = out or Path(f"{kind}.png")
     with writing(out):

@@ -25,7 +25,9 @@ def band_grid(found: Sequence[Finding], everything: bool = False) -> Grid:
         f"{len(found)} figures have a band: " + ", ".join(f"{n} {verdict}" for verdict, n in sorted(counts.items()))
     ]
     if not found:
-        notes = ["no stored result belongs to these tables; rescene paper list says how to make one"]
+        notes = [
+            "nothing stored of these tables has a band (AA, AIA, bytes and FLOPs have); rescene paper table NAME shows them"
+        ]
     if any(finding.line.other_epochs for finding in found):
         notes.append("E_srv=10 is compared with E_srv=100: the paper prints it for CIFAR-10 at beta 0.1 only")
     rows = [_row(finding) for finding in found if everything or finding.verdict != "in band"]

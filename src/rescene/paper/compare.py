@@ -12,7 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from rescene.paper.costs import nominal, replay
-from rescene.paper.metrics import BYTES, COSTS, NOMINAL, REPLAY, over_seeds, relative
+from rescene.paper.metrics import BYTES, COSTS, FLOPS, NOMINAL, REPLAY, over_seeds, relative
 from rescene.paper.numbers import Printed, printed
 from rescene.paper.recipes import FAST_LABEL, FIXED_LABEL, PaperCell, PaperRecipe, paper_recipe, recipe_names
 from rescene.paper.store import Store, Stored
@@ -71,13 +71,16 @@ def compare(recipe: PaperRecipe, store: Store, only: Iterable[str] = (), costs: 
     """One line per cell, and one for each form of it that was run. ``costs=False`` leaves the nominal ones out."""
     lines = []
     own = {cell.experiment for cell in recipe.cells if not cell.unavailable}
+    only_costs = all(
+        metric in NOMINAL for metric in recipe.metrics
+    )  # other epochs cost something else, other steps the same
     for cell in recipe.chosen(only):
         numbers = {} if recipe.lite else _with_kept(recipe, cell)
         if cell.unavailable:
             lines.append(Line(cell, "", (), recipe.seeds, {}, {}, numbers))
             continue
         lines.append(_line(recipe, cell, "", store, numbers, costs))
-        for label, form in {} if recipe.lite else cell.variants.items():
+        for label, form in {} if recipe.lite or only_costs else cell.variants.items():
             if form.experiment in own or not store.find(form.experiment, recipe.seeds):
                 continue
             if FIXED_LABEL in label and (cell.setting or any(m in NOMINAL for m in recipe.metrics)):
@@ -158,7 +161,7 @@ def band(number: Printed) -> tuple[float, float] | None:
     if number.metric in BYTES:
         half = 0.5 * 10**-number.digits
         return number.mean - half, number.mean + half
-    if number.metric == "client_pflop":
+    if number.metric in FLOPS and number.mean and not number.is_bound:
         return number.mean * (1 - FLOP_TOLERANCE), number.mean * (1 + FLOP_TOLERANCE)
     return None
 

@@ -20,6 +20,7 @@ _LEDGER = {
     "server_pflop": ("server_flops", 1e15),
 }
 BYTES = ("state_mb", "uplink_mb", "downlink_mb")
+FLOPS = ("client_pflop", "task_client_pflop", "task_server_pflop", "task_total_pflop")
 COSTS = (
     *_LEDGER,
     *("client_compute_ratio", "server_compute_ratio"),

@@ -136,10 +136,11 @@ class PaperRecipe:
         """Cells whose name matches one of the patterns (``cifar10/*/rescene``) or has it as a part; no pattern: all."""
         patterns = list(patterns)
         picked = [cell for cell in self.cells if not patterns or any(_matches(cell.name, p) for p in patterns)]
-        if not picked:
+        idle = [p for p in patterns if not any(_matches(cell.name, p) for cell in self.cells)]
+        if idle:
             raise ConfigError(
                 "E151",
-                f"no cell of {self.name} matches {', '.join(patterns)}",
+                f"no cell of {self.name} matches {', '.join(idle)}",
                 why=f"a cell is called like {self.cells[0].name}",
                 fix=f"rescene paper run {self.name} --plan lists them",
             )
@@ -161,15 +162,16 @@ def recipe_names(lite: bool = True) -> list[str]:
 
 
 @lru_cache
-def paper_recipe(name: str) -> PaperRecipe:
-    """``main``, ``paper/main`` or ``main-lite``."""
+def paper_recipe(name: str, besides: tuple[str, ...] = ()) -> PaperRecipe:
+    """``main``, ``paper/main`` or ``main-lite``. ``besides``: what else the caller would have understood."""
     name = name.removeprefix("paper/")
     if name not in recipe_names():
-        close = did_you_mean(name, recipe_names())
+        close = did_you_mean(name, [*recipe_names(), *besides])
         raise ConfigError(
             "E150",
             f"the paper has no table {name!r}" + (f"; did you mean {close}?" if close else ""),
-            why=f"known: {', '.join(recipe_names(lite=False))}, each also with {LITE}",
+            why=f"known: {', '.join(recipe_names(lite=False))}, each also with {LITE}"
+            + "".join(f"; {b}" for b in besides),
             fix="rescene paper list",
         )
     table, lite = name.removesuffix(LITE), name.endswith(LITE)

@@ -44,7 +44,8 @@ def table_grid(recipe: PaperRecipe, store: Store, only: Iterable[str] = (), comm
     if not commands:
         columns, rows = columns[:-1], [row[:-1] for row in rows]
     title = f"paper/{recipe.name}: {recipe.title} ({recipe.place})"
-    return Grid(title, tuple(columns), tuple(map(tuple, rows)), tuple(_notes(recipe, lines, store, bool(best), only)))
+    notes = [*_notes(recipe, lines, bool(best)), *(_state(recipe, lines, store, only) if commands else ())]
+    return Grid(title, tuple(columns), tuple(map(tuple, rows)), tuple(notes))
 
 
 def command(recipe: PaperRecipe, line: Line) -> str:
@@ -161,9 +162,8 @@ def _best(lines: Sequence[Line], metrics: Sequence[str]) -> set[tuple[int, str]]
     return found
 
 
-def _notes(
-    recipe: PaperRecipe, lines: Sequence[Line], store: Store, marked: bool, only: Iterable[str]
-) -> Iterable[str]:
+def _notes(recipe: PaperRecipe, lines: Sequence[Line], marked: bool) -> Iterable[str]:
+    """What the table's marks and columns mean."""
     if recipe.lite:
         yield NOT_COMPARABLE
     if marked:
@@ -184,6 +184,10 @@ def _notes(
         yield "Budget and images: ours as the paper counts them, on our split, which needs no run."
     if any(line.near_copies is not None for line in lines):
         yield COPIES
+
+
+def _state(recipe: PaperRecipe, lines: Sequence[Line], store: Store, only: Iterable[str]) -> Iterable[str]:
+    """What is stored and what can be run here."""
     exact = [line for line in lines if not line.variant]
     done, wanted = _done_and_wanted(exact)
     beside = _beside(lines)

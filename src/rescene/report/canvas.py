@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from rescene.errors import ConfigError
 from rescene.report.labels import visible
 from rescene.report.look import BROWN, CARD, GRID, INK, MUTED, SLATE
 from rescene.report.runs import Row
@@ -89,6 +90,12 @@ def render(plot: Plot, folder: Path) -> Figure:
     uri = data_uri("text/csv", text.encode("utf-8")) if len(text) <= _MOST_CSV else ""
     (folder / f"{plot.name}.csv").write_text(text, "utf-8", newline="")
     return Figure(plot.name, plot.title, plot.caption, _for_page(svg, plot), uri)
+
+
+def checked_ending(path: Path) -> None:
+    if path.suffix not in ENDINGS:
+        why = f"known endings are {', '.join(ENDINGS)}"
+        raise ConfigError("E145", f"no figure format ends in '{path.suffix}'", where="--out", why=why)
 
 
 def save(plot: Plot, path: Path) -> list[Path]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from rescene.errors import ConfigError, did_you_mean
 from rescene.report import plots_cost, plots_curves, plots_frontier, plots_grids, plots_privacy, plots_retention
-from rescene.report.canvas import ENDINGS, Plot, legend_above, save
+from rescene.report.canvas import Plot, checked_ending, legend_above, save
 from rescene.report.groups import Group
 from rescene.report.labels import wrapped
 from rescene.report.look import INK
@@ -58,9 +58,7 @@ def figure(groups: Groups, kind: str, out: Path) -> list[Path]:
         close = did_you_mean(kind, KINDS)
         what = f"unknown kind of figure {kind!r}" + (f"; did you mean {close}?" if close else "")
         raise ConfigError("E145", what, where="the first word, or --kind", why=f"known are {', '.join(KINDS)}")
-    if out.suffix not in ENDINGS:
-        why = f"known endings are {', '.join(ENDINGS)}"
-        raise ConfigError("E145", f"no figure format ends in '{out.suffix}'", where="--out", why=why)
+    checked_ending(out)
     panels, across, needs = KINDS[kind]
     plots = [plot for plot in panels(groups) if plot]
     if not plots:
