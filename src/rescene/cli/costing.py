@@ -198,10 +198,10 @@ def big(value: float) -> str:
 def duration(seconds: float) -> str:
     """A length of time in two digits or so.
 
-    >>> duration(0.012), duration(75), duration(7200), duration(300000)
-    ('0.012 s', '1.2 min', '2.0 h', '3.5 days')
+    >>> duration(0.012), duration(75), duration(7200), duration(300000), duration(6e8)
+    ('0.012 s', '1.2 min', '2.0 h', '3.5 days', '19.0 years')
     """
-    for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
+    for size, unit in ((365 * 86400, "years"), (86400, "days"), (3600, "h"), (60, "min")):
         if seconds >= size:
             return f"{seconds / size:.1f} {unit}"
     return f"{seconds:.2g} s"

@@ -47,7 +47,12 @@ def old_recent(store: Store) -> Plot:
             axes.plot([0, top], [0, top], color=MUTED, linewidth=0.9, linestyle=(0, (4, 4)))
             for row in own:
                 axes.plot(row["recent"], row["old"], **_mark(row, 8))
-            axes.set(title=DATA[data], xlim=(-0.04 * top, 1.04 * top), ylim=(-0.04 * top, 1.04 * top), aspect="equal")
+            axes.set(
+                title=f"{DATA[data]}, beta {SKEWED}",
+                xlim=(-0.04 * top, 1.04 * top),
+                ylim=(-0.04 * top, 1.04 * top),
+                aspect="equal",
+            )
             axes.set_xlabel("accuracy on recent tasks (%)")
         panels[0].set_ylabel("accuracy on old tasks (%)")
         _legend(sheet, rows)

@@ -33,9 +33,8 @@ COPIES = "near-copies: uploaded images with PSNR > 30 dB to a real training imag
 def table_grid(recipe: PaperRecipe, store: Store, only: Iterable[str] = (), commands: bool = True) -> Grid:
     """Ours, the paper's and the difference, cell by cell. ``commands``: with a column that says how to run what is missing."""
     lines = compare(recipe, store, only)
-    metrics = list(recipe.metrics)
-    if recipe.lite:  # fewer tasks, and nothing in the paper's conventions
-        metrics = [m for m in metrics if any(m in line.ours for line in lines)] or metrics
+    shown = {metric for line in lines for metric in (*line.ours, *line.paper)}  # some data sets have fewer tasks
+    metrics = [metric for metric in recipe.metrics if metric in shown] or list(recipe.metrics)
     best = _best(lines, metrics)
     if len(metrics) <= SIDE_BY_SIDE:
         columns, rows = _side_by_side(recipe, lines, metrics, best)
