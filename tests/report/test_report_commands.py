@@ -129,6 +129,10 @@ def test_an_interrupted_run_leaves_no_page_that_says_running(pages: tuple[Clock,
     with pytest.raises(KeyboardInterrupt), live_page(lambda event: None, [tmp_path], tmp_path / "r.html"):
         raise KeyboardInterrupt
     assert len(written) == 2  # no page, nothing to correct
+    (tmp_path / "r.html").write_text("running: by rescene report")
+    with pytest.raises(KeyboardInterrupt), live_page(lambda event: None, [tmp_path], tmp_path / "r.html"):
+        raise KeyboardInterrupt
+    assert len(written) == 3
 
 
 def test_a_page_that_cannot_be_written_stops_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
