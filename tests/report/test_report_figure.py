@@ -18,6 +18,8 @@ from rescene.report.figure import KINDS, figure, together
 from rescene.report.groups import Group, group_runs
 from rescene.report.plots_cost import accuracy_for_compute, accuracy_for_upload
 from rescene.report.plots_curves import matching_curve, rounds_curve
+from rescene.report.plots_retention import forgetting_bars
+from rescene.report.tables import PAGE, page_cells
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +139,15 @@ def test_who_pays_nothing_is_named_under_the_figure(tmp_path: Path) -> None:
     assert compute and {row["method"] for row in compute.rows} == {"ReSCENE"}
     assert upload and "not drawn" not in axis_label(upload)
     assert "not drawn, at 0: raw upload (control)" in axis_label(compute)
+
+
+def test_bars_show_the_forgetting_of_the_table(tmp_path: Path) -> None:
+    """8.15 came out as 8.2 in the table and, as a mean of 8.149999999999999, as 8.1 in the bar beside it."""
+    groups = group_runs([load_run(write_run(tmp_path / "run", forgetting=8.15))])
+    bars, cell = forgetting_bars(groups), page_cells(groups)[0][[column.key for column in PAGE].index("forgetting")]
+    assert bars
+    with _drawn(bars) as sheet:
+        assert [text.get_text() for text in sheet.axes[0].texts] == [cell.text] == ["8.2"]
 
 
 def axis_label(plot: Plot) -> str:
