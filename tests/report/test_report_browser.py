@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from browser import CHROMIUM, Tab, browser
-from report_fixtures import cost, write_run, write_running
+from report_fixtures import config, cost, write_run, write_running
 
 from rescene.report import write_report
 
@@ -17,6 +17,7 @@ pytestmark = [
     pytest.mark.skipif(not CHROMIUM, reason="no Chromium here: apt-get install chromium"),
 ]
 PHONE = 390
+PAPER = 688  # A4 less its margins
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +126,40 @@ def test_printed_all_is_open_and_the_menu_gone(tab: Tab, page: Path) -> None:
     assert tops == sorted(tops)  # results first, the long list of settings last
     heights = "[...document.querySelectorAll('details table')].map(each => each.getBoundingClientRect().height)"
     assert min(tab.ask(heights)) > 50
+
+
+@pytest.mark.parametrize(("width", "media"), [(PAPER, "print"), (1280, "screen"), (PHONE, "screen")])
+def test_settings_and_figures_stay_in_one_piece(tab: Tab, tmp_path: Path, width: int, media: str) -> None:
+    folders = []
+    for scope, epochs in (("client", 100), ("global", 10)):
+        settings = config("rescene", 0)
+        settings["method"]["budget_scope"], settings["train"]["server_epochs"] = scope, epochs
+        folders.append(write_run(tmp_path / scope, config=settings))
+    tab.open(write_report(folders, tmp_path / "report.html"), width, media=media)
+    names = tab.ask("[...document.querySelectorAll('.named td:first-child')].map(cell => cell.textContent)")
+    assert any("E_srv=100 budget_scope=client" in name for name in names)
+    assert tab.ask(_BROKEN.format(cells=".named td:first-child", piece="[^ ]+")) == []
+    assert tab.ask(_BROKEN.format(cells=".named td", piece="[0-9.]+ [kMG]?B")) == []
+    assert tab.ask("document.documentElement.scrollWidth") <= width
+
+
+# The pieces of text in these cells that stand on more than one line.
+_BROKEN = """[...document.querySelectorAll('{cells}')].flatMap(cell => {{
+  const found = [], texts = document.createTreeWalker(cell, NodeFilter.SHOW_TEXT), range = document.createRange();
+  while (texts.nextNode()) for (const part of texts.currentNode.data.matchAll(/{piece}/g)) {{
+    range.setStart(texts.currentNode, part.index);
+    range.setEnd(texts.currentNode, part.index + part[0].length);
+    if (new Set([...range.getClientRects()].map(box => box.top)).size > 1) found.push(part[0]);
+  }}
+  return found;
+}})"""
+
+
+def test_a_table_that_goes_on_repeats_its_titles_in_print(tab: Tab, page: Path) -> None:
+    tab.open(page, media="print")
+    assert tab.ask("[...document.querySelectorAll('table')].every(table => table.tHead)")
+    displays = "[...document.querySelectorAll('th button')].map(each => getComputedStyle(each).display)"
+    assert set(tab.ask(displays)) == {"contents"}  # Chromium does not repeat what holds a box of a button
 
 
 def test_a_page_of_a_running_run_reads_itself_again(tab: Tab, tmp_path: Path) -> None:

@@ -57,6 +57,8 @@ def test_plot_writes_beside_or_where_told(runs: Path, tmp_path: Path, monkeypatc
         (("table", "RUNS", "--format", "csv", "--out", "."), "Is a directory"),
         (("table", "RUNS", "--out", "file/t.csv"), "cannot write"),
         (("plot", "RUNS", "--kind", "cost", "--out", "file/c.png"), "cannot write"),
+        (("report", "RUNS", "--out", "file/r.html"), "E147"),
+        (("report", "RUNS", "--out", "/proc/r.html"), "E147"),
         (("table", "RUNS", "--by", "bta"), "did you mean beta"),
         (("plot", "RUNS", "--kind", "maps"), "unknown kind of figure"),
         (("plot", "RUNS"), "which figure?"),
@@ -74,6 +76,13 @@ def test_mistakes_get_an_answer(
     code, text = rescene(*(runs if word == "RUNS" else word for word in words))
     assert code == 2 and says in text
     assert [path.name for path in Path(".").iterdir()] == ["file"]
+
+
+def test_a_report_that_is_to_replace_a_folder_leaves_nothing_behind(runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "out" / "r.html").mkdir(parents=True)
+    code, text = rescene("report", runs, "--out", tmp_path / "out" / "r.html")
+    assert code == 2 and "E147" in text and "Is a directory" in text
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"r.html", "plots"}
 
 
 class Clock:
@@ -120,6 +129,10 @@ def test_an_interrupted_run_leaves_no_page_that_says_running(pages: tuple[Clock,
     with pytest.raises(KeyboardInterrupt), live_page(lambda event: None, [tmp_path], tmp_path / "r.html"):
         raise KeyboardInterrupt
     assert len(written) == 2  # no page, nothing to correct
+    (tmp_path / "r.html").write_text("running: by rescene report")
+    with pytest.raises(KeyboardInterrupt), live_page(lambda event: None, [tmp_path], tmp_path / "r.html"):
+        raise KeyboardInterrupt
+    assert len(written) == 3
 
 
 def test_a_page_that_cannot_be_written_stops_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -193,6 +193,15 @@ def test_server_epochs_are_told_on_every_row_they_act_on(tmp_path: Path) -> None
     assert differing_settings([group for group in groups if group.method != "raw-upload"]) == []
 
 
+def test_augmentation_is_told_where_rows_differ_in_it(tmp_path: Path) -> None:
+    told = [config(method, 0) for method in ("rescene", "refed", "fedavg")]  # the last one is older than the setting
+    for own, augment in zip(told, (True, False), strict=False):
+        own["train"]["augment"] = augment
+    groups = group_runs([make(tmp_path, own["method"]["name"], 0, config=own) for own in told])
+    assert differing_settings(groups) == ["train.augment"]
+    assert differing_settings([group for group in groups if group.method != "refed"]) == []
+
+
 def test_server_epochs_make_no_other_recipe_where_no_server_trains(tmp_path: Path) -> None:
     runs = [with_epochs(tmp_path, "fedavg", epochs, 10.0, seed) for seed, epochs in enumerate((10, 100))]
     (group,) = group_runs(runs)

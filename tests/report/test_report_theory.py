@@ -137,6 +137,17 @@ def test_the_page_has_the_section_and_its_figures(tmp_path: Path, blank_figures:
     assert 'id="theory"' not in other.read_text("utf-8")
 
 
+def test_the_section_names_whose_buffer_it_is(tmp_path: Path) -> None:
+    folders = []
+    for epochs, aa in ((10, 80.0), (100, 87.0)):
+        told = config("rescene", 0)
+        told["train"]["server_epochs"] = epochs
+        folders.append(write_run(tmp_path / str(epochs), config=told, aa=aa, theory=record(class_row())))
+    html = write_report(folders, tmp_path / "report.html").read_text("utf-8")
+    lead = html.partition('id="theory"')[2].partition("</p>")[0]
+    assert lead.endswith("From ReSCENE E_srv=100.")
+
+
 def test_the_verb_prints_a_table_words_and_json(tmp_path: Path) -> None:
     for seed in (0, 1):
         write_run(tmp_path / "runs" / f"s{seed}", seed=seed, theory=record(class_row(coverage_fails_at=7)))

@@ -30,7 +30,7 @@ def open_page(folders: Sequence[Path], page: Path) -> Iterator[LivePage]:
     try:
         yield kept
     except BaseException:
-        if kept.exists:
+        if kept.exists or page.is_file():  # `rescene report` may have written it before our first one was due
             kept.write()
         raise
 

@@ -68,18 +68,20 @@ def report(
 ) -> None:
     """One self-contained HTML page from run folders."""
     from rescene.cli.listing import find_runs
+    from rescene.cli.presenting import writing
     from rescene.report import write_report
 
     found = [run for folder in folders for run in find_runs(folder)]
     if not found:
         raise ConfigError("E108", "no run folder there", where=", ".join(map(str, folders)), fix="rescene runs")
-    with busy(f"drawing the page of {len(found)} runs"):
+    out = out or folders[0] / "report.html"
+    with busy(f"drawing the page of {len(found)} runs"), writing(out):
         printed = None
         if paper:
             from rescene.paper.compare import printed_beside
 
             printed = printed_beside(found)
-        page = write_report(found, out or folders[0] / "report.html", printed)
+        page = write_report(found, out, printed)
     print(page)
     if open_page:
         typer.launch(str(page))

@@ -248,6 +248,7 @@ def _comparison_row(group: Group) -> Row:
 _CHOICES = {"federation.engine", "federation.evaluate_every", "federation.wire"}  # how it runs, not what is asked
 UNNAMED = (None, "auto", "folder", "csv", "npz")  # layouts: the path says which images they are
 _PROBLEM = ("data", "tasks", "federation", "model", "privacy")
+_WEIGHTY = (SERVER_EPOCHS, "train.augment")  # no part of the problem, but worth tens of points
 
 
 def same_problem(one: Group, other: Group) -> bool:
@@ -256,9 +257,9 @@ def same_problem(one: Group, other: Group) -> bool:
 
 
 def differing_settings(groups: Sequence[Group]) -> list[str]:
-    """Keys of the problem in which groups differ, and E_srv where they differ in it: such rows are not comparable."""
-    epochs = [{key: value for key, value in acting(group.runs[0]).items() if key == SERVER_EPOCHS} for group in groups]
-    return [*_problem_apart(groups), *setting_apart(epochs)]
+    """Keys in which groups differ so that their rows are not comparable: of the training what weighs most, the problem."""
+    training = [{key: value for key, value in acting(group.runs[0]).items() if key in _WEIGHTY} for group in groups]
+    return [*setting_apart(training), *_problem_apart(groups)]
 
 
 def _problem_apart(groups: Sequence[Group]) -> list[str]:

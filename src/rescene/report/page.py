@@ -58,8 +58,11 @@ def write_report(folders: list[Path], out: Path, printed: Mapping[Path, Mapping[
     plots.mkdir(parents=True, exist_ok=True)
     html = template("page.html.j2").render(_view(runs, plots, printed or {}))
     draft = out.with_name(f".{out.name}.{os.getpid()}")
-    draft.write_text(html, "utf-8")
-    os.replace(draft, out)
+    try:
+        draft.write_text(html, "utf-8")
+        os.replace(draft, out)
+    finally:
+        draft.unlink(missing_ok=True)  # still there if it could not take its place
     return out
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rescene.report.canvas import Plot, legend_above, percent_axis
+from rescene.report.canvas import Plot, legend_above, percent_axis, thinned
 from rescene.report.groups import Group, spread
 from rescene.report.look import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, VERMILLION, YELLOW
 from rescene.report.marks import mean_points, name_rows
@@ -22,6 +24,7 @@ _PHASES = {
     "theory": (YELLOW, "theory"),
     "other": (GREY, "other"),
 }
+_LETTERS = 32  # of labels side by side below the narrowest panel
 
 
 def accuracy_for_upload(groups: Sequence[Group]) -> Plot | None:
@@ -66,25 +69,34 @@ def _accuracy_for(
     if not rows:
         return None
     free = [group.label for group in groups if group.finished and all(pick(run) == 0 for run in group.finished)]
-    if free:
-        caption += f" Not on it: {', '.join(free)}; a logarithmic axis has no place for 0."
+    if free:  # said at the axis: a figure in a file has no caption, and its legend may name them for another panel
+        more = f" and {len(free) - 3} more" if len(free) > 3 else ""
+        xlabel += "\n" + textwrap.fill(f"not drawn, at 0: {', '.join(free[:3])}{more}", 40)
 
     def draw(sheet: Any) -> None:
-        from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+        from matplotlib.ticker import LogLocator, NullFormatter
 
         axes = sheet.subplots()
         axes.set_xscale("log")
         mean_points(axes, groups, rows, key, "aa")
         sizes = [row[key] for row in rows]
         axes.set_xlim(min(sizes) / 2.5, max(sizes) * 2.5)
-        axes.xaxis.set_major_locator(LogLocator(subs=(1, 3) if max(sizes) < 8 * min(sizes) else (1,)))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: re.sub(r"\.0+ ", " ", show(value))))
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 3) if max(sizes) < 8 * min(sizes) else (1,), numticks=99))
+        axes.xaxis.set_major_formatter(_thin(axes.get_xlim(), lambda value: re.sub(r"\.0+ ", " ", show(value))))
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel(xlabel)
         percent_axis(axes.yaxis, "AA (%)")
         legend_above(sheet, *axes.get_legend_handles_labels())
 
     return Plot(name, title, caption, rows, draw)
+
+
+def _thin(limits: tuple[float, float], show: Callable[[float], str]) -> Callable[[float, int], str]:
+    """Labels for an axis of powers of ten, on every second or third of them where more have no room side by side."""
+    first, last = math.ceil(math.log10(limits[0])), math.floor(math.log10(limits[1]))
+    longest = max((len(show(10.0**power)) for power in range(first, last + 1)), default=1)
+    step = thinned(max(last - first + 1, 1), _LETTERS // longest)
+    return lambda value, _: "" if (math.floor(math.log10(value) + 1e-9) - first) % step else show(value)
 
 
 def timing(groups: Sequence[Group]) -> Plot | None:

@@ -13,6 +13,7 @@ from rescene.report.look import CARD, GREY, INK, MUTED, text_on
 from rescene.report.marks import mean_points, name_rows
 from rescene.report.plots_curves import ended
 from rescene.report.runs import Row, Run, number, vector
+from rescene.report.words import percent
 
 
 def old_recent(groups: Sequence[Group]) -> Plot | None:
@@ -65,10 +66,11 @@ def forgetting_bars(groups: Sequence[Group]) -> Plot | None:
     def draw(sheet: Any) -> None:
         axes = sheet.subplots()
         for y, (group, values) in enumerate(lost):
-            mean = float(np.mean(values))
+            told = group.spread(lambda run: run.number("forgetting"))  # the table's, which may round the other way
+            mean = told.mean if told else float(np.mean(values))
             axes.barh(y, mean, height=0.56, color=group.look.colour)
             axes.scatter(values, np.full(len(values), y), s=16, facecolor=CARD, edgecolor=INK, linewidths=0.8, zorder=4)
-            axes.text(104, y, f"{mean:.1f}", va="center", fontweight="bold" if group.ours else "normal")
+            axes.text(104, y, percent(mean), va="center", fontweight="bold" if group.ours else "normal")
         name_rows(axes, [group for group, _ in lost])
         percent_axis(axes.xaxis, "points lost from each task's best accuracy")
 
