@@ -20,8 +20,9 @@ _FIRST = (  # what one asks for first
 _WORDS = {  # as the paper's tables and the frontier call them
     SERVER_EPOCHS: "E_srv={}", "method.step": "{} steps", "privacy.mechanism": "{}", "privacy.epsilon": "ε={}",
     "privacy.noise_multiplier": "σ={}", "model.name": "{}", "data.name": "{}", "federation.wire": "{} wire",
+    "train.augment": "no augmentation",
 }  # fmt: skip
-_UNSAID = {"method.step": "polyak", "privacy.mechanism": "none"}  # the forms that need no word
+_UNSAID = {"method.step": "polyak", "privacy.mechanism": "none", "train.augment": True}  # the forms that need no word
 
 
 def quiet(key: str) -> bool:
@@ -34,6 +35,8 @@ def word(key: str, value: Any) -> str:
 
     >>> word("train.server_epochs", 100), word("method.step", "fixed"), word("method.step", "polyak"), word("train.lr", 0.1)
     ('E_srv=100', 'fixed steps', '', 'lr=0.1')
+    >>> word("train.augment", True), word("train.augment", False)
+    ('', 'no augmentation')
     """
     if value is None or value == _UNSAID.get(key):
         return ""
