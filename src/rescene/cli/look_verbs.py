@@ -75,13 +75,14 @@ def report(
     if not found:
         raise ConfigError("E108", "no run folder there", where=", ".join(map(str, folders)), fix="rescene runs")
     out = out or folders[0] / "report.html"
-    with busy(f"drawing the page of {len(found)} runs"), writing(out):
+    with busy(f"drawing the page of {len(found)} runs"):
         printed = None
         if paper:
             from rescene.paper.compare import printed_beside
 
             printed = printed_beside(found)
-        page = write_report(found, out, printed)
+        with writing(out):
+            page = write_report(found, out, printed)
     print(page)
     if open_page:
         typer.launch(str(page))

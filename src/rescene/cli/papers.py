@@ -141,12 +141,15 @@ def paper_check(
         from rescene.paper.checks import band_grid, claims_grid, failed
         from rescene.paper.claims import OurBook, judge
         from rescene.paper.compare import findings
+        from rescene.paper.recipes import check_name
         from rescene.report.formats import render
 
+        if name not in (also := ("claims", "all")):
+            check_name(name.removeprefix("paper/"), also)
         store = _store(runs)
         names = recipe_names(lite=False) if name == "all" else [] if name == "claims" else [name]
         book = OurBook(store)
-        found = [one for table in names for one in findings(paper_recipe(table, ("claims", "all")), store)]
+        found = [finding for table in names for finding in findings(paper_recipe(table), store)]
         verdicts = judge(book) if name in ("all", "claims") else []
         grids = [band_grid(found, everything)] if names else []
         grids += [claims_grid(verdicts, book.stand_ins)] if verdicts else []
@@ -174,7 +177,8 @@ def paper_figure(
         from rescene.paper.figures import figure
         from rescene.report.canvas import checked_ending, render, save
 
-        if one_file := bool(out.suffix) and not out.is_dir():
+        one_file = bool(out.suffix) and not out.is_dir()
+        if one_file:
             checked_ending(out)
         plot = figure(name, _store(runs))
         drawn = out if one_file else out / f"{plot.name}.png"

@@ -71,9 +71,8 @@ def compare(recipe: PaperRecipe, store: Store, only: Iterable[str] = (), costs: 
     """One line per cell, and one for each form of it that was run. ``costs=False`` leaves the nominal ones out."""
     lines = []
     own = {cell.experiment for cell in recipe.cells if not cell.unavailable}
-    only_costs = all(
-        metric in NOMINAL for metric in recipe.metrics
-    )  # other epochs cost something else, other steps the same
+    # Where a table has costs alone, other steps cost the same, and other epochs what the paper does not count.
+    only_costs = all(metric in NOMINAL for metric in recipe.metrics)
     for cell in recipe.chosen(only):
         numbers = {} if recipe.lite else _with_kept(recipe, cell)
         if cell.unavailable:

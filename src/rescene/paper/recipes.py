@@ -161,10 +161,8 @@ def recipe_names(lite: bool = True) -> list[str]:
     return names + [name + LITE for name in names] if lite else names
 
 
-@lru_cache
-def paper_recipe(name: str, besides: tuple[str, ...] = ()) -> PaperRecipe:
-    """``main``, ``paper/main`` or ``main-lite``. ``besides``: what else the caller would have understood."""
-    name = name.removeprefix("paper/")
+def check_name(name: str, besides: Iterable[str] = ()) -> None:
+    """Refuses what is no table of the paper; ``besides``: what else the caller would have understood."""
     if name not in recipe_names():
         close = did_you_mean(name, [*recipe_names(), *besides])
         raise ConfigError(
@@ -174,6 +172,13 @@ def paper_recipe(name: str, besides: tuple[str, ...] = ()) -> PaperRecipe:
             + "".join(f"; {b}" for b in besides),
             fix="rescene paper list",
         )
+
+
+@lru_cache
+def paper_recipe(name: str) -> PaperRecipe:
+    """``main``, ``paper/main`` or ``main-lite``."""
+    name = name.removeprefix("paper/")
+    check_name(name)
     table, lite = name.removesuffix(LITE), name.endswith(LITE)
     spec = _specs()[table]
     wanted = [(n.data, n.beta, n.method, n.setting) for n in printed(table)]

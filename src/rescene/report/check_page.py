@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -11,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from rescene import __version__
-from rescene.report.page import template
+from rescene.report.page import put_page, template
 from rescene.report.runs import Row
 from rescene.report.surrogates import pair_of, through_lens
 
@@ -46,8 +45,4 @@ def write_check(rows: Sequence[Row], preview: Preview | None, name: str, out: Pa
         pairs=pairs,
         lens=through_lens(preview.surrogates) if preview else "",
     )
-    draft = out.with_name(f".{out.name}.{os.getpid()}")
-    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
-        file.write(html)
-    os.replace(draft, out)
-    return out
+    return put_page(html, out, mode=0o600)

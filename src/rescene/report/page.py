@@ -57,9 +57,15 @@ def write_report(folders: list[Path], out: Path, printed: Mapping[Path, Mapping[
     plots = out.parent / "plots"
     plots.mkdir(parents=True, exist_ok=True)
     html = template("page.html.j2").render(_view(runs, plots, printed or {}))
+    return put_page(html, out)
+
+
+def put_page(html: str, out: Path, mode: int = 0o666) -> Path:
+    """Whoever opens the page meanwhile sees the old one or the new one, whole."""
     draft = out.with_name(f".{out.name}.{os.getpid()}")
     try:
-        draft.write_text(html, "utf-8")
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8") as file:
+            file.write(html)
         os.replace(draft, out)
     finally:
         draft.unlink(missing_ok=True)  # still there if it could not take its place
