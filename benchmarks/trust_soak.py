@@ -171,9 +171,9 @@ def as_processes(num_sites: int, num_rounds: int, seed: int) -> dict[str, list[S
                     if now := held_by(pid):
                         row = {"round": done - 1, **now, "temporary": len(os.listdir(root / "tmp"))}
                         found.setdefault(name, []).append(row)
-                for name in [name for name in pids if name.endswith(" node")]:
+                for name in [name for name in pids if name.endswith(" executor") and name != "server executor"]:
                     held = [now for pid in _descendants(pids[name]) if is_app(pid) and (now := held_by(pid))]
-                    rounds = apps.setdefault(name.replace(" node", " app"), {})
+                    rounds = apps.setdefault(name.replace(" executor", " app"), {})
                     for now in held:
                         before = rounds.get(done - 1, {"round": done - 1, **now})
                         rounds[done - 1] = {key: max(before[key], value) for key, value in (before | now).items()}
