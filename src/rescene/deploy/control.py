@@ -149,8 +149,6 @@ def start_site(folder: Path) -> list[Started]:
     require_flower()
     folder = folder.resolve()
     site = Site.open(folder)
-    if len(running(folder)) == 2:
-        raise ConfigError("E126", "the site is already running", where=str(folder), fix="rescene deploy stop FOLDER")
     check_path(folder)
     if site.section.holds == "own":
         local_images(site.section)  # what is wrong with them is told here and now, not in a log
@@ -158,6 +156,8 @@ def start_site(folder: Path) -> list[Started]:
     if missing or not site.section.server:
         lacks = missing[0] if missing else "server: host:port in site.yaml"
         raise ConfigError("E127", f"the site's folder lacks {lacks}", where=str(folder), fix="ask the operator for it")
+    if len(running(folder)) == 2:
+        raise ConfigError("E126", "the site is already running", where=str(folder), fix="rescene deploy stop FOLDER")
     stop(folder)  # half a site, and what a node left behind that was killed
     door = _door(folder)
     port, env = free_port(), environment(folder / "flwr")

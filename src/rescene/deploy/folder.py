@@ -64,7 +64,7 @@ elsewhere = false
 SITE = """\
 # Who this site is, and where its images lie. The server can change none of this.
 client: {client}            # the site's number in the federation
-server: {host}:{port}
+server: "{host}:{port}"
 data: {{name: auto}}      # path: FOLDER, image_size: 32, ...; without a path the embedded fashion-mini
 device: auto         # auto, cpu, cuda
 # Images of your own, one folder per class:
@@ -102,7 +102,7 @@ Description=rescene {role}
 After=network-online.target time-sync.target
 
 [Service]
-ExecStart={python} -m rescene deploy {role} {argument} --wait
+ExecStart={program} -m rescene deploy {role} {argument} --wait
 Restart=always
 RestartSec=10
 NoNewPrivileges=yes
@@ -213,8 +213,10 @@ def init(path: Path, sites: list[str], host: str = "127.0.0.1", port: int = 8000
 
 def unit(role: str, folder: Path, python: str) -> str:
     """The systemd unit that runs a server or a site."""
-    path = systemd_word(folder)
-    return UNIT.format(role=role, python=systemd_word(python), folder=path, argument=path.replace("$", "$$"))
+    program = systemd_word(python)
+    if set(python) & set("\"'\\"):  # systemd takes these in an argument, but not in the program itself
+        program = f"/usr/bin/env {_argument(python)}"
+    return UNIT.format(role=role, program=program, folder=systemd_word(folder), argument=_argument(folder))
 
 
 def proxy(address: str, port: int, server: Path) -> str:
@@ -224,12 +226,17 @@ def proxy(address: str, port: int, server: Path) -> str:
 
 
 def systemd_word(text: Path | str) -> str:
-    r"""One word of a unit. In the arguments of a command a dollar sign must be doubled, too.
+    r"""One word of a unit.
 
     >>> print(systemd_word('/srv/a "b" 100%'))
     "/srv/a \"b\" 100%%"
     """
     return _in_quotes(text).replace("%", "%%")
+
+
+def _argument(text: Path | str) -> str:
+    """A word of a unit's command, where a dollar sign begins a variable."""
+    return systemd_word(text).replace("$", "$$")
 
 
 def _in_quotes(text: Path | str) -> str:
