@@ -46,7 +46,7 @@ FILES = 5  # of a site, beside what it remembers: site.yaml, ledger, recipe, ans
 STEADY = {"rescene": {"method.accumulate": False, "method.buffer": "none"}, "refed": {}}
 # oneDNN keeps 1,024 compiled convolutions by default, one for each number of images: until it has them, that is growth
 FEW_CONVOLUTIONS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16", "LRU_CACHE_CAPACITY": "16"}
-FLOWERS_OWN = (" link", " executor", " node")  # processes in which none of our code runs
+FLOWERS_OWN = (" link", " executor", " node")  # processes that do nothing but Flower's work
 ROUNDS = 30  # on loopback
 
 

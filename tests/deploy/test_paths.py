@@ -18,7 +18,7 @@ from rescene.cli.app import app
 from rescene.deploy.control import toml_string
 from rescene.deploy.folder import check_path, init, proxy, unit
 from rescene.deploy.keeping import ended
-from rescene.errors import ConfigError
+from rescene.errors import RunError
 
 ODD = ["a b", 'say "hi"', "it's", "100%", "%h %n", "back\\slash\\", "😀 ä", "a;b {c} #d", """'"%\\ """, "a?b&c=d"]
 
@@ -73,7 +73,7 @@ def test_flower_reads_the_path_it_was_given(odd):
 
 @pytest.mark.parametrize("odd", ["line\nbreak", "bell\a", "not utf-8 \udcff", "5$"])
 def test_what_cannot_be_written_into_those_files_is_refused_before_anything_is_made(tmp_path, odd):
-    with pytest.raises(ConfigError, match="E357") as refused:
+    with pytest.raises(RunError, match="E357") as refused:
         init(tmp_path / odd / "fed", ["north"])
     assert repr(odd[-1] if odd[-1] in "\a\udcff$" else "\n") in refused.value.what
     assert str(refused.value).isascii() and not list(tmp_path.iterdir())
@@ -82,7 +82,7 @@ def test_what_cannot_be_written_into_those_files_is_refused_before_anything_is_m
 
 @pytest.mark.parametrize("host", ["a b", "x; }", "fl.example.org:8443", "-", "ä.example.org", ""])
 def test_what_is_no_host_is_refused(tmp_path, host):
-    with pytest.raises(ConfigError, match="E358"):
+    with pytest.raises(RunError, match="E358"):
         init(tmp_path / "fed", ["north"], host=host)
     assert not (tmp_path / "fed").exists()
 

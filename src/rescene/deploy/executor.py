@@ -11,11 +11,11 @@ import os
 import shutil
 import subprocess
 import tempfile
-from importlib import import_module
 from pathlib import Path
 
 from flwr.supercore.cli.flower_superexec import flower_superexec
 from flwr.supercore.constant import TASK_TYPE_TO_APPIO_API_ADDRESS_ARG, TASK_TYPE_TO_COMMAND
+from flwr.supercore.superexec import run_superexec
 from flwr.supercore.superexec.executor import ExecutionSpec, LaunchResult
 from flwr.supercore.superexec.executor.subprocess_executor import SubprocessExecutor
 from flwr.supercore.tls import get_client_tls_args
@@ -46,6 +46,5 @@ def _command(spec: ExecutionSpec, token: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    superexec = import_module("flwr.supercore.superexec.run_superexec")
-    superexec.get_executor = lambda *args, **options: QuietExecutor()  # type: ignore[attr-defined]
+    run_superexec.get_executor = lambda *args, **options: QuietExecutor()  # type: ignore[attr-defined]
     flower_superexec()

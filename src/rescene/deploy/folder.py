@@ -22,7 +22,7 @@ from pathlib import Path
 import yaml
 
 from rescene.deploy.container import CONTAINERFILE, DOCKERIGNORE
-from rescene.errors import ConfigError
+from rescene.errors import ConfigError, RunError
 
 NAME = re.compile(r"[a-z][a-z0-9-]{0,30}")
 HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
@@ -247,7 +247,7 @@ def check_path(path: Path, but: str = "") -> None:
     """E357 for characters that no file of ours can hold, and for those in ``but``."""
     wrong = next((c for c in str(path) if c in but or unicodedata.category(c) in ("Cc", "Cs")), None)
     if wrong:
-        raise ConfigError(
+        raise RunError(
             "E357",
             f"the path has a character that cannot be used: {wrong!r}",
             where=ascii(str(path)),
@@ -263,7 +263,7 @@ def _address(host: str) -> str:
     except ValueError:
         if HOST.fullmatch(host):
             return host
-    raise ConfigError(
+    raise RunError(
         "E358", f"{host!r} is no host", why="a host is a DNS name or an IP address, without a port", fix="--host"
     )
 
