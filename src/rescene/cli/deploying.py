@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -41,8 +42,9 @@ def init(
     print(f"{federation.path}: the server's; server/ca.key and server/server.key stay here")
     for site in federation.sites:
         print(f"{federation.site(site)}: carry to {site}, on a safe way: node.key is its identity")
+    here = _word(name)
     print(
-        f"next: rescene deploy server {name}; at each site: rescene deploy site FOLDER; then: rescene deploy run {name} demo"
+        f"next: rescene deploy server {here}; at each site: rescene deploy site FOLDER; then: rescene deploy run {here} demo"
     )
 
 
@@ -58,7 +60,7 @@ def server(folder: Folder, wait: Wait = False) -> None:
 
     federation = Federation.open(folder)
     _started(lambda: start_server(federation), federation.server, wait)
-    print(f"server at https://127.0.0.1:{federation.port}; stop it with: rescene deploy stop {folder}")
+    print(f"server at https://127.0.0.1:{federation.port}; stop it with: rescene deploy stop {_word(folder)}")
 
 
 @deploy_app.command()
@@ -68,8 +70,8 @@ def site(folder: Annotated[Path, typer.Argument(help="the site's own folder")], 
     from rescene.deploy.control import start_site
     from rescene.deploy.keeping import start_kept
 
-    _started(lambda: [start_kept(folder.resolve(), lambda: start_site(folder))], folder, wait)
-    print(f"site started, log in {folder / 'logs'}; stop it with: rescene deploy stop {folder}")
+    _started(lambda: start_kept(folder.resolve(), lambda: start_site(folder)), folder, wait)
+    print(f"site started, log in {folder / 'logs'}; stop it with: rescene deploy stop {_word(folder)}")
 
 
 @deploy_app.command()
@@ -135,7 +137,7 @@ def add_classes(
     plan = open_task(federation.plan, federation.plan_run, names, rounds, image_size)
     task = plan.tasks[-1]
     print(f"task {len(plan.tasks) - 1}: {', '.join(task.classes)}; rounds: {task.rounds} ({federation.plan})")
-    print(f"next: rescene deploy run {folder} RECIPE")
+    print(f"next: rescene deploy run {_word(folder)} RECIPE")
 
 
 @deploy_app.command("close-task")
@@ -148,7 +150,7 @@ def close_task(folder: Folder) -> None:
     federation = Federation.open(folder)
     task, held = close(federation.plan, federation.plan_run)
     print(f"task {task} closes; rounds held: {held.rounds}, and the one under way counts")
-    print(f"if no run is going: rescene deploy run {folder} RECIPE brings it to its end")
+    print(f"if no run is going: rescene deploy run {_word(folder)} RECIPE brings it to its end")
 
 
 @deploy_app.command()
@@ -234,16 +236,23 @@ def _places(folder: Path) -> list[Path]:
     return [*map(federation.site, federation.sites), federation.server]
 
 
+def _word(path: Path) -> str:
+    """A path as a shell takes it."""
+    return shlex.quote(str(path))
+
+
 def _started(begin: Callable[[], list[Any]], folder: Path, wait: bool) -> None:
     """What ``begin`` starts; with ``wait`` until it ends or we are told to, and then none of it is left."""
     from rescene.deploy.control import stay
+    from rescene.deploy.processes import running
     from rescene.deploy.processes import stop as stop_all
 
     def work() -> None:
+        before = running(folder.resolve())
         try:
             started = begin()
         except BaseException:
-            stop_all(folder.resolve())
+            stop_all(folder.resolve(), but=before)
             raise
         if wait:
             try:

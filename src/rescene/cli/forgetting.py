@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -136,9 +137,11 @@ def _tell(record: Row, folder: Path, place: Path, never: Row | None, federation:
     print(f"  - {folder} still holds everything: remove it, its exports and its backups when you no longer need them")
     print(f"Run: {place}")
     if federation:
-        print(f"The federation goes on there, without the site: rescene deploy run {federation.path} RECIPE")
+        print(
+            f"The federation goes on there, without the site: rescene deploy run {shlex.quote(str(federation.path))} RECIPE"
+        )
     elif not done:
-        print(f"Go on with: rescene resume {place}")
+        print(f"Go on with: rescene resume {shlex.quote(str(place))}")
     print(f"Report: {place / 'report.html'}")
 
 
