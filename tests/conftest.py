@@ -9,9 +9,10 @@ import pytest
 import torch
 import typer.testing
 
-from rescene.data import Images, Shard, Task, Transform, lens
+from rescene.data import Images, Shard, Task, Transform
 from rescene.data.sources import fashion_mini
 from rescene.nets import Arch
+from rescene.lens import lens
 from rescene.report import canvas
 from rescene.rng import Rng
 
@@ -25,7 +26,7 @@ def images_are_read_and_looked_at_once():
     """Hundreds of runs and sites in this process see the embedded ones, and nobody writes into a data set."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fashion_mini, "read", functools.cache(fashion_mini.read))
-        patch.setattr(lens, "look_through", functools.lru_cache(maxsize=4)(lens.look_through))  # two data sets
+        patch.setattr(lens, "_looked", functools.lru_cache(maxsize=4)(lens._looked))  # two data sets
         yield
 
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from rescene.config.faults import FaultsSection
 from rescene.config.plan import SitesSection
 from rescene.config.privacy import PrivacySection, Promise, promise_of
-from rescene.data.lens import Lens
+from rescene.lens import BUILT_IN
 from rescene.methods import Method, method_class, method_names
 from rescene.steps import Training
 from rescene.versions import as_it_was
@@ -74,11 +74,12 @@ class FederationSection(Section):
 
 
 class ModelSection(Section):
-    name: str = Field("resnet18", description="resnet18, resnet50, vit-small, convnet or mlp")
+    name: str = Field("resnet18", description="resnet18, resnet50, vit-small, convnet, mlp or linear")
     norm: Literal["batch", "group"] = "batch"
     width: int | None = Field(None, ge=1, description="base channels of convnet, hidden units of mlp")
-    lens: Lens | None = Field(
-        None, description="what every image is looked at through first; waves: fixed filters, with mlp"
+    lens: str | None = Field(
+        None,
+        description="what every image is looked at through first: leaves, waves, or the file of a lens; with linear or mlp",
     )
     init: str | None = Field(None, description="safetensors file with initial weights")
 
@@ -185,15 +186,15 @@ class Recipe(Section):
                 "not cover; method.budget_scope=client"
             )
         starts = {"release": ("noise", "coloured"), "per-example": ("noise",)}.get(kind)
-        if starts and self.method["start"] not in starts:
+        if starts and self.method.get("start", starts[0]) not in starts:
             raise ValueError(
                 f"method.start: under {kind} surrogates may not start from the images; method.start={' or '.join(starts)}"
             )
-        if kind == "release" and self.method["start"] == "coloured" and self.method["num_steps"]:
+        if kind == "release" and self.method.get("start") == "coloured" and self.method["num_steps"]:
             raise ValueError(
                 "method.num_steps: released moments of pictures hold no features to descend to; method.num_steps=0"
             )
-        if self.privacy.pool and self.method["start"] != "coloured":
+        if self.privacy.pool and self.method.get("start") != "coloured":
             raise ValueError("privacy.pool: sums are pooled for method.start=coloured only; privacy.pool=null")
         if self.privacy.centre == "released" and not method.can_forget:
             raise ValueError(f"privacy.centre: {method.title} keeps nothing from earlier rounds; privacy.centre=none")
@@ -212,6 +213,10 @@ class Recipe(Section):
         if self.model.lens is None:
             return self
         method = method_class(self.method["name"])
+        if self.model.lens not in BUILT_IN and not self.model.lens.endswith(".safetensors"):
+            raise ValueError(
+                f"model.lens: there is no lens {self.model.lens!r}; {', '.join(BUILT_IN)} or a .safetensors file"
+            )
         if self.train.augment:
             raise ValueError(
                 "train.augment: through a lens crops and mirror images are not those of the picture; train.augment=false"
@@ -276,9 +281,10 @@ class Recipe(Section):
         if self.privacy.mechanism == "dp-sgd":
             steps = max(1, round(self.train.local_epochs / self.privacy.sampling_rate))  # E epochs in expectation
         rounds = self.federation.num_rounds
-        if self.privacy.mechanism == "release" and self.method["start"] == "coloured":
+        method = method_class(self.method["name"])
+        if self.privacy.mechanism == "release" and (method.releases_once or self.method.get("start") == "coloured"):
             rounds = 1  # what is released does not depend on the model: once per task
-        used_in = num_tasks if method_class(self.method["name"]).reuses_records else 1
+        used_in = num_tasks if method.reuses_records else 1
         return promise_of(self.privacy, rounds, steps, clip, used_in)
 
     def build_method(self) -> Method:

@@ -21,7 +21,7 @@ Channels = tuple[float, ...]  # three, or as many as a lens gives
 class Images:
     """One split. ``pixels`` uint8 [n, 3, H, W], ``labels`` int64 [n], ``domains`` int64 [n] (domain data only).
 
-    Through a lens (``data/lens.py``) pictures have other channels.
+    Through a lens (``rescene.lens``) pictures have other channels.
     """
 
     pixels: Tensor

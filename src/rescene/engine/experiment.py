@@ -17,10 +17,10 @@ from rescene.config.plan import SitesSection
 from rescene.config.privacy import check_records
 from rescene.config.schema import DataSection, FederationSection
 from rescene.data import Dataset, LazySplit, Shard, Task, Transform, load, partition, plan_tasks
-from rescene.data.lens import through
 from rescene.data.own import away
 from rescene.data.tasks import cut, tested
 from rescene.errors import ConfigError
+from rescene.lens import through
 from rescene.methods import Method
 from rescene.nets import Arch, check_fits, grow_head, load_weights
 from rescene.privacy.mechanism import Site
@@ -166,7 +166,7 @@ def prepare(recipe: Recipe, dataset: Dataset | None = None) -> Experiment:
     rng = Rng(recipe.seed)
     method = recipe.build_method()
     dataset = load_data(recipe.data) if dataset is None else dataset
-    dataset, tasks = planned(recipe, through(recipe.model.lens, dataset))
+    dataset, tasks = planned(recipe, through(recipe.model.lens, dataset, device))
     check_records(recipe.promise(len(tasks)), sum(len(task.train) for task in tasks))
     dataset = dataset.to(device)
     tasks = [replace(task, train=task.train.to(device), test=task.test.to(device)) for task in tasks]
@@ -182,7 +182,7 @@ def _prepare_planned(recipe: Recipe, plan: SitesSection, own: Dataset | None) ->
         dataset = through(recipe.model.lens, away(plan.classes, look_of(plan), plan.image_size, test)).to(device)
         tasks = [tested(dataset, task) if plan.test else task for task in cut(dataset, sizes)]
     else:
-        dataset = through(recipe.model.lens, own).to(device)
+        dataset = through(recipe.model.lens, own, device).to(device)
         tasks = cut(dataset, sizes)
         check_records(recipe.promise(len(tasks)), max((len(task.train) for task in tasks), default=0))
     shards: list[Sequence[Tensor]] = [[task.train] * recipe.federation.num_clients for task in tasks]

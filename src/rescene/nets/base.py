@@ -15,22 +15,24 @@ from torch import Tensor, nn
 from rescene.errors import ConfigError, did_you_mean
 from rescene.nets.convnet import convnet_body
 from rescene.nets.layers import NORMS, ConvBody
-from rescene.nets.mlp import Perceptron
+from rescene.nets.mlp import Identity, Perceptron
 from rescene.nets.resnet import resnet_body
 from rescene.nets.vit import VisionTransformer, patch_size
 from rescene.record import record
 from rescene.rng import seeded_generator
 
-NAMES = ("resnet18", "resnet50", "vit-small", "convnet", "mlp")
+NAMES = ("resnet18", "resnet50", "vit-small", "convnet", "mlp", "linear")
 WITH_WIDTH = ("convnet", "mlp")
 MIN_IMAGE_SIZE = 8
+Body = ConvBody | VisionTransformer | Perceptron | Identity
+VECTORS = ("mlp", "linear")  # take a picture as one vector: any size, any number of channels
 COUNTER = "num_batches_tracked"  # BatchNorm's step counter: it never influences an output
 
 
 class Net(nn.Module):
     """A body and a linear head: images [n, 3, s, s] -> features [n, feature_size] -> logits [n, num_classes]."""
 
-    def __init__(self, body: ConvBody | VisionTransformer | Perceptron, num_classes: int) -> None:
+    def __init__(self, body: Body, num_classes: int) -> None:
         super().__init__()
         self.feature_size: int = body.feature_size
         self.body = body
@@ -51,9 +53,9 @@ class Net(nn.Module):
 class Arch:
     """Everything needed to build a network again, apart from its weights.
 
-    ``norm`` (batch | group) is ignored by vit-small, which has LayerNorm, and by mlp, which has none. ``width`` is the base
+    ``norm`` (batch | group) is ignored by vit-small, which has LayerNorm, and by mlp and linear, which have none. ``width`` is the base
     number of channels of convnet (32 when None) or the hidden units of mlp (256), and must be None for the others.
-    ``channels`` is 3, or what the data's lens gives, which only mlp takes.
+    ``channels`` is 3, or what the data's lens gives, which only mlp and linear take.
     """
 
     name: str
@@ -100,7 +102,9 @@ class Arch:
         with torch.device("meta"):
             return Net(self._body(), num_classes)
 
-    def _body(self) -> ConvBody | VisionTransformer | Perceptron:
+    def _body(self) -> Body:
+        if self.name == "linear":
+            return Identity(self.channels * self.image_size**2)
         if self.name == "mlp":
             return Perceptron(self.channels * self.image_size**2, self.width)
         if self.name == "convnet":
@@ -120,7 +124,7 @@ def build(
     width: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Net:
-    """A fresh network by name: resnet18, resnet50, vit-small, convnet or mlp. See ``Arch`` and ``Arch.build``.
+    """A fresh network by name: resnet18, resnet50, vit-small, convnet, mlp or linear. See ``Arch`` and ``Arch.build``.
 
     >>> build("convnet", num_classes=10).features(torch.zeros(2, 3, 32, 32)).shape
     torch.Size([2, 128])
@@ -213,7 +217,7 @@ def _check_width(name: str, width: int | None) -> None:
 
 
 def _check_image_size(name: str, image_size: int) -> None:
-    if name == "mlp" and image_size >= 1:
+    if name in VECTORS and image_size >= 1:
         return
     step = patch_size(image_size) if name == "vit-small" else 1
     if image_size < MIN_IMAGE_SIZE or image_size % step:
@@ -224,8 +228,8 @@ def _check_image_size(name: str, image_size: int) -> None:
 
 
 def _check_channels(name: str, channels: int) -> None:
-    if channels != 3 and name != "mlp":
+    if channels != 3 and name not in VECTORS:
         why = f"{name} takes pictures of three channels, the data's lens gives {channels}"
         raise ConfigError(
-            "E130", f"{name} cannot look through a lens", where="model.name", why=why, fix="model.name=mlp"
+            "E130", f"{name} cannot look through a lens", where="model.name", why=why, fix="model.name=linear or mlp"
         )

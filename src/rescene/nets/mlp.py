@@ -1,4 +1,4 @@
-"""One hidden layer over all values of the picture: for pictures whose lens has already done the looking."""
+"""No hidden layer or one over all values of the picture: for pictures whose lens has already done the looking."""
 
 from __future__ import annotations
 
@@ -21,3 +21,14 @@ class Perceptron(nn.Sequential):
         assert isinstance(linear, nn.Linear)
         nn.init.kaiming_normal_(linear.weight, nonlinearity="relu", generator=generator)
         nn.init.zeros_(linear.bias)
+
+
+class Identity(nn.Flatten):
+    """Pictures [n, channels, s, s] -> their values, [n, channels * s * s]: the head is then the whole network."""
+
+    def __init__(self, num_values: int) -> None:
+        super().__init__()
+        self.feature_size = num_values
+
+    def initialise(self, generator: torch.Generator) -> None:
+        """There is nothing to set."""

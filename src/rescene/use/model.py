@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rescene.data.lens import Lens, seen
 from rescene.errors import ConfigError
+from rescene.lens import open_lens
 from rescene.nets import Arch, Net, load_weights
 from rescene.use.formats import READERS, picture_size
 from rescene.versions import MODEL, refuse_newer
@@ -45,15 +45,16 @@ class Whole(nn.Module):
     mean: Tensor
     std: Tensor
 
-    def __init__(self, net: Net, mean: list[float], std: list[float], lens: Lens | None = None) -> None:
+    def __init__(self, net: Net, mean: list[float], std: list[float], lens: str | None = None) -> None:
         super().__init__()
-        self.net, self.lens = net, lens
+        self.net, self._lens = net, None if lens is None else open_lens(lens)
+        self.looks_with = None if self._lens is None else self._lens.module  # its numbers become part of the file
         self.register_buffer("mean", torch.tensor(mean).view(-1, 1, 1))
         self.register_buffer("std", torch.tensor(std).view(-1, 1, 1))
         self.eval()
 
     def forward(self, pixels: Tensor) -> Tensor:
-        values = pixels.float() if self.lens is None else seen(self.lens, pixels)
+        values = pixels.float() if self._lens is None else self._lens.seen(pixels)
         scores: Tensor = self.net((values / 255 - self.mean) / self.std)
         return scores
 

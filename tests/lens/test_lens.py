@@ -8,13 +8,16 @@ import torch
 from rescene.config import resolve
 from rescene.config.plan import SitesSection
 from rescene.data import Dataset, Images, Transform
-from rescene.data.lens import CHUNK, DEVIATION, MEAN, STEP, look_through, seen, through
 from rescene.data.own import away
 from rescene.engine.experiment import prepare
 from rescene.errors import ConfigError
 from rescene.functional.starts import dead_leaves
 from rescene.functional.waves import wave_picture
+from rescene.lens.features import LeavesLens
+from rescene.lens.lens import CHUNK, Waves, open_lens, read_lens, through, write_lens
 
+LENS = open_lens("waves")
+MEAN, DEVIATION, STEP = Waves.MEAN, Waves.DEVIATION, LENS.step
 WAVES = ["model.name=mlp", "model.lens=waves", "train.augment=false"]
 
 
@@ -41,7 +44,7 @@ def test_the_constants_are_those_of_dead_leaves():
 
 def test_bytes_are_deviations_in_steps():
     x = pictures(5)
-    found = look_through("waves", x)
+    found = LENS.look(x)
     assert found.dtype == torch.uint8 and found.shape == (5, 19, 4, 4)
     mean, deviation = (torch.tensor(v).reshape(-1, 1, 1) for v in (MEAN, DEVIATION))
     wanted = ((wave_picture(x.float() / 255) - mean) / deviation).clamp(-128 / STEP, 127 / STEP)
@@ -51,18 +54,18 @@ def test_bytes_are_deviations_in_steps():
 
 def test_what_is_far_off_ends_at_the_range_instead_of_wrapping():
     black_and_white = torch.tensor([0, 255], dtype=torch.uint8).reshape(2, 1, 1, 1).expand(2, 3, 16, 16)
-    light = look_through("waves", black_and_white)[:, 0]
+    light = LENS.look(black_and_white)[:, 0]
     assert bool((light[0] == 0).all()) and bool((light[1] == 255).all())
 
 
 def test_batches_make_no_difference():
-    x = pictures(CHUNK + 3, size=8)
-    parts = torch.cat([look_through("waves", part) for part in x.split(400)])
-    far = (look_through("waves", x).int() - parts.int()).abs()
+    x = pictures(10 * CHUNK["cpu"] + 3, size=8)
+    parts = torch.cat([LENS.look(part) for part in x.split(400)])
+    far = (LENS.look(x).int() - parts.int()).abs()
     assert (
         int(far.max()) <= 1 and float(far.float().mean()) < 1e-3
     )  # a byte at the edge of rounding may fall either way
-    assert torch.equal(seen("waves", x[:9]).round().to(torch.uint8), look_through("waves", x[:9]))
+    assert torch.equal(LENS.seen(x[:9]).round().to(torch.uint8), LENS.look(x[:9]))
 
 
 def test_a_data_set_keeps_everything_but_its_look():
@@ -106,4 +109,78 @@ def test_networks_for_photographs_say_what_to_use_instead(name):
     recipe = resolve("smoke", [*WAVES, f"model.name={name}", "model.width=null"]).recipe
     with pytest.raises(ConfigError, match=f"{name} cannot look through a lens") as error:
         prepare(recipe, data())
-    assert error.value.code == "E130" and error.value.fix == "model.name=mlp"
+    assert error.value.code == "E130" and error.value.fix == "model.name=linear or mlp"
+
+
+SMALL = {"widths": (4, 8, 12, 16), "num_patches": 10, "modes": (6, 4, 4, 2)}
+
+
+def small_lens(seed=0):
+    """Of the architecture of `leaves`, with random numbers in it."""
+    generator = torch.Generator().manual_seed(seed)
+    lens = LeavesLens(**SMALL)
+    for name, value in lens.state_dict().items():
+        drawn = torch.randn(value.shape, generator=generator)
+        value.copy_(drawn.mul(40).round().clamp(-127, 127) if value.dtype == torch.int8 else drawn * 0.2)
+        if name == "deviation":
+            value.copy_(drawn.abs() + 0.5)
+    return lens
+
+
+def test_leaves_ships_in_eight_megabytes_and_says_what_it_was_made_from():
+    lens = open_lens("leaves")
+    assert lens.num_bytes <= 8_000_000 and len(lens.sha256) == 64 and "no photograph" in lens.made_from
+    assert lens.about().keys() == {"name", "sha256", "bytes", "made_from"}
+    found = lens.look(pictures(2, size=32))
+    assert found.dtype == torch.uint8 and found.shape == (2, 2816, 1, 1)
+    assert lens.look(pictures(1, size=64)).shape == (1, 4160, 1, 1)
+
+
+def test_procedural_pictures_have_unit_variance_through_leaves():
+    """The clip of a mechanism rests on it: the mean square norm is the number of features."""
+    from rescene.lens import draw_leaves
+
+    large = draw_leaves(48, torch.Generator().manual_seed(1)).float()
+    small = torch.nn.functional.avg_pool2d(large, 2).round().to(torch.uint8)
+    z = open_lens("leaves").module(small)
+    assert float(z.mean()) == pytest.approx(0, abs=0.15)
+    assert float(z.square().mean()) == pytest.approx(1, abs=0.25)
+
+
+def test_a_mirror_image_looks_the_same_and_grey_pictures_and_small_ones_can_be_seen():
+    lens, x = small_lens(), pictures(3, size=32)
+    assert torch.allclose(lens(x), lens(x.flip(3)), atol=1e-4)
+    grey = x[:, :1].expand(-1, 3, -1, -1)
+    assert lens(grey).isfinite().all() and lens(pictures(2, size=20)).shape == (2, lens.num_features(32))
+    flat = torch.full((2, 3, 32, 32), 77, dtype=torch.uint8)
+    assert lens(flat).isfinite().all()
+
+
+def test_pictures_above_32_pixels_are_seen_twice():
+    lens = small_lens()
+    z = lens(pictures(2, size=48))
+    assert z.shape[1] == lens.num_features(64) == lens.num_features(32) + 4 * 8 + 4 * 12 + 16
+
+
+def test_a_lens_file_gives_the_lens_back_and_its_hash_follows_every_number(tmp_path):
+    lens, x = small_lens(), pictures(3, size=32)
+    write_lens(lens, "a test", tmp_path / "mine.safetensors")
+    back = open_lens(str(tmp_path / "mine.safetensors"))
+    assert (back.name, back.made_from) == ("mine", "a test")
+    assert torch.allclose(back.module(x), lens(x), atol=0.05)  # stored in float16
+    write_lens(lens, "other words", tmp_path / "same.safetensors")
+    assert read_lens(tmp_path / "same.safetensors", "same").sha256 == back.sha256
+    lens.offsets[3] += 1e-3
+    write_lens(lens, "a test", tmp_path / "changed.safetensors")
+    assert read_lens(tmp_path / "changed.safetensors", "changed").sha256 != back.sha256
+
+
+def test_what_is_no_lens_is_refused_with_a_reason(tmp_path):
+    from safetensors.torch import save_file
+
+    save_file({"weight": torch.zeros(2)}, tmp_path / "foreign.safetensors")
+    (tmp_path / "cut.safetensors").write_bytes(b"12")
+    for name in ("foreign", "cut", "missing"):
+        with pytest.raises(ConfigError) as error:
+            open_lens(str(tmp_path / f"{name}.safetensors"))
+        assert error.value.code == "E118"

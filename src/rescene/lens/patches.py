@@ -1,0 +1,73 @@
+"""Patch features (Coates and Ng, 2011): how strongly each of K patches occurs in each part of a picture.
+
+    p       a patch of 6 x 6 pixels, its mean taken away, divided by its deviation
+    s_k(p)  <d_k, V p>: likeness to the k-th of K unit vectors after whitening V
+    f_k     sqrt of the average of relu(s_k - h) over a part of the picture, and the same of relu(-s_k - h)
+
+The patches d_k and the whitening come from procedural pictures only.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rescene.record import record
+
+SIDE = 6
+FLOOR = 1e-3  # added to a patch's variance (pixels in [0, 1]): flat patches stay flat
+
+
+@record
+class Patches:
+    """K filters [K, 3, SIDE, SIDE] and offsets [K], which hold dictionary and whitening, and the threshold h."""
+
+    filters: Tensor
+    offsets: Tensor
+    threshold: float
+
+    def maps(self, x: Tensor) -> Tensor:
+        """Strengths at every place: pixels in [0, 1], [n, 3, s, s] -> [n, 2K, s - 5, s - 5]."""
+        s = F.conv2d(x, self.filters) / patch_deviation(x) - self.offsets[None, :, None, None]
+        return torch.cat([F.relu(s - self.threshold), F.relu(-s - self.threshold)], dim=1)
+
+
+def patch_deviation(x: Tensor) -> Tensor:
+    """The deviation of the patch at each place, all channels together: [n, 3, s, s] -> [n, 1, s - 5, s - 5]."""
+    mean = F.avg_pool2d(x.mean(dim=1, keepdim=True), SIDE, stride=1)
+    square = F.avg_pool2d(x.square().mean(dim=1, keepdim=True), SIDE, stride=1)
+    return (square - mean.square() + FLOOR).clamp_min(FLOOR).sqrt()
+
+
+def sampled_dictionary(pictures: Tensor, num: int, threshold: float, generator: torch.Generator) -> Patches:
+    """``num`` whitened patches, drawn at random from these pictures, pixels in [0, 1], [n, 3, s, s].
+
+    Means of k-means clusters in their place were worse (79.9 against 81.4 % on a validation part of CIFAR-10).
+    """
+    p = sample_patches(pictures, max(200 * num, 20_000), generator)
+    p = p - p.mean(dim=1, keepdim=True)
+    p = p / (p.square().mean(dim=1, keepdim=True) + FLOOR).sqrt()
+    centre, whitening = whitening_of(p)
+    d = F.normalize((p[:num] - centre) @ whitening, dim=1)
+    filters = d @ whitening  # <d, V (p - m)> = <V d, p> - <V d, m>; V is symmetric
+    offsets = filters @ centre
+    filters = filters - filters.mean(dim=1, keepdim=True)  # takes the patch's mean away
+    return Patches(filters.reshape(num, 3, SIDE, SIDE), offsets, threshold)
+
+
+def sample_patches(pictures: Tensor, num: int, generator: torch.Generator) -> Tensor:
+    """``num`` patches at random places, flat: [num, 3 * SIDE * SIDE]."""
+    n, side = len(pictures), pictures.shape[-1] - SIDE + 1
+    which, top, left = (torch.randint(m, (num,), generator=generator, device=pictures.device) for m in (n, side, side))
+    reach = torch.arange(SIDE, device=pictures.device)
+    rows, columns = top[:, None, None] + reach[:, None], left[:, None, None] + reach
+    return pictures[which[:, None, None], :, rows, columns].permute(0, 3, 1, 2).reshape(num, -1)
+
+
+def whitening_of(p: Tensor, floor: float = 0.01) -> tuple[Tensor, Tensor]:
+    """Mean and symmetric whitening matrix; eigenvalues below ``floor`` of the average are raised by it."""
+    centre = p.mean(dim=0)
+    values, vectors = torch.linalg.eigh(torch.cov((p - centre).T).double())
+    scale = (values.clamp_min(0) + floor * values.mean()).rsqrt()
+    return centre, ((vectors * scale) @ vectors.T).to(p.dtype)

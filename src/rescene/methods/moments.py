@@ -1,0 +1,290 @@
+"""Moments: sites send sums of features, the server solves for the head. No image leaves a site, and nothing is forgotten.
+
+each round of task t (one is enough; more let late sites in):
+    client: for its images that it has not told of yet, features z in whole steps:
+            n_c and s_c = sum z for each class, S = sum z z' over all classes; then it is done with them
+    server: add up what all sites have ever sent, and solve (linear discriminant analysis):
+            W = (S - sum_c n_c m_c m_c') / n,  score_c(z) = m_c' (W + r I)^-1 z - m_c' (W + r I)^-1 m_c / 2
+
+Features are those of the network's frozen body: the identity behind a lens (``model.lens``, ``model.name=linear``). Sums do not
+depend on who holds which image or when it came, so the model is the same for every split and every order of tasks.
+Behind a mechanism the sums are noised before they leave the site. Neighbours: AFL (He et al. 2025), ACIL (Zhuang et al. 2022)
+and FedCGS (Guan et al. 2025) on pretrained networks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from rescene.data import Shard
+from rescene.functional.discriminant import cross_validated_ridge, discriminant_head
+from rescene.functional.release import clip_rows
+from rescene.hyperparameters import hyper
+from rescene.methods.base import Federation, Method, Model, Payload, Uploads, weights_of
+from rescene.methods.forms import NOTHING, Form, Place, both, either, fields, tensor
+from rescene.methods.registry import register
+from rescene.privacy.mechanism import Mechanism, Site, digest
+from rescene.record import Tree, record
+from rescene.rng import Rng
+from rescene.steps import embed
+
+STEPS = 16  # whole steps to one unit of a feature: what a lens gives comes in these steps already
+LARGEST = 127  # steps: features are cut beyond 8 units
+EXACT = 1024  # rows whose products of such numbers float32 adds up without rounding
+FLOOR = 0.25  # eigenvalues of W below this part of the noise's largest are raised to it
+
+
+@record
+class Sums:
+    """What one site has sent so far. ``second`` is the upper triangle of S, row by row."""
+
+    client: int
+    counts: Tensor  # [C]
+    sums: Tensor  # [C, d]
+    second: Tensor  # [d (d + 1) / 2]
+    num_releases: int  # noised ones; 0 without a mechanism
+
+
+@record
+class MomentsState:
+    model: Model
+    parts: tuple[Sums, ...]  # by site, ascending
+    notes: dict[str, float]
+
+
+@register
+class Moments(Method):
+    name: ClassVar[str] = "moments"
+    title: ClassVar[str] = "Moments"
+    paper: ClassVar[str] = "[ours] closed-form discriminant on a frozen lens; neighbours: AFL, ACIL, FedCGS"
+    leaves_site: ClassVar[str] = (
+        "for each class a count and a sum of features, and one second moment of all; exact, so only in a simulation"
+    )
+    remembers: ClassVar[str] = "which of its images it has told of"
+    mechanisms: ClassVar[tuple[str, ...]] = ("none", "release")
+    open_ended: ClassVar[bool] = True
+    releases_once: ClassVar[bool] = True
+
+    ridge: float | None = hyper(
+        None, "r", "[ours]", "in units of the mean variance; null: by generalised cross-validation on the sums", ge=0
+    )
+
+    @classmethod
+    def leaving(cls, mechanism: Mechanism | None) -> str:
+        if mechanism is None:
+            return cls.leaves_site
+        return "for each class a noised count and a noised sum of features, and one noised second moment; no image"
+
+    def init(self, net: nn.Module, rng: Rng) -> MomentsState:
+        return MomentsState(model=weights_of(net), parts=(), notes={})
+
+    def broadcast(self, state: MomentsState, round: int, federation: Federation, rng: Rng) -> Payload:
+        return {}
+
+    def client_round(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
+        """The participants of the round are asked for nothing: everybody is, below."""
+        return {}, client_state
+
+    def server_round(
+        self, state: MomentsState, uploads: Uploads, round: int, federation: Federation, rng: Rng
+    ) -> MomentsState:
+        head = {key: state.model[key][:1] for key in ("head.weight", "head.bias")}  # the site needs the body alone
+        answers = federation.ask(federation.clients, "sum_up", {"model": state.model | head})
+        sent = {client: answer for client, answer in answers.items() if "sums" in answer}
+        if not sent:
+            return state
+        classes, mechanism = federation.task.classes, federation.mechanism
+        new = [received(client, answer, classes, mechanism) for client, answer in sent.items()]
+        parts = merged(state.parts, new, federation.task.num_seen)
+        return self._solved(replace(state, parts=parts), mechanism)
+
+    def sum_up(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
+        """Sums over the images the site has not told of before."""
+        told = client_state["told"] if client_state else shard.index[:0]
+        fresh = shard.index[~torch.isin(shard.index, told)]
+        state = {"told": torch.cat([told, fresh])}
+        formal = shard.site is not None
+        if not len(fresh) and not (formal and client_state is None):
+            return {}, client_state
+        net = shard.net(payload["model"])
+        z = in_steps(embed(net, shard.images.pixels[fresh], shard.transform.normalise))
+        labels = positions(shard.images.labels[fresh], shard.task.classes)
+        if not formal:
+            return exact_sums(z, labels, len(shard.task.classes)), state
+        question = digest(weights_of(net).items(), "moments", shard.site.mechanism)
+        found = shard.site.answer(question, lambda: noised_sums(z, labels, len(shard.task.classes), shard.site))
+        return ({} if found is None else found), state
+
+    def expects(self, verb: str, payload: Payload, place: Place) -> Form:
+        if verb != "sum_up":
+            return NOTHING
+        d, num = payload["model"]["head.weight"].shape[1], len(place.task.classes)
+        size = d * (d + 1) // 2
+        if place.mechanism is not None:
+            noised = {"sums": tensor(torch.float32, num, d + 1), "second": tensor(torch.float32, size)}
+            return either(NOTHING, fields(noised))
+        exact = {
+            "counts": tensor(torch.int64, num, low=0),
+            "sums": tensor(torch.int64, num, d),
+            "second": tensor(torch.int32, size),
+        }
+        return either(NOTHING, both(fields(exact), possible_sums, "holds sums that no images have"))
+
+    def _solved(self, state: MomentsState, mechanism: Mechanism | None) -> MomentsState:
+        """The head from everything that is there."""
+        counts, sums, second = (
+            sum(getattr(part, name).double() for part in state.parts) for name in ("counts", "sums", "second")
+        )
+        matrix, d = unpacked(second, sums.shape[1]), sums.shape[1]
+        counts, sums, matrix = counts, sums / STEPS, matrix / STEPS**2
+        floor = 0.0
+        if mechanism is not None:
+            releases = sum(part.num_releases for part in state.parts)
+            _, _, unit = scales(mechanism, d)
+            edge = (
+                math.sqrt(2 * d * releases) * mechanism.deviation / unit / STEPS**2
+            )  # largest eigenvalue of the noise
+            floor = FLOOR * edge / max(float(counts.clamp_min(0).sum()), 1.0)
+        ridge = self.ridge
+        if ridge is None:
+            ridge = cross_validated_ridge(counts, sums, matrix) if mechanism is None else 0.0
+        weight, bias = discriminant_head(counts, sums, matrix, ridge, floor)
+        kept = state.model["head.weight"]
+        head = {"head.weight": weight.to(kept), "head.bias": bias.to(kept)}
+        notes = {"ridge": ridge, "floor": floor, "num_images": float(counts.sum())}
+        return replace(state, model=state.model | head, notes=notes)
+
+
+def in_steps(z: Tensor) -> Tensor:
+    """Features as whole steps, int8 values as float32 [n, d]; what is not a number becomes 0."""
+    return (z.float().nan_to_num() * STEPS).round().clamp(-LARGEST, LARGEST)
+
+
+def positions(labels: Tensor, classes: tuple[int, ...]) -> Tensor:
+    """Labels as positions among the task's classes."""
+    place = {label: i for i, label in enumerate(classes)}
+    return torch.tensor([place[label] for label in labels.tolist()], dtype=torch.int64, device=labels.device)
+
+
+def exact_sums(z: Tensor, labels: Tensor, num: int) -> Payload:
+    """n_c, s_c and S in whole numbers, the same in every order and on every machine."""
+    counts = torch.bincount(labels, minlength=num)
+    sums = torch.zeros(num, z.shape[1], dtype=torch.int64, device=z.device).index_add(0, labels, z.long())
+    return {"counts": counts, "sums": sums, "second": packed(second_moment(z)).int()}
+
+
+def second_moment(z: Tensor) -> Tensor:
+    """sum z z' as float64 [d, d]: exact for whole numbers of at most 127."""
+    total = torch.zeros(z.shape[1], z.shape[1], dtype=torch.float64, device=z.device)
+    for part in z.split(EXACT):
+        total += part.T @ part
+    return total
+
+
+def noised_sums(z: Tensor, labels: Tensor, num: int, site: Site) -> dict[str, Tensor]:
+    """What leaves a site behind the mechanism ``release``.
+
+    An image adds u = (kappa, a f, a w f f') with |f| <= 1, in its class's rows of the first two: |u| <= sqrt(C^2 + kappa^2),
+    where a = C / sqrt(1 + w^2). Adding or taking away one image changes the whole answer by no more than that. Off the diagonal
+    f f' counts twice, so its upper triangle is multiplied by sqrt(2) there before it gets its noise.
+    """
+    m, d = site.mechanism, z.shape[1]
+    norm, first, second = scales(m, d)
+    f = clip_rows(z / norm, 1.0)
+    rows = torch.cat([f * (first * norm), torch.full((len(f), 1), m.kappa, dtype=f.dtype, device=f.device)], dim=1)
+    sums = torch.zeros(num, d + 1, dtype=torch.float64, device=z.device).index_add(0, labels, rows)
+    upper = packed(f.T @ f) * (second * norm**2)
+    upper = torch.where(on_diagonal(d, upper.device), upper, upper * math.sqrt(2))
+    noise = m.deviation * site.noise.normal(sums.numel() + upper.numel()).to(z.device)
+    sums = sums + noise[: sums.numel()].reshape(sums.shape)
+    upper = upper + noise[sums.numel() :]
+    upper = torch.where(on_diagonal(d, upper.device), upper, upper / math.sqrt(2))
+    return {"sums": sums.float(), "second": upper.float()}
+
+
+def scales(m: Mechanism, d: int) -> tuple[float, float, float]:
+    """The public norm at which z (in steps) is clipped, and the factors on its sum and on its second moment.
+
+    A lens gives features of unit variance on procedural pictures, so their norm there is sqrt(d) units; no site's image is looked at.
+    """
+    norm = STEPS * math.sqrt(d)
+    a = m.clip / math.sqrt(1 + m.covariance_weight**2)
+    return norm, a / norm, a * m.covariance_weight / norm**2
+
+
+def received(client: int, answer: Payload, classes: tuple[int, ...], mechanism: Mechanism | None) -> Sums:
+    """An answer in steps, with a row for every class up to the last of the task."""
+    if mechanism is None:
+        counts, sums, second, releases = answer["counts"], answer["sums"], answer["second"], 0
+    else:
+        d = answer["sums"].shape[1] - 1
+        _, first, unit = scales(mechanism, d)
+        counts, sums = answer["sums"][:, -1] / mechanism.kappa, answer["sums"][:, :-1] / first
+        second, releases = answer["second"] / unit, 1
+    index, size = torch.tensor(classes, device=counts.device), max(classes) + 1
+    spread_counts = counts.new_zeros(size).index_copy(0, index, counts)
+    spread_sums = sums.new_zeros(size, sums.shape[1]).index_copy(0, index, sums)
+    return Sums(client, spread_counts, spread_sums, second, releases)
+
+
+def merged(old: tuple[Sums, ...], new: list[Sums], num_classes: int) -> tuple[Sums, ...]:
+    """What each site has sent in all, ascending by site, with ``num_classes`` rows."""
+    parts = {part.client: part for part in old}
+    for part in new:
+        mine = parts.get(part.client)
+        parts[part.client] = part if mine is None else added(mine, part)
+    return tuple(
+        replace(p, counts=padded(p.counts, num_classes), sums=padded(p.sums, num_classes))
+        for _, p in sorted(parts.items())
+    )
+
+
+def added(a: Sums, b: Sums) -> Sums:
+    size = max(len(a.counts), len(b.counts))
+    return Sums(
+        a.client,
+        padded(a.counts, size) + padded(b.counts, size),
+        padded(a.sums, size) + padded(b.sums, size),
+        a.second + b.second,
+        a.num_releases + b.num_releases,
+    )
+
+
+def padded(rows: Tensor, size: int) -> Tensor:
+    return torch.cat([rows, rows.new_zeros(size - len(rows), *rows.shape[1:])])
+
+
+def packed(matrix: Tensor) -> Tensor:
+    """The upper triangle of a symmetric matrix, row by row: [d, d] -> [d (d + 1) / 2]."""
+    d = len(matrix)
+    return matrix[torch.triu(torch.ones(d, d, dtype=torch.bool, device=matrix.device))]
+
+
+def unpacked(upper: Tensor, d: int) -> Tensor:
+    """Inverse of :func:`packed`."""
+    matrix = upper.new_zeros(d, d)
+    mask = torch.triu(torch.ones(d, d, dtype=torch.bool, device=upper.device))
+    matrix[mask] = upper
+    return matrix + matrix.T - torch.diag(matrix.diagonal())
+
+
+def on_diagonal(d: int, device: torch.device) -> Tensor:
+    """Which entries of a packed triangle lie on the diagonal."""
+    return packed(torch.eye(d, dtype=torch.bool, device=device))
+
+
+def possible_sums(answer: dict[str, Any]) -> bool:
+    """Whether images can have these sums: no feature exceeds 127 steps, and a square is not negative."""
+    counts, sums, second = answer["counts"], answer["sums"], answer["second"]
+    n, d = int(counts.sum()), sums.shape[1]
+    squares = second[on_diagonal(d, second.device)]
+    return (
+        bool((sums.abs() <= LARGEST * counts[:, None]).all())
+        and bool((second.abs() <= LARGEST**2 * n).all())
+        and bool((squares >= 0).all())
+    )
