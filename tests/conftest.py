@@ -11,8 +11,8 @@ import typer.testing
 
 from rescene.data import Images, Shard, Task, Transform
 from rescene.data.sources import fashion_mini
-from rescene.nets import Arch
 from rescene.lens import lens
+from rescene.nets import Arch
 from rescene.report import canvas
 from rescene.rng import Rng
 

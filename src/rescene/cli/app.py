@@ -14,6 +14,7 @@ from rescene.cli.deploying import deploy_app
 from rescene.cli.estimate_verbs import audit, bench, cost, privacy, scale
 from rescene.cli.examples import add_examples
 from rescene.cli.help import use_plain_help
+from rescene.cli.lens_verbs import data_draw, lens_app
 from rescene.cli.look_verbs import doctor, list_things, quarantine, report, runs, show, theory
 from rescene.cli.method_verbs import explain, new_app
 from rescene.cli.papers import paper_app
@@ -30,6 +31,7 @@ app = typer.Typer(
     add_completion=True,
 )
 app.add_typer(data_app, name="data")
+app.add_typer(lens_app, name="lens")
 app.add_typer(paper_app, name="paper")
 app.add_typer(deploy_app, name="deploy")
 app.add_typer(new_app, name="new")
@@ -65,4 +67,5 @@ app.command("list")(list_things)
 for one in (show, report, table, plot, export, predict, theory, quarantine, runs, doctor):
     app.command()(one)
 add_examples(app)
-use_plain_help(app, data_app, paper_app, deploy_app, new_app)
+data_app.command("draw")(data_draw)
+use_plain_help(app, data_app, lens_app, paper_app, deploy_app, new_app)

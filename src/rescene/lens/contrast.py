@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +38,9 @@ class Contrast:
     weight_decay: float = 1e-4
     warm_up: int = 500  # steps
     least_crop: float = 0.15  # part of the picture's area
+
+    def taking(self, num_steps: int) -> Contrast:
+        return replace(self, num_steps=num_steps, warm_up=min(self.warm_up, num_steps))
 
 
 SMALL = Contrast(

@@ -25,6 +25,9 @@ class Measuring:
     modes: tuple[int, ...] = MODES
 
 
+SMALL_MEASURING = Measuring(num_pictures=1_000, num_patches=64, modes=(32, 16, 16, 8))
+
+
 def make_lens(
     contrast: Contrast,
     measuring: Measuring,

@@ -36,7 +36,7 @@ from rescene.steps import embed
 STEPS = 16  # whole steps to one unit of a feature: what a lens gives comes in these steps already
 LARGEST = 127  # steps: features are cut beyond 8 units
 EXACT = 1024  # rows whose products of such numbers float32 adds up without rounding
-FLOOR = 0.25  # eigenvalues of W below this part of the noise's largest are raised to it
+FLOOR = 0.1  # eigenvalues of W below this part of the largest of the noise are raised to it
 
 
 @record
