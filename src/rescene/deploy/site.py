@@ -6,6 +6,9 @@
     state/<run>/client-<k>/answer-*.bin  the last answer, by the token of its question
     state/<run>/client-<k>/recipe.json   what this run is; it may open new tasks and change nothing else
     state/ledger.jsonl                   what was released under a privacy mechanism, in all runs
+    ledger-mark.json                     how far that ledger goes, outside state/: it shows when the ledger was set back
+
+All of it can be read by the site's own user alone.
 
 A request says from which memory to start. Asked twice, a site gives the same answer twice: a letter that comes again, or a
 server that goes back to its last checkpoint, does no harm.
@@ -30,7 +33,7 @@ from pydantic import ValidationError
 import rescene
 from rescene.config import Recipe
 from rescene.config.plan import grows
-from rescene.deploy.holding import OWN, SiteSection, check_floor, experiment_of, guarded
+from rescene.deploy.holding import OWN, SiteSection, check_floor, experiment_of, ledger_of
 from rescene.deploy.letters import EVALUATE, HELLO, Letter, Remembered, Reply, Request, in_a_line
 from rescene.deploy.message import pack_message, unpack_message
 from rescene.engine import Experiment, use_all_cores
@@ -39,6 +42,7 @@ from rescene.engine.checkpoint import write_atomically
 from rescene.engine.evaluate import tally
 from rescene.engine.federation import first_line
 from rescene.engine.ledger import FlopMeter
+from rescene.engine.sites import site_at
 from rescene.engine.watch import warnings_to
 from rescene.errors import ConfigError, DataError, ResceneError, RunError
 from rescene.methods import Method
@@ -157,12 +161,13 @@ class Site:
             return meter.attach(experiment.arch.restore(model), len(model["head.weight"]))
 
         rng = Rng(experiment.rng.seed, request.address).at(client)
-        ledger = self.folder / "state" / "ledger.jsonl"
-        site = guarded(self.section, experiment, ledger, request.run, request.task, request.round)
+        ledger = ledger_of(self.section, self.folder, request.ledger)
+        site = site_at(experiment, request.run, request.task, request.round, client, ledger)
         with meter.on("client"), flops_to(meter.add), _heard() as told:
             upload, after = verb(payload, experiment.shard(task, client, net, site), state, rng)
         message = on_wire.sent(upload, experiment.recipe.federation.wire)
-        return Reply(client, message, files.write(after), meter.flops["client"], told=tuple(told))
+        kept, flops = files.write(after), meter.flops["client"]
+        return Reply(client, message, kept, flops, told=tuple(told), ledger=ledger.handed)
 
 
 class Memory:
