@@ -34,7 +34,7 @@ from rescene.deploy.processes import (
     start,
     wait_for_port,
 )
-from rescene.deploy.site import Site
+from rescene.deploy.site import Site, tighten
 from rescene.deploy.status import left_out_rows, site_answers, task_rows
 from rescene.deploy.withdrawal import without_left
 from rescene.engine import RunFolder
@@ -126,6 +126,7 @@ def start_site(folder: Path) -> Started:
     if missing or not site.section.server:
         lacks = missing[0] if missing else "server: host:port in site.yaml"
         raise ConfigError("E127", f"the site's folder lacks {lacks}", where=str(folder), fix="ask the operator for it")
+    tighten(folder)
     end_orphans(folder)  # of a node that was killed
     return start(folder, "node", [
         program("flower-supernode"), "--superlink", site.section.server, "--root-certificates", str(folder / "ca.crt"),

@@ -19,6 +19,9 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import os
+import shlex
+import stat
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -85,6 +88,10 @@ class Site:
 
     def answer(self, letter: Letter) -> bytes:
         """The reply to a letter, also when something goes wrong: the server is told what, and goes on without us."""
+        with _files_for_us_alone():
+            return self._reply(letter)
+
+    def _reply(self, letter: Letter) -> bytes:
         client, token = self.section.client, ""
         try:
             use_all_cores()
@@ -168,6 +175,25 @@ class Site:
         message = on_wire.sent(upload, experiment.recipe.federation.wire)
         kept, flops = files.write(after), meter.flops["client"]
         return Reply(client, message, kept, flops, told=tuple(told), ledger=ledger.handed)
+
+
+def tighten(folder: Path) -> None:
+    """Close to other users what older versions left open in a site's folder: it tells of the site's images."""
+    try:
+        for name in ("state", "logs", "flwr"):
+            (folder / name).mkdir(mode=0o700, exist_ok=True)
+            place = (folder / name).resolve()
+            for path in (place, *place.rglob("*")):
+                mode = stat.S_IMODE(path.lstat().st_mode)
+                if mode & 0o077 and not path.is_symlink():
+                    path.chmod(mode & 0o700)
+    except OSError as error:
+        raise RunError(
+            "E353",
+            f"the site's files cannot be closed to other users: {error.strerror}",
+            where=str(error.filename or folder),
+            fix=f"give the folder to the user who runs the site: chown -R USER {shlex.quote(str(folder))}",
+        ) from None
 
 
 class Memory:
@@ -280,6 +306,16 @@ def _comparable(recipe: str) -> dict[str, Any]:
 def _said(tree: Any) -> Any:
     """Without keys that say nothing."""
     return {key: _said(value) for key, value in tree.items() if value is not None} if isinstance(tree, dict) else tree
+
+
+@contextmanager
+def _files_for_us_alone() -> Iterator[None]:
+    """What is written meanwhile gets mode 0600, folders 0700, whatever the umask was."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 @contextmanager

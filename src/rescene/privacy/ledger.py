@@ -27,8 +27,10 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
+import io
 import json
 import os
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields
@@ -157,7 +159,9 @@ class Ledger:
     ) -> Released:
         """The release at this place: the recorded one, or a new one if the budget allows it."""
         with self._open() as file:
-            book, mark = self._read(file)
+            mark = self._read_mark()
+            book, num_bytes = self._checked(file, mark)
+            file.truncate(num_bytes)  # the rest, a line without its end, was never fsynced, so never sent
             self._adopt(file, book, mark)
             if book.questions.get(charge.key, question) != question:
                 raise RunError(
@@ -217,9 +221,15 @@ class Ledger:
         return sum((charge.run, charge.task) == (run, task) for charge in self.charges())
 
     def charges(self) -> list[Charge]:
-        """Everything that was ever begun, in order."""
-        with self._open() as file:
-            return list(self._read(file)[0].begun.values())
+        """Everything that was ever begun, in order; nothing is written."""
+        mark = self._read_mark()  # before the ledger, which only grows
+        try:
+            with open(self.path, "rb") as file:
+                return list(self._checked(file, mark)[0].begun.values())
+        except FileNotFoundError:
+            return list(self._checked(io.BytesIO(), mark)[0].begun.values())
+        except OSError as error:
+            raise self._unusable(str(error)) from None
 
     def floor(self) -> Floor:
         """The site's own limits; a floor that cannot be understood allows nothing."""
@@ -274,7 +284,7 @@ class Ledger:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             file = open(self.path, "a+b", opener=_for_us_alone)  # noqa: SIM115 - closed below, errors of opening are told apart
         except OSError as error:
-            raise self._unusable(str(error)) from None
+            raise self._unwritten(error) from None
         with file:
             if flock is not None:
                 flock(file, LOCK_EX)
@@ -282,23 +292,16 @@ class Ledger:
                 _sync_folder(self.path.parent)
             yield file
 
-    def _read(self, file: BinaryIO) -> tuple[_Book, Mark | None]:
-        """The entries and the mark, if the one reaches the other. Nothing is changed before that is known.
-
-        A last line without its end was never fsynced, so never sent: it is cut off.
-        """
+    def _checked(self, file: BinaryIO, mark: Mark | None) -> tuple[_Book, int]:
+        """As :meth:`_entries`, if they reach the mark and what the server remembers."""
         book, num_bytes = self._entries(file)
-        mark = self._read_mark()
         if self.mark_path is not None and mark is None and book.chained:
             raise self._no_mark("it is missing, though the ledger has entries")
         if mark is not None and not book.reaches(mark.end):
-            raise self._set_back("E366", "has lost entries", f"{self.mark_path} says", book, mark.end)
+            raise self._set_back("E366", "does not reach its mark", str(self.mark_path), book, mark.end)
         if self.least is not None and not book.reaches(self.least):
-            raise self._set_back(
-                "E367", "lacks entries that this server knows of", "the server knows", book, self.least
-            )
-        file.truncate(num_bytes)
-        return book, mark
+            raise self._set_back("E367", "lacks entries that the server knows of", "the server", book, self.least)
+        return book, num_bytes
 
     def _entries(self, file: BinaryIO) -> tuple[_Book, int]:
         """What all whole lines say, and how many bytes they are."""
@@ -336,7 +339,7 @@ class Ledger:
             file.flush()
             os.fsync(file.fileno())
         except OSError as error:
-            raise self._unusable(str(error)) from None
+            raise self._unwritten(error) from None
         book.add(row)
 
     def _read_mark(self) -> Mark | None:
@@ -368,15 +371,16 @@ class Ledger:
             os.replace(temporary, self.mark_path)
             _sync_folder(self.mark_path.parent)
         except OSError as error:
-            raise self._unusable(f"{self.mark_path}: {error.strerror}") from None
+            raise self._unwritten(error) from None
 
     def _set_back(self, code: str, what: str, who: str, book: _Book, end: End) -> RunError:
-        why = f"{who} that it went to entry {end.entries}; it ends at {book.end.entries}"
-        if end.entries <= book.end.entries:
-            why = f"{who} another entry {end.entries} than the ledger has"
-        why += ". It was deleted, cut or put back from a backup, and would spend its budget again"
+        have = f"ends at entry {book.end.entries}" if end.entries > book.end.entries else "has another one there"
         return RunError(
-            code, f"the privacy ledger {what}, so nothing is sent", where=str(self.path), why=why, fix=self._remedy()
+            code,
+            f"the privacy ledger {what}, so nothing is sent",
+            where=str(self.path),
+            why=f"{who} names entry {end.entries}, the ledger {have}: it was deleted, cut or put back from a backup",
+            fix=self._remedy(),
         )
 
     def _no_mark(self, why: str) -> RunError:
@@ -388,22 +392,23 @@ class Ledger:
             fix=self._remedy(),
         )
 
-    def _unusable(self, why: str) -> RunError:
+    def _unwritten(self, error: OSError) -> RunError:
+        return self._unusable(str(error), "make room, or make the folder writable; what is on disk stays good")
+
+    def _unusable(self, why: str, fix: str | None = None) -> RunError:
         return RunError(
             "E411",
             "the privacy ledger cannot be used, so nothing is sent",
             where=str(self.path),
             why=why,
-            fix=self._remedy(),
+            fix=fix or self._remedy(),
         )
 
     def _remedy(self) -> str:
         if self.mark_path is None:
             return "restore the file from a backup; without it the site cannot know what it has already released"
-        return (
-            "put back the newest copy of this file and of its mark, if there is one newer than these; "
-            f"then: rescene deploy recover-ledger {self.mark_path.parent}"
-        )
+        newest = "if there is a newer copy of this file and of its mark, put back both"
+        return f"{newest}; then: rescene deploy recover-ledger {shlex.quote(str(self.mark_path.parent))}"
 
 
 def _charges(rows: dict[str, Any]) -> dict[str, Charge]:
