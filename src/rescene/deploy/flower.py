@@ -55,8 +55,10 @@ def main(grid: Grid, context: Context) -> None:
     plan = Path(str(config["plan"])) if config.get("plan") else None
     folder, elsewhere = RunFolder(Path(str(config["out"]))), bool(config.get("elsewhere"))
     federation = Federation.open(recipe.parents[2])
-    places = {"plan": plan, "seats": seats_of(federation), "ledgers": federation.server / "ledgers.json"}
-    run_across(resolve(recipe), folder, post, patience, elsewhere=elsewhere, **places)
+    run_across(
+        resolve(recipe), folder, post, patience, plan=plan, elsewhere=elsewhere, seats=seats_of(federation),
+        ledgers=federation.server / "ledgers.json",
+    )  # fmt: skip
 
 
 class FlowerPost:

@@ -45,8 +45,17 @@ def run_across(
         text = json.dumps(recipe.model_dump(mode="json"))
         journal = Journal(folder.path / "uploads")
         ends = Ends(ledgers or folder.path / "uploads" / "ledgers.json")
-        parts = {"post": post, "run": name, "recipe": text, "patience": patience, "journal": journal, "seats": seats}
-        return GridFederation(*args, ends=ends, **parts, **options)
+        return GridFederation(
+            *args,
+            post=post,
+            run=name,
+            recipe=text,
+            patience=patience,
+            journal=journal,
+            seats=seats,
+            ends=ends,
+            **options,
+        )
 
     going = run(resolved, folder, progress, federate, elsewhere)
     federation = going.federation
