@@ -41,7 +41,7 @@ from rescene.config import resolve
 from rescene.deploy.message import unpack_message
 from rescene.deploy.site import KEPT
 
-FILES = 5  # of a site, beside what it remembers: site.yaml, ledger, recipe, answer, model
+FILES = 6  # of a site, beside what it remembers: site.yaml, ledger and its mark, recipe, answer, model
 # ReSCENE without what it keeps of each round by design: its pool, and a sketch of the model for the buffer's theory
 STEADY = {"rescene": {"method.accumulate": False, "method.buffer": "none"}, "refed": {}}
 # oneDNN keeps 1,024 compiled convolutions by default, one for each number of images: until it has them, that is growth

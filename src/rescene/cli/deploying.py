@@ -182,6 +182,20 @@ def stop(folder: Annotated[Path, typer.Argument(help="folder of the federation, 
     print(f"stopped: {', '.join(ended)}" if ended else "nothing was running")
 
 
+@deploy_app.command("recover-ledger")
+@verb
+def recover_ledger(folder: Annotated[Path, typer.Argument(help="the site's own folder")]) -> None:
+    """At a site whose privacy ledger was lost or put back: charge all that its mark counts, so that nothing is spent twice."""
+    from rescene.deploy.holding import ledger_of
+    from rescene.deploy.site import Site
+
+    ledger = ledger_of(Site.open(folder).section, folder)
+    lost = ledger.recover()
+    total = len(ledger.charges())
+    print(f"{total} participations are charged; {len(lost)} of them were missing in {ledger.path}")
+    print("what was released in the missing ones is lost: asked for the same round again, this site declines")
+
+
 @deploy_app.command()
 @verb
 def rehearse(

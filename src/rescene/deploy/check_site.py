@@ -11,6 +11,7 @@ import torch
 from rescene.data import Dataset, content_rows
 from rescene.deploy.connection import authority_row, server_rows
 from rescene.deploy.findings import Row, app_row, key_row, machine_rows, part_rows, row
+from rescene.deploy.holding import ledger_of
 from rescene.deploy.processes import running
 from rescene.deploy.site import Site
 from rescene.engine.experiment import load_data, pick_device
@@ -33,6 +34,7 @@ def check_site(folder: Path) -> list[Row]:
         key_row(folder),
         authority_row(folder / "ca.crt"),
         *data_rows(site),
+        _ledger(site),
         _device(site),
         *machine_rows(folder),
         *(server_rows(server, folder / "ca.crt") if server else []),
@@ -69,6 +71,14 @@ def _counts(dataset: Dataset) -> str:
     named = [f"{name} {number}" for name, number in zip(dataset.classes, numbers, strict=True)]
     more = len(named) - MOST_NAMES
     return ", ".join(named[:MOST_NAMES]) + (f" and {more} more classes" if more > 0 else "")
+
+
+def _ledger(site: Site) -> Row:
+    """Whether the privacy ledger is whole and reaches its mark."""
+    try:
+        return row("privacy ledger", f"{len(ledger_of(site.section, site.folder).charges())} participations")
+    except ResceneError as error:
+        return _failed("privacy ledger", error)
 
 
 def _device(site: Site) -> Row:

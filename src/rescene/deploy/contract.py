@@ -19,6 +19,7 @@ from rescene.deploy.message import unpack_message
 from rescene.engine.evaluate import Tally
 from rescene.errors import RunError
 from rescene.methods.forms import MOST, Form, Misfit, Sizes, both, check_form, fields, tensor, whole
+from rescene.privacy.ledger import End
 from rescene.record import Tree
 
 HEADER_BYTES, TENSOR_BYTES = 1 << 16, 512  # of JSON, which takes a hundred times its size while it is read
@@ -69,9 +70,14 @@ def _check(reply: Any, question: Question) -> None:
     if not isinstance(reply.told, tuple) or len(reply.told) > MOST_TOLD or not all(map(_is_told, reply.told)):
         raise Misfit("what it tells is no list of codes and words")
     if reply.problem is not None:
-        if not _is_told(reply.problem) or reply.upload is not None or reply.state is not None:
+        rest = (reply.upload, reply.state, reply.ledger)
+        if not _is_told(reply.problem) or any(part is not None for part in rest):
             raise Misfit("its problem is no code with words")
         return
+    if reply.ledger is not None:
+        if not isinstance(reply.ledger, End) or not _matches(DIGEST, reply.ledger.head):
+            raise Misfit("the end of its privacy ledger is not named by a hash")
+        whole(1, MOST)(reply.ledger.entries, "the length of its privacy ledger", {})
     state = reply.state
     if state is not None:
         if not isinstance(state, Remembered) or not _matches(DIGEST, state.sha256):

@@ -39,7 +39,7 @@ from rescene.deploy.processes import (
     stop,
     wait_for_port,
 )
-from rescene.deploy.site import Site
+from rescene.deploy.site import Site, tighten
 from rescene.deploy.status import left_out_rows, site_answers, task_rows
 from rescene.deploy.withdrawal import without_left
 from rescene.engine import RunFolder
@@ -159,6 +159,7 @@ def start_site(folder: Path) -> list[Started]:
     if len(running(folder)) == 2:
         raise ConfigError("E126", "the site is already running", where=str(folder), fix="rescene deploy stop FOLDER")
     stop(folder)  # half a site, and what a node left behind that was killed
+    tighten(folder)
     door = _door(folder)
     port, env = free_port(), environment(folder / "flwr")
     node = start(folder, "node", [

@@ -18,7 +18,7 @@ import torch
 import rescene
 from rescene.data import Task
 from rescene.deploy.contract import GREETING, Question, open_reply, tally_form
-from rescene.deploy.journal import Journal
+from rescene.deploy.journal import Ends, Journal
 from rescene.deploy.letters import (
     EVALUATE,
     HELLO,
@@ -38,6 +38,7 @@ from rescene.errors import RunError
 from rescene.methods import Payload
 from rescene.methods.base import Model
 from rescene.methods.forms import Form, Place
+from rescene.privacy.ledger import End
 from rescene.record import tensors, to_device
 from rescene.rng import Rng
 
@@ -60,11 +61,12 @@ class GridFederation(InProcess):
         patience: Patience,
         journal: Journal,
         seats: Mapping[int, int] | None = None,
+        ends: Ends | None = None,
         **options: Any,
     ) -> None:
         super().__init__(*args, **options)
         self._post, self._run, self._recipe, self._patience = post, run, recipe, patience
-        self.journal, self._seats = journal, dict(seats or {})
+        self.journal, self._seats, self._ends = journal, dict(seats or {}), ends or Ends(None)
         self._nodes: dict[int, int] = {}  # client -> node
         self._refused: set[int] = set()
         self._away: set[int] = set()  # clients that cannot take part until mended and the run is started again
@@ -192,7 +194,8 @@ class GridFederation(InProcess):
                     found[k] = open_reply(kept, question)
                     continue
             asked[self._nodes[k]] = question
-            letters[self._nodes[k]] = Letter(self._head(verb, state, rng.path, question.token), body.data)
+            head = self._head(verb, state, rng.path, question.token, self._ends.of(k))
+            letters[self._nodes[k]] = Letter(head, body.data)
         replies, refused = self._exchange(letters, asked, needed=self._quorum * len(clients) - len(found))
         for client in [k for k in clients if k not in found]:
             node = self._nodes[client]
@@ -205,6 +208,9 @@ class GridFederation(InProcess):
                 self.note("error", error.code, f"site {client} in {verb}: {error.what}; left out", client=client)
             else:
                 self.note("error", "E349", f"site {client} did not answer {verb} in time", client=client)
+        for client, reply in found.items():
+            if reply.ledger is not None:
+                self._ends.note(client, reply.ledger)
         return found
 
     def _form_of(self, verb: str, payload: Payload) -> Form:
@@ -217,10 +223,18 @@ class GridFederation(InProcess):
         """Coded pictures are values only once they are decoded."""
         return None if self._wire == "float32" else super()._received
 
-    def _head(self, verb: str, state: Remembered | None, address: tuple[str | int, ...], token: str) -> bytes:
+    def _head(
+        self,
+        verb: str,
+        state: Remembered | None,
+        address: tuple[str | int, ...],
+        token: str,
+        ledger: End | None = None,
+    ) -> bytes:
         task, round = (0, -1) if verb == HELLO else (self.task.index, self.round)
         version, sha256 = rescene.__version__, state.sha256 if state else None
-        return pack_message(Request(version, self._run, self._recipe, verb, task, round, address, sha256, token)).data
+        request = Request(version, self._run, self._recipe, verb, task, round, address, sha256, token, ledger)
+        return pack_message(request).data
 
     def _exchange(
         self, letters: dict[int, Letter], asked: dict[int, Question], needed: float = 0.0

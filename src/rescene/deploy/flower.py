@@ -54,8 +54,11 @@ def main(grid: Grid, context: Context) -> None:
     sys.argv = ["rescene", "deploy", "run", str(recipe.parents[2]), str(recipe)]
     plan = Path(str(config["plan"])) if config.get("plan") else None
     folder, elsewhere = RunFolder(Path(str(config["out"]))), bool(config.get("elsewhere"))
-    seats = seats_of(Federation.open(recipe.parents[2]))
-    run_across(resolve(recipe), folder, post, patience, plan=plan, elsewhere=elsewhere, seats=seats)
+    federation = Federation.open(recipe.parents[2])
+    run_across(
+        resolve(recipe), folder, post, patience, plan=plan, elsewhere=elsewhere, seats=seats_of(federation),
+        ledgers=federation.server / "ledgers.json",
+    )  # fmt: skip
 
 
 class FlowerPost:

@@ -17,10 +17,8 @@ from rescene.data import Dataset, load
 from rescene.data.own import adopt, check_labels
 from rescene.engine import Experiment, prepare
 from rescene.engine.experiment import look_of
-from rescene.engine.sites import site_at
 from rescene.errors import DataError, RunError
-from rescene.privacy.ledger import Declined, Floor, Ledger
-from rescene.privacy.mechanism import Site as Guarded
+from rescene.privacy.ledger import Declined, End, Floor, Ledger
 
 OWN = "own images"  # in the place of the fingerprint that sites with a common data set must share
 
@@ -114,9 +112,9 @@ def check_floor(section: SiteSection, recipe: Recipe) -> None:
         raise Declined("E413", f"site declines: delta {promise.delta:g} is above its limit {limit:g}")
 
 
-def guarded(
-    section: SiteSection, experiment: Experiment, ledger: Path, run: str, task: int, round: int
-) -> Guarded | None:
-    """The mechanism of the recipe with this site's ledger and floor; None without a mechanism."""
+def ledger_of(section: SiteSection, folder: Path, least: End | None = None) -> Ledger:
+    """The ledger of the site in this folder, with its own floor. The mark lies outside state/, which people put back from
+    backups; ``least`` is what the server remembers.
+    """
     floor = section.privacy.floor() if section.privacy else Floor()
-    return site_at(experiment, run, task, round, section.client, Ledger(ledger, floor))
+    return Ledger(folder / "state" / "ledger.jsonl", floor, folder / "ledger-mark.json", least)

@@ -1,4 +1,6 @@
-"""Uploads as they came, on disk before they are used: a server that dies between receipt and use does not ask again.
+"""What a server keeps of its sites' answers: the uploads of the step under way, and how far each privacy ledger goes.
+
+Uploads are on disk as they came before they are used: a server that dies between receipt and use does not ask again.
 
     uploads/secret                        what the tokens of this run are made with
     uploads/uploads-<task>-<round>.bin    one entry after the other: a line of JSON (token, SHA-256, length), then the bytes
@@ -15,12 +17,14 @@ import hmac
 import json
 import os
 import secrets
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rescene.engine.checkpoint import could_not_save
+from rescene.engine.checkpoint import could_not_save, write_json
 from rescene.engine.crashpoints import reach
 from rescene.errors import RunError
+from rescene.privacy.ledger import End
 
 
 class _Entry(NamedTuple):
@@ -114,6 +118,44 @@ class Journal:
                 end += len(line) + len(data)
             file.truncate(end)
         return found
+
+
+class Ends:
+    """How far each site's privacy ledger goes, as its answers said, over all runs of the federation.
+
+    Every letter tells the site, which refuses if its own ledger does not go as far: then a part of it is lost. What is kept
+    here never goes back. ``path`` None: nothing is kept.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._ends = self._read()
+
+    def of(self, client: int) -> End | None:
+        return self._ends.get(client)
+
+    def note(self, client: int, end: End) -> None:
+        """Remember the end that an answer names, if it is a later one."""
+        if end.entries <= self._ends.get(client, End()).entries:
+            return
+        self._ends = {**self._read(), client: end}  # another run may have noted something
+        if self._path is not None:
+            write_json(self._path, {str(client): asdict(end) for client, end in sorted(self._ends.items())})
+
+    def _read(self) -> dict[int, End]:
+        if self._path is None or not self._path.exists():
+            return {}
+        try:
+            rows = json.loads(self._path.read_bytes())
+            return {int(client): End(**row) for client, row in rows.items()}
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise RunError(
+                "E354",
+                "what the server knows of the sites' privacy ledgers cannot be read",
+                where=str(self._path),
+                why=str(error),
+                fix="put back a copy of this file; without one, remove it: each site still has its own mark",
+            ) from None
 
 
 def _write_secret(path: Path) -> None:

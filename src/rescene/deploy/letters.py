@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from rescene.record import Tree, record
+
+if TYPE_CHECKING:  # letters are read before it is known whether there is work, and the ledger takes long to load
+    from rescene.privacy.ledger import End
 
 HELLO = "hello"  # the verb that asks a site who it is
 LONGEST_LINE = 1000  # characters of what one side tells the other in words
@@ -33,6 +36,7 @@ class Request:
     address: tuple[str | int, ...]
     state: str | None
     token: str  # of this question to this site; the answer repeats it
+    ledger: End | None = None  # how far the site's privacy ledger went, as its answers said
 
 
 @record
@@ -54,6 +58,7 @@ class Reply:
     problem: tuple[str, str] | None = None
     told: tuple[tuple[str, str], ...] = ()  # codes and words the server should hear, though there is an answer
     token: str = ""
+    ledger: End | None = None  # how far the site's privacy ledger goes with what this answer releases
 
 
 def in_a_line(words: str) -> str:

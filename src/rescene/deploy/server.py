@@ -10,7 +10,7 @@ from typing import Any
 from rescene.config import Resolved
 from rescene.deploy.federation import GridFederation
 from rescene.deploy.holding import OWN
-from rescene.deploy.journal import Journal
+from rescene.deploy.journal import Ends, Journal
 from rescene.deploy.letters import Patience, Post
 from rescene.deploy.plan import is_closed
 from rescene.engine import RunFolder
@@ -29,11 +29,13 @@ def run_across(
     plan: Path | None = None,
     elsewhere: bool = False,
     seats: Mapping[int, int] | None = None,
+    ledgers: Path | None = None,
 ) -> dict[str, Any]:
     """Run, or continue, the experiment of this folder across the sites behind ``post``.
 
     ``plan`` is the federation's plan.yaml, in which an operator may close a task while it runs. ``seats`` says which node
-    is which client, as far as their keys tell.
+    is which client, as far as their keys tell. ``ledgers`` is where the federation keeps how far the sites' privacy ledgers
+    go, for all its runs; without one it lies in the run folder.
     """
     folder.check(resolved)
     recipe = resolved.recipe
@@ -42,8 +44,17 @@ def run_across(
         name = f"{recipe.method['name']}-s{recipe.seed}-{resolved.digest()}"
         text = json.dumps(recipe.model_dump(mode="json"))
         journal = Journal(folder.path / "uploads")
+        ends = Ends(ledgers or folder.path / "uploads" / "ledgers.json")
         return GridFederation(
-            *args, post=post, run=name, recipe=text, patience=patience, journal=journal, seats=seats, **options
+            *args,
+            post=post,
+            run=name,
+            recipe=text,
+            patience=patience,
+            journal=journal,
+            seats=seats,
+            ends=ends,
+            **options,
         )
 
     going = run(resolved, folder, progress, federate, elsewhere)

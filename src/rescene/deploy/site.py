@@ -6,6 +6,9 @@
     state/<run>/client-<k>/answer-*.bin  the last answer, by the token of its question
     state/<run>/client-<k>/recipe.json   what this run is; it may open new tasks and change nothing else
     state/ledger.jsonl                   what was released under a privacy mechanism, in all runs
+    ledger-mark.json                     how far that ledger goes, outside state/: it shows when the ledger was set back
+
+All of it can be read by the site's own user alone.
 
 A request says from which memory to start. Asked twice, a site gives the same answer twice: a letter that comes again, or a
 server that goes back to its last checkpoint, does no harm.
@@ -16,6 +19,9 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import os
+import shlex
+import stat
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,7 +36,7 @@ from pydantic import ValidationError
 import rescene
 from rescene.config import Recipe
 from rescene.config.plan import grows
-from rescene.deploy.holding import OWN, SiteSection, check_floor, experiment_of, guarded
+from rescene.deploy.holding import OWN, SiteSection, check_floor, experiment_of, ledger_of
 from rescene.deploy.letters import EVALUATE, HELLO, Letter, Remembered, Reply, Request, in_a_line
 from rescene.deploy.message import pack_message, unpack_message
 from rescene.engine import Experiment, use_all_cores
@@ -39,6 +45,7 @@ from rescene.engine.checkpoint import write_atomically
 from rescene.engine.evaluate import tally
 from rescene.engine.federation import first_line
 from rescene.engine.ledger import FlopMeter
+from rescene.engine.sites import site_at
 from rescene.engine.watch import warnings_to
 from rescene.errors import ConfigError, DataError, ResceneError, RunError
 from rescene.methods import Method
@@ -81,6 +88,10 @@ class Site:
 
     def answer(self, letter: Letter) -> bytes:
         """The reply to a letter, also when something goes wrong: the server is told what, and goes on without us."""
+        with _files_for_us_alone():
+            return self._reply(letter)
+
+    def _reply(self, letter: Letter) -> bytes:
         client, token = self.section.client, ""
         try:
             use_all_cores()
@@ -157,12 +168,32 @@ class Site:
             return meter.attach(experiment.arch.restore(model), len(model["head.weight"]))
 
         rng = Rng(experiment.rng.seed, request.address).at(client)
-        ledger = self.folder / "state" / "ledger.jsonl"
-        site = guarded(self.section, experiment, ledger, request.run, request.task, request.round)
+        ledger = ledger_of(self.section, self.folder, request.ledger)
+        site = site_at(experiment, request.run, request.task, request.round, client, ledger)
         with meter.on("client"), flops_to(meter.add), _heard() as told:
             upload, after = verb(payload, experiment.shard(task, client, net, site), state, rng)
         message = on_wire.sent(upload, experiment.recipe.federation.wire)
-        return Reply(client, message, files.write(after), meter.flops["client"], told=tuple(told))
+        kept, flops = files.write(after), meter.flops["client"]
+        return Reply(client, message, kept, flops, told=tuple(told), ledger=ledger.handed)
+
+
+def tighten(folder: Path) -> None:
+    """Close to other users what older versions left open in a site's folder: it tells of the site's images."""
+    try:
+        for name in ("state", "logs", "flwr"):
+            (folder / name).mkdir(mode=0o700, exist_ok=True)
+            place = (folder / name).resolve()
+            for path in (place, *place.rglob("*")):
+                mode = stat.S_IMODE(path.lstat().st_mode)
+                if mode & 0o077 and not path.is_symlink():
+                    path.chmod(mode & 0o700)
+    except OSError as error:
+        raise RunError(
+            "E353",
+            f"the site's files cannot be closed to other users: {error.strerror}",
+            where=str(error.filename or folder),
+            fix=f"give the folder to the user who runs the site: chown -R USER {shlex.quote(str(folder))}",
+        ) from None
 
 
 class Memory:
@@ -275,6 +306,16 @@ def _comparable(recipe: str) -> dict[str, Any]:
 def _said(tree: Any) -> Any:
     """Without keys that say nothing."""
     return {key: _said(value) for key, value in tree.items() if value is not None} if isinstance(tree, dict) else tree
+
+
+@contextmanager
+def _files_for_us_alone() -> Iterator[None]:
+    """What is written meanwhile gets mode 0600, folders 0700, whatever the umask was."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 @contextmanager
