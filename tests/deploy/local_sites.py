@@ -84,7 +84,8 @@ def across(resolved, folder, post, patience=PATIENT):
 
 
 def in_process(resolved, folder):
-    return Hashed(resolved, RunFolder(folder), lambda event: None).complete()
+    with RunFolder(folder) as place:
+        return Hashed(resolved, place, lambda event: None).complete()
 
 
 def events(folder):

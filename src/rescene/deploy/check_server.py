@@ -10,7 +10,7 @@ from rescene.deploy.connection import certificate_row
 from rescene.deploy.findings import Row, machine_rows, row, secret_row
 from rescene.deploy.folder import Federation
 from rescene.deploy.processes import check_port, running
-from rescene.errors import ConfigError
+from rescene.errors import ConfigError, command
 
 PARTS = ("link", "executor")
 
@@ -64,7 +64,9 @@ def _processes(federation: Federation) -> list[Row]:
     half = len(up & set(PARTS)) == 1
     for part in PARTS:
         down = "it has ended while the other runs" if half and part not in up else ""
-        rows.append(row(part, "up" if part in up else "not started", down, f"rescene deploy server {federation.path}"))
+        rows.append(
+            row(part, "up" if part in up else "not started", down, command("deploy", "server", federation.path))
+        )
     return rows
 
 
