@@ -39,7 +39,8 @@ def loaded(folders: list[Path]) -> list[Run]:
 
 def tell_unreadable(unreadable: Mapping[Path, ResceneError]) -> None:
     for folder, error in unreadable.items():
-        print(f"left out: {folder}: [{error.code}] {error.why or error.what}", file=sys.stderr)
+        why = f": {error.why}" if error.why else ""
+        print(f"left out: {folder}: [{error.code}] {error.what}{why}", file=sys.stderr)
 
 
 @verb

@@ -70,7 +70,8 @@ class Run:
 
     @property
     def tasks(self) -> list[Row]:
-        return [task for task in self.results.get("tasks") or [] if isinstance(task, dict)]
+        told = self.results.get("tasks")
+        return [task for task in told if isinstance(task, dict)] if isinstance(told, list) else []
 
     def number(self, key: str) -> float | None:
         """A scalar of results.json, or None if it is missing or not finite."""
@@ -220,7 +221,7 @@ def _in_order(rows: list[Row], kind: str, keys: tuple[str, ...]) -> tuple[Row, .
     for row in rows:
         place = tuple(found for key in keys if (found := number(row.get(key))) is not None)
         if row.get("kind") == kind and len(place) == len(keys):
-            last[place] = row
+            last[place] = row if isinstance(row.get("participants", []), list) else row | {"participants": []}
     return tuple(last[place] for place in sorted(last))
 
 
