@@ -52,7 +52,10 @@ def show_runs(folder: Path, as_json: bool) -> None:
     if as_json:
         print(json.dumps(rows))
         return
-    print_rows({_HEADS.get(key, key): _shown(key, value) for key, value in row.items()} for row in rows)
+    print_rows({_HEADS.get(k, k): _shown(k, v) for k, v in row.items() if k != "problem"} for row in rows)
+    for row in rows:
+        if "problem" in row:
+            print(f"{row['run']}: {row['problem']}")
     if rows:
         print(f"{len(rows)} runs, {bytes_text(sum(row['bytes'] for row in rows))}")
 
