@@ -174,7 +174,9 @@ def run() -> None:
         try:
             pids = {one.name: one.pid for one in start_server(federation)}
             alone = idle_cores(pids["link"])
-            pids = {"link": pids["link"]} | {name: start_site(federation.site(name)).pid for name in federation.sites}
+            pids = {"link": pids["link"]} | {
+                name: start_site(federation.site(name))[0].pid for name in federation.sites
+            }
             out.with_suffix(".pids").write_text(json.dumps(pids))
             answer = flwr(
                 federation, "run", str(federation.app), LINK, "--format", "json", "--run-config", f'out="{out}"'

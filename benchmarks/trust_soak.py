@@ -46,7 +46,7 @@ FILES = 5  # of a site, beside what it remembers: site.yaml, ledger, recipe, ans
 STEADY = {"rescene": {"method.accumulate": False, "method.buffer": "none"}, "refed": {}}
 # oneDNN keeps 1,024 compiled convolutions by default, one for each number of images: until it has them, that is growth
 FEW_CONVOLUTIONS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16", "LRU_CACHE_CAPACITY": "16"}
-FLOWERS_OWN = (" link", " executor", " node")  # processes in which none of our code runs
+FLOWERS_OWN = (" link", " executor", " node")  # processes that do nothing but Flower's work
 ROUNDS = 30  # on loopback
 
 
@@ -171,9 +171,9 @@ def as_processes(num_sites: int, num_rounds: int, seed: int) -> dict[str, list[S
                     if now := held_by(pid):
                         row = {"round": done - 1, **now, "temporary": len(os.listdir(root / "tmp"))}
                         found.setdefault(name, []).append(row)
-                for name in [name for name in pids if name.endswith(" node")]:
+                for name in [name for name in pids if name.endswith(" executor") and name != "server executor"]:
                     held = [now for pid in _descendants(pids[name]) if is_app(pid) and (now := held_by(pid))]
-                    rounds = apps.setdefault(name.replace(" node", " app"), {})
+                    rounds = apps.setdefault(name.replace(" executor", " app"), {})
                     for now in held:
                         before = rounds.get(done - 1, {"round": done - 1, **now})
                         rounds[done - 1] = {key: max(before[key], value) for key, value in (before | now).items()}

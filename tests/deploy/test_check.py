@@ -200,9 +200,43 @@ def test_another_flower_a_full_disk_and_little_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(findings, "version", lambda name: "1.42.0")
     assert findings._flower() == findings.row("Flower", "1.42.0", "needs 1.41.*", 'pip install "rescene[deploy]"')
     monkeypatch.setattr(findings.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))
-    assert "less than 2 GB" in findings._disk(tmp_path)["problem"]
+    assert "less than 2 GB" in problems(findings.machine_rows(tmp_path))["disk"][0]
+    monkeypatch.setattr(findings.tempfile, "gettempdir", lambda: "/proc")  # another disk than the folder's
+    assert "less than 0.1 GB" in problems(findings.machine_rows(tmp_path))["disk of /proc"][0]
     monkeypatch.setattr(findings, "ENOUGH_MEMORY_GB", 1e9)
     assert findings._memory()["problem"]
+
+
+@pytest.mark.parametrize("cut", ["pyproject.toml", "rescene_app/client.py", "rescene_app/__init__.py"])
+def test_a_copy_of_the_app_that_a_full_disk_cut_short_is_told(ours, cut):
+    from rescene.deploy.check_server import check_server
+    from rescene.deploy.folder import APP
+
+    for folder, check in ((ours.site("north"), check_site), (ours.server, lambda _: check_server(ours))):
+        assert not of(check(folder), "app")["problem"]
+        app = folder / "flwr" / "apps" / "rescene.rescene-app.1.0.0.0a1b2c3d"
+        (app / "rescene_app").mkdir(parents=True)
+        for name, text in APP.items():
+            (app / name).write_text(text)
+        assert not of(check(folder), "app")["problem"]
+        (app / cut).unlink() if cut.endswith("__init__.py") else (app / cut).write_text("")  # that one is empty anyway
+        row = of(check(folder), "app")
+        assert app.name in row["problem"] and cut in row["problem"] and "make room" in row["fix"]
+
+
+@pytest.mark.parametrize("lost", ["node", "executor"])
+def test_a_site_of_which_one_process_has_ended_is_told(ours, lost):
+    from rescene.deploy.processes import start, stop
+
+    folder = ours.site("north")
+    (left,) = {"node", "executor"} - {lost}
+    assert not problems(check_site(folder)).keys() & {"node", "executor"}
+    start(folder, left, ["sleep", "600"], os.environ)
+    try:
+        assert "while the other runs" in problems(check_site(folder))[lost][0]
+        assert of(check_site(folder), left)["result"] == "up"
+    finally:
+        stop(folder)
 
 
 def folder_site(root, images, **more):

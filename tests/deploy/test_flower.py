@@ -2,6 +2,7 @@
 
 import base64
 import gc
+import hashlib
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ pytest.importorskip("flwr", reason="Flower is not installed: pip install 'rescen
 
 import httpx
 from flwr.app import Context, Error, Message, RecordDict
+from flwr.cli.build import build_fab_from_disk
 from flwr.common.config import parse_config_args
 from flwr.serverapp import Grid
 from local_sites import PATIENT, TINY, across, events, hashes, in_process, sites, without_starts
@@ -27,7 +29,7 @@ from rescene.deploy import control, processes
 from rescene.deploy.control import run as run_deployed
 from rescene.deploy.control import start_server, start_site
 from rescene.deploy.flower import FlowerPost, client
-from rescene.deploy.folder import Federation, init
+from rescene.deploy.folder import APP, Federation, broken_apps, init
 from rescene.deploy.letters import Letter, Patience, Undelivered
 from rescene.deploy.processes import alive, check_port, end_orphans, environment, free_port, running, start, stop
 from rescene.engine import RunFolder, crashpoints, parts
@@ -237,47 +239,61 @@ def test_what_a_killed_process_leaves_behind_is_ended_and_nothing_else(tmp_path,
 
 
 def secrets_in(folders, federation):
-    """Files, other than the secrets themselves and the link's database, in which a key, the executor's secret or a token stands."""
-    keys, secret = list(federation.path.rglob("*.key")), federation.server / "executor.secret"
+    """Files, other than the secrets themselves and the link's database, in which a key, an executor's secret or a token stands."""
+    keys, secrets = list(federation.path.rglob("*.key")), list(federation.path.rglob("executor.secret"))
     lines = [line for key in keys for line in key.read_bytes().splitlines() if not line.startswith(b"-----")]
-    value = secret.read_bytes()
-    words = [*lines, value, value.hex().encode(), base64.b64encode(value), b"PRIVATE KEY", b"--token"]
-    assert len(lines) > len(keys) >= 4 and stat.S_IMODE(secret.stat().st_mode) == 0o600
+    values = [secret.read_bytes() for secret in secrets]
+    words = [*lines, *values, *(value.hex().encode() for value in values), *map(base64.b64encode, values)]
+    words += [b"PRIVATE KEY", b"--token"]
+    assert len(lines) > len(keys) >= 4 and len({*values}) == 1 + len(federation.sites)
+    assert {stat.S_IMODE(secret.stat().st_mode) for secret in secrets} == {0o600}
     files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
-    own = {*keys, secret}
+    own = {*keys, *secrets}
     open_files = [path for path in files if path not in own and not path.name.startswith("state.db")]
     return [str(path) for path in open_files if any(word in path.read_bytes() for word in words)]
 
 
+def broken_app(federation, site):
+    """What a disk that was full at first contact leaves behind: Flower takes an installed app as it is."""
+    digest = hashlib.sha256(build_fab_from_disk(federation.app)).hexdigest()[:8]
+    app = federation.site(site) / "flwr" / "apps" / f"rescene.rescene-app.1.0.0.{digest}"
+    for name in APP:
+        (app / name).parent.mkdir(parents=True, exist_ok=True)
+        (app / name).touch()
+    return app
+
+
 def test_two_nodes_and_two_rounds_over_tls_with_node_keys(tmp_path):
+    """In a folder whose path has all that files and command lines quote, and with a site that once ran out of disk."""
     resolved = resolve(
         "smoke",
         ["federation.num_clients=2", "tasks.limit=1", "federation.engine=one-by-one", "model.width=8", "device=cpu"],
     )
-    federation = init(tmp_path / "fed", ["north", "south"], port=free_port())
+    root = tmp_path / """it's "100%" 😀 a?b#c\\d %s"""
+    root.mkdir()
+    federation = init(root / "fed", ["north", "south"], port=free_port())
+    app = broken_app(federation, "north")
+    assert broken_apps(federation.site("north") / "flwr") == {app: "pyproject.toml"}
     places = [federation.server, *map(federation.site, federation.sites)]
     try:
         start_server(federation)
         for name in federation.sites:
             start_site(federation.site(name))
         look_s = 4  # every look is a process of Flower's, which takes a second of a core that the sites need
-        found = run_deployed(
-            federation, resolved, tmp_path / "across", Patience(300, 300, 0.5), lambda line: None, look_s
-        )
+        found = run_deployed(federation, resolved, root / "across", Patience(300, 300, 0.5), lambda line: None, look_s)
     finally:
         started = [one for place in places for one in running(place)]
         for place in places:
             stop(place)
-    assert len(started) == 4 and not any(map(alive, started))
+    assert len(started) == 6 and not any(map(alive, started))
+    assert app.is_dir() and not broken_apps(federation.site("north") / "flwr")
     assert without_starts(found) == without_starts(in_process(resolved, tmp_path / "here"))
-    models = [(tmp_path / name / "model" / "final.safetensors").read_bytes() for name in ("across", "here")]
+    models = [(at / "model" / "final.safetensors").read_bytes() for at in (root / "across", tmp_path / "here")]
     assert models[0] == models[1]
-    assert (
-        (tmp_path / "across" / "command.txt").read_text().startswith("rescene deploy run ")
-    )  # and no token of Flower's
+    assert (root / "across" / "command.txt").read_text().startswith("rescene deploy run ")  # and no token of Flower's
     assert os.path.exists(federation.server / "logs" / "link.log")
-    assert secrets_in([federation.path, tmp_path / "across"], federation) == []
-    assert RunFolder(tmp_path / "across").finished and os.listdir(federation.site("north") / "state")
+    assert secrets_in([federation.path, root / "across"], federation) == []
+    assert RunFolder(root / "across").finished and os.listdir(federation.site("north") / "state")
     with pytest.raises(ConfigError, match="E128"):
         run_deployed(federation, resolved, tmp_path / "again")
     with pytest.raises(RunError, match="E352"):

@@ -26,7 +26,7 @@ MODULES = {
     "lzma",
 }
 CALLS = {"load", "loads", "decompress", "eval", "exec", "__import__", "import_module", "from_pretrained"}
-ALLOWED = {"json.loads", "yaml.safe_load"}
+ALLOWED = {"json.loads", "tomllib.loads", "yaml.safe_load"}
 
 
 def faults(source):

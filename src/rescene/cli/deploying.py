@@ -66,7 +66,7 @@ def site(folder: Annotated[Path, typer.Argument(help="the site's own folder")], 
     from rescene.deploy.control import start_site
     from rescene.deploy.keeping import start_kept
 
-    _started(lambda: [start_kept(folder.resolve(), lambda: start_site(folder))], folder, wait)
+    _started(lambda: start_kept(folder.resolve(), lambda: start_site(folder)), folder, wait)
     print(f"site started, log in {folder / 'logs'}; stop it with: {command('deploy', 'stop', folder)}")
 
 
@@ -236,13 +236,15 @@ def _places(folder: Path) -> list[Path]:
 def _started(begin: Callable[[], list[Any]], folder: Path, wait: bool) -> None:
     """What ``begin`` starts; with ``wait`` until it ends or we are told to, and then none of it is left."""
     from rescene.deploy.control import stay
+    from rescene.deploy.processes import running
     from rescene.deploy.processes import stop as stop_all
 
     def work() -> None:
+        before = running(folder.resolve())
         try:
             started = begin()
         except BaseException:
-            stop_all(folder.resolve())
+            stop_all(folder.resolve(), but=before)
             raise
         if wait:
             try:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 import stat
 import time
 from datetime import UTC, datetime
 
 from rescene.deploy.connection import certificate_row
-from rescene.deploy.findings import Row, machine_rows, row, secret_row
+from rescene.deploy.findings import Row, app_row, machine_rows, part_rows, row, secret_row
 from rescene.deploy.folder import Federation
 from rescene.deploy.processes import check_port, running
 from rescene.errors import ConfigError, command
@@ -26,6 +27,7 @@ def check_server(federation: Federation) -> list[Row]:
         *(certificate_row(server, host) for host in dict.fromkeys([federation.host, "localhost"])),
         *(_site(federation, name) for name in federation.sites),
         *_processes(federation),
+        app_row(server),
         _clock(federation),
         *machine_rows(federation.path),
     ]
@@ -34,7 +36,7 @@ def check_server(federation: Federation) -> list[Row]:
 def _closed(federation: Federation) -> Row:
     mode = stat.S_IMODE(federation.path.stat().st_mode)
     shared = f"others can look into it (mode {mode:04o})" if mode & 0o077 else ""
-    return row("folder", f"mode {mode:04o}", shared, f"chmod 700 {federation.path}")
+    return row("folder", f"mode {mode:04o}", shared, f"chmod 700 {shlex.quote(str(federation.path))}")
 
 
 def _site(federation: Federation, name: str) -> Row:
@@ -45,7 +47,8 @@ def _site(federation: Federation, name: str) -> Row:
         return row(check, "", "node.pub is missing", f"copy it from the site into {folder}")
     ours, theirs = federation.server / "ca.crt", folder / "ca.crt"
     if theirs.is_file() and ours.is_file() and theirs.read_bytes() != ours.read_bytes():
-        return row(check, "", "its ca.crt is not the server's", f"cp {ours} {theirs}, and carry it to the site")
+        fix = f"{shlex.join(['cp', str(ours), str(theirs)])}, and carry it to the site"
+        return row(check, "", "its ca.crt is not the server's", fix)
     left = "; node.key is still here: delete it once the site has it" if (folder / "node.key").is_file() else ""
     return row(check, f"node.pub{left}")
 
@@ -61,13 +64,7 @@ def _processes(federation: Federation) -> list[Row]:
             rows = [row("port", f"{port}, free")]
         except ConfigError as error:
             rows = [row("port", port, error.what, error.fix or "")]
-    half = len(up & set(PARTS)) == 1
-    for part in PARTS:
-        down = "it has ended while the other runs" if half and part not in up else ""
-        rows.append(
-            row(part, "up" if part in up else "not started", down, command("deploy", "server", federation.path))
-        )
-    return rows
+    return rows + part_rows(up, PARTS, command("deploy", "server", federation.path))
 
 
 def _clock(federation: Federation) -> Row:

@@ -9,12 +9,13 @@ import torch
 
 from rescene.data import Dataset, content_rows
 from rescene.deploy.connection import authority_row, server_rows
-from rescene.deploy.findings import Row, key_row, machine_rows, row
+from rescene.deploy.findings import Row, app_row, key_row, machine_rows, part_rows, row
 from rescene.deploy.processes import running
 from rescene.deploy.site import Site
 from rescene.engine.experiment import load_data, pick_device
-from rescene.errors import ResceneError, ResceneWarning
+from rescene.errors import ResceneError, ResceneWarning, command
 
+PARTS = ("node", "executor")
 MOST_NAMES = 12  # of classes in one line
 
 
@@ -34,7 +35,8 @@ def check_site(folder: Path) -> list[Row]:
         _device(site),
         *machine_rows(folder),
         *(server_rows(server, folder / "ca.crt") if server else []),
-        row("node", "running" if running(folder) else "not started"),
+        app_row(folder),
+        *part_rows({one.name for one in running(folder)}, PARTS, command("deploy", "site", folder)),
     ]
 
 

@@ -1,7 +1,8 @@
 """Server and sites as processes: start them, register keys, submit a run, watch it, see who is there, stop everything.
 
 Flower in its robust mode: the link keeps its messages in a database and the apps run under an executor of their own, so a
-link that dies and comes back costs nothing. A run is judged by its listed status: the exit code of `flwr run` says nothing.
+link that dies and comes back costs nothing. Link and nodes give tasks only to an executor that has their secret. A run is
+judged by its listed status: the exit code of `flwr run` says nothing.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
+import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,31 +21,33 @@ from typing import Any
 import yaml
 
 from rescene.config import Resolved
-from rescene.deploy.folder import Federation, require_flower
+from rescene.deploy.folder import Federation, check_path, require_flower
 from rescene.deploy.holding import local_images
 from rescene.deploy.letters import Patience
 from rescene.deploy.plan import read_plan, with_plan
 from rescene.deploy.processes import (
     Started,
     alive,
+    cannot_write,
     check_port,
-    end_orphans,
     environment,
     free_port,
     program,
     running,
     start,
+    stop,
     wait_for_port,
 )
 from rescene.deploy.site import Site
 from rescene.deploy.status import left_out_rows, site_answers, task_rows
 from rescene.deploy.withdrawal import without_left
 from rescene.engine import RunFolder
-from rescene.engine.checkpoint import write_json
+from rescene.engine.checkpoint import write_atomically, write_json
 from rescene.errors import ConfigError, ResceneError, RunError, command, error_in
 from rescene.run_state import is_done, read_object, state_of
 
 LINK = "here"  # the name of our link in Flower's own configuration
+SECRET_BYTES = 32
 LOOK_S = 5.0
 SUBMISSIONS = 3  # in a row that finish no step
 COMPLETED, LOST = "finished:completed", "lost with the server"
@@ -57,35 +62,60 @@ def start_server(federation: Federation) -> list[Started]:
     up = {one.name: one for one in running(folder)}
     if len(up) == 2:
         raise ConfigError("E126", "the server is already running", where=str(folder), fix="rescene deploy stop FOLDER")
-    secret = folder / "executor.secret"
-    if not secret.exists():
-        from rescene.deploy.keys import write_secret
-
-        write_secret(secret, secrets.token_bytes(32))
+    check_path(folder)
+    secret = _secret(folder)
     env, address, ca = environment(folder / "flwr"), f"{host}:{port}", str(folder / "ca.crt")
     if "link" not in up:
         check_port(host, port)
         up["link"] = start(folder, "link", [
             program("flower-superlink"), "--isolation", "process", "--host", host, "--port", str(port),
             "--ssl-ca-certfile", ca, "--ssl-certfile", str(folder / "server.pem"),
-            "--ssl-keyfile", str(folder / "server.key"), "--database", str(folder / "state.db"),
+            "--ssl-keyfile", str(folder / "server.key"),
+            "--database", "sqlite:///state.db",  # in its folder, whose path may hold what an address cannot
             "--enable-supernode-auth", "--superexec-auth-secret-file", str(secret),
             "--disable-runtime-dependency-installation",
         ], env)  # fmt: skip
         wait_for_port(up["link"], host, port)
     if "executor" not in up:
-        up["executor"] = start(folder, "executor", [
-            program("flower-superexec"), "--runtime-api-address", address, "--root-certificates", ca,
-            "--superexec-auth-secret-file", str(secret),
-        ], env)  # fmt: skip
+        up["executor"] = start(folder, "executor", _executor(address, ca, secret), env)
     home = folder / "flwr"
     home.mkdir(exist_ok=True)
-    (home / "config.toml").write_text(
-        f'[superlink]\ndefault = "{LINK}"\n\n[superlink.{LINK}]\naddress = "{address}"\n'
-        f'root-certificates = "{folder / "ca.crt"}"\n'
-    )
+    settings = {"address": address, "root-certificates": ca}
+    lines = ["[superlink]", f"default = {toml_string(LINK)}", f"[superlink.{LINK}]"]
+    lines += [f"{key} = {toml_string(value)}" for key, value in settings.items()]
+    write_atomically(home / "config.toml", "\n".join(lines).encode())
     _register(federation)
     return list(up.values())
+
+
+def _executor(address: str, authority: str, secret: Path, *more: str) -> list[str]:
+    return [
+        sys.executable, "-P", "-m", "rescene.deploy.executor", "--runtime-api-address", address,
+        "--root-certificates", authority, "--superexec-auth-secret-file", str(secret), *more,
+    ]  # fmt: skip
+
+
+def _secret(folder: Path) -> Path:
+    """What an executor proves itself with; made anew if a full disk cut it short."""
+    from rescene.deploy.keys import write_secret
+
+    path = folder / "executor.secret"
+    try:
+        if not path.exists() or path.stat().st_size != SECRET_BYTES:
+            path.unlink(missing_ok=True)
+            write_secret(path, secrets.token_bytes(SECRET_BYTES))
+    except OSError as error:
+        raise cannot_write(path, error) from None
+    return path
+
+
+def toml_string(text: str) -> str:
+    """A string as Flower reads it from its file and from its command line, where a quotation mark may not stand.
+
+    >>> print(toml_string('a "b" 😀'))
+    "a \\u0022b\\u0022 😀"
+    """
+    return '"' + json.dumps(text, ensure_ascii=False)[1:-1].replace('\\"', "\\u0022") + '"'
 
 
 def _register(federation: Federation) -> None:
@@ -114,25 +144,52 @@ def seats_of(federation: Federation) -> dict[int, int]:
     return {int(known[name]): client for client, name in enumerate(federation.sites) if name in known}
 
 
-def start_site(folder: Path) -> Started:
-    """The node of one site; it keeps trying until the server is there."""
+def start_site(folder: Path) -> list[Started]:
+    """The node of one site, which keeps trying until the server is there, and the executor of its apps."""
     require_flower()
     folder = folder.resolve()
     site = Site.open(folder)
+    check_path(folder)
     if site.section.holds == "own":
         local_images(site.section)  # what is wrong with them is told here and now, not in a log
-    if running(folder):
-        raise ConfigError("E126", "the site is already running", where=str(folder), fix="rescene deploy stop FOLDER")
     missing = [name for name in ("ca.crt", "node.key") if not (folder / name).is_file()]
     if missing or not site.section.server:
         lacks = missing[0] if missing else "server: host:port in site.yaml"
         raise ConfigError("E127", f"the site's folder lacks {lacks}", where=str(folder), fix="ask the operator for it")
-    end_orphans(folder)  # of a node that was killed
-    return start(folder, "node", [
+    if len(running(folder)) == 2:
+        raise ConfigError("E126", "the site is already running", where=str(folder), fix="rescene deploy stop FOLDER")
+    stop(folder)  # half a site, and what a node left behind that was killed
+    door = _door(folder)
+    port, env = free_port(), environment(folder / "flwr")
+    node = start(folder, "node", [
         program("flower-supernode"), "--superlink", site.section.server, "--root-certificates", str(folder / "ca.crt"),
-        "--auth-supernode-private-key", str(folder / "node.key"), "--node-config", f"folder={json.dumps(str(folder))}",
-        "--host", "127.0.0.1", "--port", str(free_port()),
-    ], environment(folder / "flwr"))  # fmt: skip
+        "--auth-supernode-private-key", str(folder / "node.key"), "--node-config", f"folder={toml_string(str(folder))}",
+        "--isolation", "process", "--superexec-auth-secret-file", str(door / "executor.secret"),
+        "--host", "127.0.0.1", "--port", str(port), "--ssl-ca-certfile", str(door / "ca.crt"),
+        "--ssl-certfile", str(door / "server.pem"), "--ssl-keyfile", str(door / "server.key"),
+    ], env)  # fmt: skip
+    address, authority = f"127.0.0.1:{port}", str(door / "ca.crt")
+    argv = _executor(address, authority, door / "executor.secret", "--parent-pid", str(node.pid))
+    return [node, start(folder, "executor", argv, env)]
+
+
+def _door(folder: Path) -> Path:
+    """Secret and certificate of the port at which a node gives out its tasks, new at every start.
+
+    Without them anyone on this machine could take a task and answer it, or hand the executor a task of his own.
+    """
+    from rescene.deploy.keys import make_certificates
+
+    door = folder / "door"
+    try:
+        shutil.rmtree(door, ignore_errors=True)
+        door.mkdir(mode=0o700)
+        make_certificates(door, "node", "localhost")
+        (door / "ca.key").unlink()  # it has signed the one certificate it is for
+    except OSError as error:
+        raise cannot_write(door, error) from None
+    _secret(door)
+    return door
 
 
 def run(
@@ -156,7 +213,7 @@ def run(
     if plan is not None:
         RunFolder(out).check(resolved)
     if not running(federation.server):
-        raise ConfigError("E128", "the server is not running", fix=command("deploy", "server", federation.path))
+        raise ConfigError("E128", "the server is not running", fix=_again(federation))
     if resolved.recipe.tasks.drift is not None:
         raise ConfigError("E167", "only a simulation can let classes drift in", where="tasks.drift", fix="leave it out")
     num_clients = resolved.recipe.federation.num_clients
@@ -169,12 +226,14 @@ def run(
     out = out.resolve()
     recipe = federation.server / "recipes" / f"{resolved.name}-{resolved.digest()}.yaml"
     recipe.parent.mkdir(exist_ok=True)
-    recipe.write_text(yaml.safe_dump(resolved.recipe.model_dump(mode="json"), sort_keys=False))
+    write_atomically(recipe, yaml.safe_dump(resolved.recipe.model_dump(mode="json"), sort_keys=False).encode())
     config = {"recipe": str(recipe), "out": str(out), "gather-s": patience.gather_s}
     config |= {"deadline-s": patience.deadline_s, "poll-s": patience.poll_s}
     config |= {"plan": str(federation.plan)} if plan else {}
     config |= {"elsewhere": True} if elsewhere else {}
-    text = " ".join(f"{key}={json.dumps(value)}" for key, value in config.items())
+    text = " ".join(
+        f"{key}={toml_string(value) if isinstance(value, str) else json.dumps(value)}" for key, value in config.items()
+    )
     fruitless = 0
     while fruitless < SUBMISSIONS:
         done = _json(out / "status.json").get("done", 0)
@@ -198,6 +257,10 @@ def run(
         why=_last_events(out),
         fix=f"see {federation.server / 'logs' / 'executor.log'}; the same command goes on from the last round",
     )
+
+
+def _again(federation: Federation) -> str:
+    return command("deploy", "server", federation.path)
 
 
 def _wait_for_link(federation: Federation, look_s: float) -> None:
@@ -224,9 +287,7 @@ def _watch(
     told, lost_at = "", 0.0
     while True:
         gone = {"link", "executor"} - {one.name for one in running(federation.server)}
-        again = (
-            f"the {' and the '.join(sorted(gone))} of the server ended; {command('deploy', 'server', federation.path)}"
-        )
+        again = f"the {' and the '.join(sorted(gone))} of the server ended; {_again(federation)}"
         line = again if gone else progress(out)
         if line != told:
             tell(line)

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import base64
 import binascii
+import shlex
 import shutil
 import stat
+import tempfile
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from rescene.deploy.folder import broken_apps
 
 Row = dict[str, str]
 FLOWER = "1.41."  # its parts must share major.minor; the extra pins it
 ENOUGH_DISK_GB = 2.0
+ENOUGH_TEMPORARY_GB = 0.1  # Flower unpacks the app there
 ENOUGH_MEMORY_GB = 1.0  # a node and its app hold about 0.8 GB before any work
 
 
@@ -22,7 +28,7 @@ def row(check: str, result: str = "", problem: str = "", fix: str = "") -> Row:
 
 def machine_rows(folder: Path) -> list[Row]:
     """Versions, disk and memory of this machine."""
-    return [_flower(), _packages(), _disk(folder), _memory()]
+    return [_flower(), _packages(), *_disks(folder), _memory()]
 
 
 def _flower() -> Row:
@@ -47,10 +53,41 @@ def _version(package: str) -> str:
         return ""
 
 
-def _disk(folder: Path) -> Row:
+def _disks(folder: Path) -> list[Row]:
+    """The disk of the folder, and that of temporary files if it is another."""
+    spare = Path(tempfile.gettempdir())
+    same = spare.stat().st_dev == folder.stat().st_dev
+    return [_disk("disk", folder, ENOUGH_DISK_GB)] + (
+        [] if same else [_disk(f"disk of {spare}", spare, ENOUGH_TEMPORARY_GB)]
+    )
+
+
+def _disk(check: str, folder: Path, enough_gb: float) -> Row:
     free = shutil.disk_usage(folder).free / 1e9
-    problem = f"less than {ENOUGH_DISK_GB:.0f} GB" if free < ENOUGH_DISK_GB else ""
-    return row("disk", f"{free:.1f} GB free", problem, "make room: rounds are refused with E410 when it is full")
+    problem = f"less than {enough_gb:g} GB" if free < enough_gb else ""
+    return row(check, f"{free:.1f} GB free", problem, "make room: rounds are refused with E410 when it is full")
+
+
+def app_row(folder: Path) -> Row:
+    """Flower's copies of the app under this folder are whole."""
+    broken = broken_apps(folder / "flwr")
+    problem = "; ".join(f"{app.name} is not as rescene writes it: {name}" for app, name in broken.items())
+    fix = "was the disk full? make room: with the next message it is removed and written anew"
+    return row("app", "" if problem else "no broken copy", problem, fix)
+
+
+def part_rows(up: set[str], parts: Sequence[str], again: str) -> list[Row]:
+    """Two processes that need each other: one alone does nothing."""
+    half = len(up & set(parts)) == 1
+    return [
+        row(
+            part,
+            "up" if part in up else "not started",
+            "it has ended while the other runs" if half and part not in up else "",
+            again,
+        )
+        for part in parts
+    ]
 
 
 def _memory() -> Row:
@@ -74,7 +111,7 @@ def secret_row(path: Path, needed: bool = True) -> Row:
     except OSError as error:
         return row(path.name, "", f"cannot be read: {error.strerror}", f"give {path} to the user who runs this")
     shared = f"others can read it (mode {mode:04o})" if mode & 0o077 else ""
-    return row(path.name, f"mode {mode:04o}", shared, f"chmod 600 {path}")
+    return row(path.name, f"mode {mode:04o}", shared, f"chmod 600 {shlex.quote(str(path))}")
 
 
 def key_row(folder: Path) -> Row:

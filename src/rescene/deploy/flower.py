@@ -1,6 +1,6 @@
 """The two Flower apps and the post over Flower's grid. They only translate; what is said stands in ``letters``.
 
-This is the one module that imports Flower. The bundle that Flower sends to the nodes is a shim that imports ``client`` and
+Only this module and ``executor`` import Flower. The bundle that Flower sends to the nodes is a shim that imports ``client`` and
 ``server`` from here: rescene itself is installed at each site.
 """
 

@@ -9,9 +9,12 @@ sites/<name>/       to be carried to the site: site.yaml, ca.crt, node.key (secr
 
 from __future__ import annotations
 
+import ipaddress
 import re
 import shutil
 import sys
+import tomllib
+import unicodedata
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,9 +22,10 @@ from pathlib import Path
 import yaml
 
 from rescene.deploy.container import CONTAINERFILE, DOCKERIGNORE
-from rescene.errors import ConfigError
+from rescene.errors import ConfigError, RunError
 
 NAME = re.compile(r"[a-z][a-z0-9-]{0,30}")
+HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
 APP = {
     "pyproject.toml": """\
 [build-system]
@@ -60,7 +64,7 @@ elsewhere = false
 SITE = """\
 # Who this site is, and where its images lie. The server can change none of this.
 client: {client}            # the site's number in the federation
-server: {host}:{port}
+server: "{host}:{port}"
 data: {{name: auto}}      # path: FOLDER, image_size: 32, ...; without a path the embedded fashion-mini
 device: auto         # auto, cpu, cuda
 # Images of your own, one folder per class:
@@ -78,12 +82,12 @@ PROXY = """\
 # Lets sites in and nobody else: the control API of Flower has no login and must stay on this machine.
 server {{
     listen {host}:{port} ssl;
-    ssl_certificate {server}/server.pem;
-    ssl_certificate_key {server}/server.key;
+    ssl_certificate {certificate};
+    ssl_certificate_key {key};
     client_max_body_size 32m;  # Flower sends in parts of 5 MB
     location /v1/fleet/ {{
         proxy_pass https://127.0.0.1:{port};
-        proxy_ssl_trusted_certificate {server}/ca.crt;
+        proxy_ssl_trusted_certificate {authority};
         proxy_ssl_verify on;
         proxy_ssl_name localhost;
         proxy_request_buffering off;
@@ -98,7 +102,7 @@ Description=rescene {role}
 After=network-online.target time-sync.target
 
 [Service]
-ExecStart={python} -m rescene deploy {role} {folder} --wait
+ExecStart={program} -m rescene deploy {role} {argument} --wait
 Restart=always
 RestartSec=10
 NoNewPrivileges=yes
@@ -175,6 +179,8 @@ def init(path: Path, sites: list[str], host: str = "127.0.0.1", port: int = 8000
     from rescene.deploy.keys import make_certificates, make_node_key
 
     _check_names([path.name, *sites])
+    check_path(path.resolve(), but="$")  # nginx reads it as the beginning of a variable, and knows no way to quote it
+    address = _address(host)
     if path.exists() and any(path.iterdir()):
         raise ConfigError("E123", "the folder is not empty", where=str(path), fix="another NAME, or remove the folder")
     federation = Federation(path.resolve(), path.name, host, port, sites)
@@ -186,15 +192,15 @@ def init(path: Path, sites: list[str], host: str = "127.0.0.1", port: int = 8000
         for client, name in enumerate(sites):
             make_node_key(federation.site(name))
             shutil.copy(federation.server / "ca.crt", federation.site(name))
-            (federation.site(name) / "site.yaml").write_text(SITE.format(client=client, host=host, port=port))
+            (federation.site(name) / "site.yaml").write_text(SITE.format(client=client, host=address, port=port))
             (federation.site(name) / "Containerfile").write_text(CONTAINERFILE)
             (federation.site(name) / ".dockerignore").write_text(DOCKERIGNORE)
             (federation.site(name) / "rescene-site.service").write_text(
-                UNIT.format(role="site", folder="/srv/rescene/site", python="/srv/rescene/venv/bin/python")
+                unit("site", Path("/srv/rescene/site"), "/srv/rescene/venv/bin/python")
             )
-        (federation.server / "nginx.conf").write_text(PROXY.format(host=host, port=port, server=federation.server))
+        (federation.server / "nginx.conf").write_text(proxy(address, port, federation.server), encoding="utf-8")
         (federation.server / "rescene-server.service").write_text(
-            UNIT.format(role="server", folder=federation.path, python=sys.executable)
+            unit("server", federation.path, sys.executable), encoding="utf-8"
         )
         for name, text in APP.items():
             (federation.app / name).write_text(text)
@@ -203,6 +209,86 @@ def init(path: Path, sites: list[str], host: str = "127.0.0.1", port: int = 8000
     except OSError as error:
         raise ConfigError("E123", f"cannot write the folder: {error.strerror}", where=str(path)) from None
     return federation
+
+
+def unit(role: str, folder: Path, python: str) -> str:
+    """The systemd unit that runs a server or a site."""
+    program = systemd_word(python)
+    if set(python) & set("\"'\\"):  # systemd takes these in an argument, but not in the program itself
+        program = f"/usr/bin/env {_argument(python)}"
+    return UNIT.format(role=role, program=program, folder=systemd_word(folder), argument=_argument(folder))
+
+
+def proxy(address: str, port: int, server: Path) -> str:
+    """The nginx site that lets sites in."""
+    files = {"certificate": "server.pem", "key": "server.key", "authority": "ca.crt"}
+    return PROXY.format(host=address, port=port, **{name: _in_quotes(server / file) for name, file in files.items()})
+
+
+def systemd_word(text: Path | str) -> str:
+    r"""One word of a unit.
+
+    >>> print(systemd_word('/srv/a "b" 100%'))
+    "/srv/a \"b\" 100%%"
+    """
+    return _in_quotes(text).replace("%", "%%")
+
+
+def _argument(text: Path | str) -> str:
+    """A word of a unit's command, where a dollar sign begins a variable."""
+    return systemd_word(text).replace("$", "$$")
+
+
+def _in_quotes(text: Path | str) -> str:
+    return '"' + str(text).replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def check_path(path: Path, but: str = "") -> None:
+    """E357 for characters that no file of ours can hold, and for those in ``but``."""
+    wrong = next((c for c in str(path) if c in but or unicodedata.category(c) in ("Cc", "Cs")), None)
+    if wrong:
+        raise RunError(
+            "E357",
+            f"the path has a character that cannot be used: {wrong!r}",
+            where=ascii(str(path)),
+            why="other programs read this path from files, and they would misread it",
+            fix="another folder, or rename the one with that character",
+        )
+
+
+def _address(host: str) -> str:
+    """The host as it stands before a port."""
+    try:
+        return f"[{host}]" if ipaddress.ip_address(host).version == 6 else host
+    except ValueError:
+        if HOST.fullmatch(host):
+            return host
+    raise RunError(
+        "E358", f"{host!r} is no host", why="a host is a DNS name or an IP address, without a port", fix="--host"
+    )
+
+
+def broken_apps(home: Path) -> dict[Path, str]:
+    """What Flower has installed from our bundle and is not as we wrote it -> the file that differs.
+
+    Flower takes an installed app as it is. A disk that was full while it was installed leaves an empty file there.
+    """
+    found = {}
+    for app in sorted((home / "apps").glob("rescene.rescene-app.*")):
+        for name, text in APP.items():
+            if not _same(app / name, text):
+                found[app] = name
+                break
+    return found
+
+
+def _same(path: Path, text: str) -> bool:
+    """Flower writes pyproject.toml anew, with the same meaning."""
+    try:
+        there = path.read_text(encoding="utf-8")
+        return tomllib.loads(there) == tomllib.loads(text) if path.suffix == ".toml" else there == text
+    except (OSError, ValueError):
+        return False
 
 
 def _check_names(names: list[str]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rescene.deploy.processes import Started, alive
@@ -21,18 +21,19 @@ PATIENCE_S, PAUSE_S, SETTLE_S = 90.0, 10.0, 20.0
 
 def start_kept(
     folder: Path,
-    begin: Callable[[], Started],
+    begin: Callable[[], Sequence[Started]],
     tell: Callable[[str], None] = print,
     patience_s: float = PATIENCE_S,
     pause_s: float = PAUSE_S,
     settle_s: float = SETTLE_S,
-) -> Started:
-    """Start the node, again while the link refuses it; a server that is not there yet is no reason to give up."""
+) -> list[Started]:
+    """Start the node and what goes with it, again while the link refuses it; a server that is not there yet is no reason to give up."""
     log = folder / "logs" / "node.log"
     until = time.monotonic() + patience_s
     while True:
         seen = log.stat().st_size if log.exists() else 0
-        node = begin()
+        started = begin()
+        node = started[0]
         said = _first_words(node, log, seen, settle_s)
         if alive(node) and ONLINE not in said:
             tell("the server does not answer yet; the node goes on trying")
@@ -40,7 +41,7 @@ def start_kept(
         if alive(node):
             if ONLINE in said:
                 tell("the server has taken this site")
-            return node
+            return list(started)
         if REFUSED not in said or time.monotonic() > until:
             raise ended(folder, said)
         tell(f"refused: the server may believe for a minute that this site is still there; again in {pause_s:.0f} s")

@@ -48,16 +48,29 @@ def program(name: str) -> str:
 
 def start(folder: Path, name: str, argv: Sequence[str], env: Mapping[str, str]) -> Started:
     """Start a program in a group of its own; its output goes to logs/<name>.log, its id to processes/<name>.json."""
-    for place in ("logs", "processes"):
-        (folder / place).mkdir(parents=True, exist_ok=True)
     log = folder / "logs" / f"{name}.log"
+    try:
+        for place in ("logs", "processes"):
+            (folder / place).mkdir(parents=True, exist_ok=True)
+        log.touch()
+    except OSError as error:
+        raise cannot_write(log, error) from None
     with open(log, "ab") as out:
         child = subprocess.Popen(
             argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env, cwd=folder, start_new_session=True
         )
     started = Started(name, child.pid, _facts(child.pid).get("began", ""), str(log))
-    write_json(folder / "processes" / f"{name}.json", asdict(started), sync="none")
+    try:
+        write_json(folder / "processes" / f"{name}.json", asdict(started), sync="none")
+    except RunError:
+        _end(started)  # nobody would find it again
+        raise
     return started
+
+
+def cannot_write(path: Path, error: OSError) -> RunError:
+    why, fix = error.strerror or str(error), "make room, or give the folder to the user who runs this"
+    return RunError("E373", f"cannot write {path.name}", where=str(path.parent), why=why, fix=fix)
 
 
 def running(folder: Path) -> list[Started]:
@@ -85,14 +98,16 @@ def alive(one: Started) -> bool:
     return bool(facts) and facts["began"] == one.began and facts["state"] != "Z"
 
 
-def stop(folder: Path) -> list[str]:
-    """End everything started from this folder, politely, then not; returns their names."""
-    ended = running(folder)
+def stop(folder: Path, but: Sequence[Started] = ()) -> list[str]:
+    """End everything started from this folder, except ``but``, politely, then not; returns their names."""
+    ended = [one for one in running(folder) if one not in but]
     for one in ended:
         _end(one)
     end_orphans(folder)
+    kept = {one.name for one in but}
     for path in (folder / "processes").glob("*.json"):
-        path.unlink(missing_ok=True)
+        if path.stem not in kept:
+            path.unlink(missing_ok=True)
     return [one.name for one in ended]
 
 

@@ -1,0 +1,97 @@
+"""Starting what runs already, or half of it: what was there stays, what a failed start began ends."""
+
+import os
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+pytest.importorskip("flwr", reason="Flower is not installed: pip install 'rescene[deploy]'")
+
+from rescene.cli.app import app
+from rescene.deploy import control
+from rescene.deploy.folder import init
+from rescene.deploy.processes import Started, alive, running, start, stop
+from rescene.errors import RunError
+
+SLEEP = ["sleep", "600"]
+
+
+def say(*words):
+    found = CliRunner().invoke(app, ["deploy", *map(str, words)])
+    return found.exit_code, found.output
+
+
+@pytest.fixture
+def federation(tmp_path):
+    made = init(tmp_path / "fed", ["north"], port=9000)
+    yield made
+    for place in (made.server, made.site("north")):
+        stop(place)
+
+
+def parts(folder, *names):
+    return [start(folder, name, SLEEP, os.environ) for name in names]
+
+
+@pytest.mark.parametrize(("role", "names"), [("server", ("executor", "link")), ("site", ("executor", "node"))])
+@pytest.mark.parametrize("wait", [[], ["--wait"]])
+def test_what_runs_already_is_left_alone(federation, role, names, wait):
+    folder, place = {
+        "server": (federation.path, federation.server),
+        "site": (federation.site("north"), federation.site("north")),
+    }[role]
+    there = parts(place, *names)
+    code, output = say(role, folder, *wait)
+    assert code == 2 and "E126" in output
+    assert running(place) == there  # and they are still found, to be stopped
+    assert say("stop", folder)[0] == 0 and not any(map(alive, there))
+
+
+def test_a_failed_start_ends_what_it_began_and_nothing_else(federation, monkeypatch):
+    def unknown(federation):
+        began.extend(one for one in running(federation.server) if one.name == "executor")
+        raise RunError("E352", "flwr supernode failed")
+
+    began: list[Started] = []
+    (link,) = parts(federation.server, "link")
+    monkeypatch.setattr(control, "_executor", lambda *words: SLEEP)
+    monkeypatch.setattr(control, "_register", unknown)
+    code, output = say("server", federation.path)
+    assert code == 4 and "E352" in output
+    assert len(began) == 1 and not alive(began[0]) and running(federation.server) == [link]
+
+
+def test_half_a_site_is_ended_and_a_whole_one_started(federation, monkeypatch, tmp_path):
+    """A node alone takes letters and answers none."""
+    folder = federation.site("north")
+    (node,) = parts(folder, "node")
+    sleeper = tmp_path / "sleeper"
+    sleeper.write_text(f"#!{sys.executable}\nimport time\ntime.sleep(600)\n")
+    sleeper.chmod(0o755)
+    monkeypatch.setattr(control, "program", lambda name: str(sleeper))
+    monkeypatch.setattr(control, "_executor", lambda *words: SLEEP)
+    started = control.start_site(folder)
+    assert not alive(node) and [one.name for one in started] == ["node", "executor"]
+    assert {one.pid for one in running(folder)} == {one.pid for one in started}
+
+
+def test_a_process_that_cannot_be_written_down_is_not_left_behind(tmp_path):
+    (tmp_path / "processes" / "node.json").mkdir(parents=True)
+    with pytest.raises(RunError, match="E410"):
+        start(tmp_path, "node", ["sh", "-c", "echo $$; exec sleep 600"], os.environ)
+    said = (tmp_path / "logs" / "node.log").read_text()
+    assert not said or not os.path.exists(f"/proc/{said.strip()}")
+
+
+@pytest.mark.parametrize("cut", [b"", b"short"])
+def test_a_secret_that_a_full_disk_cut_short_is_made_anew(tmp_path, cut):
+    (tmp_path / "executor.secret").write_bytes(cut)
+    secret = control._secret(tmp_path).read_bytes()
+    assert len(secret) == control.SECRET_BYTES and control._secret(tmp_path).read_bytes() == secret
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path):
+    (tmp_path / "logs").write_text("in the way")
+    with pytest.raises(RunError, match="E373"):
+        start(tmp_path, "node", SLEEP, os.environ)
