@@ -18,8 +18,8 @@ _UNSAFE = re.compile("\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e
 def visible(text: str) -> str:
     r"""The text with control characters written out.
 
-    >>> print(visible("dog\x1b[2J and\tcat"))
-    dog\x1b[2J and	cat
+    >>> print(visible("dog\x1b[2J and cat"))
+    dog\x1b[2J and cat
     """
     return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
