@@ -32,8 +32,8 @@ RAW_LZMA = [{"id": lzma.FILTER_LZMA2, "preset": 6, "lc": 0, "lp": 0, "pb": 0}]
 def uploads_of(recipe: str, overrides: list[str]) -> list[Tensor]:
     """The pictures of every upload of a run."""
     found: list[Tensor] = []
-    with tempfile.TemporaryDirectory() as folder:
-        run = Run(resolve(recipe, overrides), RunFolder(Path(folder) / "run"), lambda event: None)
+    with tempfile.TemporaryDirectory() as spare, RunFolder(Path(spare) / "run") as folder:
+        run = Run(resolve(recipe, overrides), folder, lambda event: None)
         run.federation.observe = lambda uploads: found.extend(u["images"] for u in uploads.values() if len(u["images"]))
         run.complete()
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -13,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from rescene.config import Resolved, resolve
 from rescene.engine import RunFolder, use_all_cores
 from rescene.engine import run as run_engine
-from rescene.errors import RunError
+from rescene.errors import RunError, command
+from rescene.run_state import read_object
 from rescene.trackers import Tracker, open_trackers, tracked
 from rescene.versions import RESULTS, refuse_newer
 
@@ -90,14 +90,13 @@ def load(folder: str | Path) -> Result:
     """The result of a finished run folder, also one of an older version; a newer one is refused (E414)."""
     path = Path(folder)
     try:
-        values = json.loads((path / "results.json").read_text(encoding="utf-8"))
+        values = read_object(path / "results.json")
     except OSError:
-        raise RunError(
-            "E408", "no finished run here", where=str(path), fix=f"rescene resume {path}, if it was interrupted"
-        ) from None
+        fix = f"{command('resume', path)}, if it was interrupted"
+        raise RunError("E408", "no finished run here", where=str(path), fix=fix) from None
     except ValueError as error:
-        why = f"results.json is damaged: {error}"
-        raise RunError("E408", "no finished run here", where=str(path), why=why, fix=f"rescene rerun {path}") from None
+        why, fix = f"results.json is damaged: {error}", f"remove it, then {command('resume', path)}"
+        raise RunError("E408", "no finished run here", where=str(path), why=why, fix=fix) from None
     refuse_newer(values.get("schema"), RESULTS, path / "results.json")
     return Result(path, values)
 

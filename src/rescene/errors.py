@@ -6,7 +6,9 @@ Every layer may raise these. The command line prints them without a traceback (`
 from __future__ import annotations
 
 import difflib
+import errno
 import re
+import shlex
 from collections.abc import Iterable
 
 
@@ -69,7 +71,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def for_people(error: Exception) -> Exception:
-    """The error with a name and a fix where we know them: what is too large for this device is nobody's mistake in the code."""
+    """The error with a name and a fix where we know them: what this machine refuses is nobody's mistake in the code."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return _refused(error, shortened(str(error.filename))) or error
     if not is_out_of_memory(error):
         return error
     return RunError(
@@ -78,6 +82,38 @@ def for_people(error: Exception) -> Exception:
         why=str(error).splitlines()[0] if str(error) else None,
         fix="a device with more memory; outside the paper's recipes also a smaller model, train.batch_size or method.real_batch",
     )
+
+
+def _refused(error: OSError, path: str) -> ResceneError | None:
+    """What the system does not do with a path, if it is something a person can change."""
+    if error.errno == errno.ENAMETOOLONG:
+        return ConfigError("E154", "a path is too long for this system", where=path, fix="a shorter name")
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        fix = "check who may read and write there, or use another place"
+        return ConfigError("E155", f"this system does not allow it: {error.strerror}", where=path, fix=fix)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return RunError(
+            "E424", f"could not write: {error.strerror}", where=path, fix="make room, then the same command"
+        )
+    return None
+
+
+def shortened(text: str, most: int = 200) -> str:
+    """A text that may be very long, such as a path that is too long, as a message can show it.
+
+    >>> shortened("x" * 300, most=20)
+    'xxxxxxxxxx ... xxxxx'
+    """
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 4 :]}"
+
+
+def command(*words: object) -> str:
+    """A command of ours as text that can be copied into a shell, also where a path has spaces or quotes in it.
+
+    >>> command("resume", "runs/my run")
+    "rescene resume 'runs/my run'"
+    """
+    return shlex.join(["rescene", *map(str, words)])
 
 
 def error_in(text: str) -> ResceneError | None:

@@ -1,7 +1,6 @@
 """rescene forget on the command line: what it says, what it refuses."""
 
 import json
-import os
 import shutil
 
 import pytest
@@ -9,6 +8,7 @@ from typer.testing import CliRunner
 
 import rescene
 from rescene.cli.app import app
+from rescene.run_state import working_in
 
 SMALL = {
     "federation.num_rounds": 2,
@@ -61,10 +61,10 @@ def test_bad_requests_get_an_answer(run, tmp_path):
     assert "E108" in refused(tmp_path, "--client", "1")
     assert "E186" in refused(run, "--client", "1", "--out", run)
     going = shutil.copytree(run, tmp_path / "going")
-    status = json.loads((going / "status.json").read_text()) | {"state": "running", "pid": os.getpid()}
+    with working_in(going):
+        assert "E421" in refused(going, "--client", "1")
+    status = json.loads((going / "status.json").read_text()) | {"state": "interrupted"}
     (going / "status.json").write_text(json.dumps(status))
-    assert "E421" in refused(going, "--client", "1")
-    (going / "status.json").write_text(json.dumps(status | {"state": "interrupted"}))
     (going / "results.json").unlink()
     assert "E164" in refused(going, "--client", "1", "--check")
     weights = rescene.run(

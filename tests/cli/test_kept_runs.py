@@ -1,13 +1,17 @@
 """What is there, what can go, and whether it comes out the same again."""
 
+import contextlib
 import json
 import shutil
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 import rescene
+from rescene import run_state
 from rescene.cli.app import app
+from rescene.run_state import working_in
 
 SMALL = {
     "federation.num_rounds": 1,
@@ -79,6 +83,33 @@ def test_pruning_removes_what_was_named_and_no_more(root):
     assert invoke(app, ["runs", str(root), "--prune", "interrupted", "--yes"]).exit_code == 0
     assert sorted(path.name for path in root.iterdir()) == ["done", "going"]
     assert "nothing to remove" in invoke(app, ["runs", str(root), "--prune", "failed"]).output
+
+
+def test_a_run_that_goes_on_while_pruning_asks_is_left_alone(root, monkeypatch):
+    with contextlib.ExitStack() as process:
+        monkeypatch.setattr(typer, "confirm", lambda words: process.enter_context(working_in(root / "failed")) is None)
+        monkeypatch.setattr(run_state, "_PAUSE_S", 0.0)
+        result = invoke(app, ["runs", str(root), "--prune", "failed"])
+        assert "it goes on by now" in result.output and (root / "failed" / "checkpoints").is_dir()
+
+
+DAMAGE = {"deep": '{"a":' * 50_000, "nested": '{"config":' * 500 + "1" + "}" * 500, "list": "[1]", "empty": ""}
+
+
+@pytest.mark.parametrize("text", DAMAGE.values(), ids=DAMAGE)
+def test_one_damaged_run_does_not_hide_the_others(root, text, tmp_path):
+    (root / "failed" / "results.json").write_text(text)
+    rows = {row["run"].rsplit("/", 1)[1]: row for row in json.loads(invoke(app, ["runs", str(root), "--json"]).output)}
+    assert rows["failed"]["state"] == "unreadable" and "results.json" in rows["failed"]["problem"]
+    assert rows["done"]["state"] == "done" and "problem" not in rows["done"]
+    assert rows["failed"]["problem"] in invoke(app, ["runs", str(root)]).output.replace("\n", " ")
+    for words in (["table"], ["report", "--out", tmp_path / "page.html"]):
+        result = invoke(app, [words[0], str(root), *map(str, words[1:])])
+        assert result.exit_code == 0 and "left out" in result.output and "failed" in result.output, result.output
+    assert "left out, " in (tmp_path / "page.html").read_text()
+    assert invoke(app, ["table", str(root / "failed")]).exit_code == 3
+    invoke(app, ["runs", str(root), "--prune", "failed,interrupted", "--yes"])
+    assert (root / "failed" / "results.json").read_text() == text  # they may be mended
 
 
 def test_a_federation_keeps_the_checkpoint_its_plan_may_grow_from(root):

@@ -84,7 +84,8 @@ def across(resolved, folder, post, patience=PATIENT):
 
 
 def in_process(resolved, folder):
-    return Hashed(resolved, RunFolder(folder), lambda event: None).complete()
+    with RunFolder(folder) as place:
+        return Hashed(resolved, place, lambda event: None).complete()
 
 
 def events(folder):
@@ -120,7 +121,8 @@ def federation(tmp_path, post, patience=PATIENT, overrides=()):
         )
         return made[0]
 
-    run = Run(resolved, RunFolder(tmp_path / "run"), lambda event: None, federate)
+    with RunFolder(tmp_path / "run") as folder:  # locked no longer than this: some tests let the process die here
+        run = Run(resolved, folder, lambda event: None, federate)
     made[0].fingerprint = run.experiment.dataset.fingerprint()
     run.federation.move(run.experiment.tasks[0], 0, [0, 1, 2])
     state = run.experiment.method.init(run.experiment.initial_net(), run.experiment.rng)

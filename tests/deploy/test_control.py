@@ -43,7 +43,13 @@ REFUSALS = [
     ConfigError("E167", "no drift here", fix="leave it out"),
     DataError("E201", "no images"),
 ]
-PASSING = [str(RunError("E320", "only 1 of 3 sites answered")), str(RunError("E410", "disk full")), "out of memory", ""]
+PASSING = [
+    "error[E422] another process is at work in this run folder",
+    str(RunError("E320", "only 1 of 3 sites answered")),
+    str(RunError("E410", "disk full")),
+    "out of memory",
+    "",
+]
 
 
 def submitted(tmp_path, monkeypatch, why, runs=None):

@@ -11,7 +11,7 @@ from rescene.config import resolve
 from rescene.engine.class_means import ClassMeans, may_record
 from rescene.engine.experiment import prepare
 from rescene.engine.folder import RunFolder
-from rescene.engine.loop import Run
+from rescene.engine.loop import run
 from rescene.engine.watch import LeakageWatch
 
 SMALL = {"tasks.limit": 2, "federation.num_rounds": 2, "model.width": 8}
@@ -61,7 +61,7 @@ def test_an_interrupted_run_ends_with_the_same_means(finished, tmp_path):
 
     resolved = resolve("smoke", SMALL)
     with pytest.raises(KeyboardInterrupt):
-        Run(resolved, RunFolder(tmp_path / "r"), stop).complete()
+        run(resolved, RunFolder(tmp_path / "r"), stop)
     rescene.run("smoke", out=tmp_path / "r", **SMALL)
     for name in ("surrogates.json", "surrogates.safetensors"):
         assert (tmp_path / "r" / name).read_bytes() == (finished[0] / name).read_bytes()

@@ -14,9 +14,11 @@ from safetensors.torch import load_file
 from stopping import stopped_after
 
 import rescene
+from rescene.cli.keeping import prune
 from rescene.engine import crashpoints
 from rescene.engine.loop import Run
 from rescene.report.runs import load_run
+from rescene.run_state import state_of
 
 PLACES = [
     "config.yaml written", "origin.json opening", "env.json synced", "metrics.jsonl appended", "chunk writing", "step synced",
@@ -46,6 +48,24 @@ def test_killed_at_its_very_last_write_a_run_is_tidy_once_it_is_opened(crashes, 
     found = crashes["refed"].found = trust_crash.Found()
     crashes["refed"].at(place, crashes["refed"].places[place])
     assert found.held, found.differ
+
+
+LAST = ["results.json renamed", *(f"status.json {at}" for at in ("opening", "writing", "written", "synced", "renamed"))]
+
+
+@pytest.mark.parametrize("place", LAST)
+def test_killed_between_its_results_and_its_last_status_a_run_is_done_and_never_pruned(crashes, place):
+    folder = crashes["refed"].root / f"pruned {place}"
+    number = crashes["refed"].places[place]
+    assert trust_crash.world.end(crashes["refed"]._start(folder, f"{place}#{number}")) == -signal.SIGKILL
+    status = json.loads((folder / "status.json").read_text())
+    assert status["state"] == ("done" if place == "status.json renamed" else "running")
+    (folder / "status.json").write_text(json.dumps(status | {"updated": "2020-01-01T00:00:00+00:00"}))
+    before = (folder / "results.json").read_bytes()
+    assert state_of(folder) == load_run(folder).state == "done"
+    prune(folder, "interrupted,failed", yes=True)
+    prune(folder, "interrupted,failed,checkpoints", yes=True)  # of a finished run, those may go
+    assert (folder / "results.json").read_bytes() == before and not (folder / "checkpoints").exists()
 
 
 def test_leftovers_of_killed_writes_are_swept_wherever_they_lie(tmp_path):

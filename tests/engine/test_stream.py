@@ -9,7 +9,7 @@ import torch
 import rescene
 from rescene.config import resolve
 from rescene.engine import RunFolder, prepare
-from rescene.engine.loop import Run
+from rescene.engine.loop import run
 from rescene.engine.withdrawal import forget
 from rescene.errors import ConfigError
 from rescene.methods import method_class, method_names
@@ -111,7 +111,7 @@ def test_a_stream_that_dies_ends_the_same(finished, tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Run(resolve("smoke", SETTING), RunFolder(tmp_path / "run"), stop).complete()
+        run(resolve("smoke", SETTING), RunFolder(tmp_path / "run"), stop)
     assert rescene.run("smoke", out=tmp_path / "run", **SETTING).values == finished.values
 
 

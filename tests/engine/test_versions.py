@@ -8,7 +8,7 @@ import pytest
 import rescene
 from rescene.config import resolve
 from rescene.engine import RunFolder
-from rescene.engine.loop import Run
+from rescene.engine.loop import run
 from rescene.engine.migrate import folder_format, migrate
 from rescene.errors import RunError
 from rescene.report.page import write_report
@@ -71,7 +71,7 @@ def test_an_interrupted_run_of_an_older_version_goes_on(finished, tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Run(resolved, RunFolder(path), stop).complete()
+        run(resolved, RunFolder(path), stop)
     as_format_1(path)
     result = rescene.run("smoke", out=path, **SMALL)
     assert result.values == rescene.load(finished).values and folder_format(path) == FOLDER

@@ -12,7 +12,7 @@ import rescene
 from rescene.config import resolve
 from rescene.engine import RunFolder
 from rescene.engine.checkpoint import _digest_of
-from rescene.engine.loop import Run
+from rescene.engine.loop import run
 from rescene.engine.withdrawal import forget
 from rescene.errors import ConfigError, RunError
 from rescene.methods.rescene import Collected, ReSCENE, ServerState
@@ -52,7 +52,7 @@ def halfway(tmp_path_factory):
     """Stopped in the second task: a buffer and a pool."""
     folder = tmp_path_factory.mktemp("halfway") / "run"
     with pytest.raises(KeyboardInterrupt):
-        Run(resolve("smoke", SETTING), RunFolder(folder), stop_after(3)).complete()
+        run(resolve("smoke", SETTING), RunFolder(folder), stop_after(3))
     return folder
 
 

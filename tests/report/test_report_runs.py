@@ -42,8 +42,8 @@ def test_other_damaged_files_are_noted_and_passed_over(tmp_path: Path) -> None:
     assert len(run.rounds) == NUM_TASKS * NUM_ROUNDS
     assert run.problems == (
         "metrics.jsonl: 1 unreadable line(s) left out",
-        "timing.json could not be read",
-        "env.json could not be read",
+        "timing.json could not be read (Expecting value: line 1 column 1 (char 0))",
+        "env.json could not be read (it is empty or not a JSON object)",
     )
 
 

@@ -20,6 +20,7 @@ from rescene.cli.method_verbs import explain, new_app
 from rescene.cli.papers import paper_app
 from rescene.cli.presenting import plot, table
 from rescene.cli.run_verbs import demo, forget, rerun, resume, run, sweep
+from rescene.cli.terminal import guard_streams
 from rescene.cli.using import export, predict
 
 app = typer.Typer(
@@ -57,6 +58,7 @@ def main() -> None:
     if "--debug" in sys.argv:
         sys.argv.remove("--debug")
         os.environ["RESCENE_DEBUG"] = "1"
+    guard_streams()
     app()
 
 

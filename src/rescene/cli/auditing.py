@@ -13,7 +13,7 @@ from rescene.cli.listing import print_rows
 from rescene.config import resolve
 from rescene.engine import prepare, use_all_cores
 from rescene.engine.checkpoint import write_json
-from rescene.errors import ConfigError
+from rescene.errors import ConfigError, command
 
 ABOUT = {
     "photograph, replay": "knows all but this one photograph",
@@ -61,7 +61,7 @@ def _run_folder(what: str, overrides: list[str]) -> Path | None:
             "E198",
             "a run is audited as it was",
             where=", ".join(overrides),
-            fix=f"rescene audit {folder}/config.yaml ...",
+            fix=f"{command('audit', folder / 'config.yaml')} ...",
         )
     return folder
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,7 +11,7 @@ import typer
 
 from rescene.cli.deploy_check import check
 from rescene.cli.frame import AsJson, Elsewhere, Overrides, interruptible, verb
-from rescene.errors import ConfigError
+from rescene.errors import ConfigError, command
 
 deploy_app = typer.Typer(
     help="A federation across real sites, over Flower. Start with: rescene deploy rehearse",
@@ -42,10 +40,8 @@ def init(
     print(f"{federation.path}: the server's; server/ca.key and server/server.key stay here")
     for site in federation.sites:
         print(f"{federation.site(site)}: carry to {site}, on a safe way: node.key is its identity")
-    here = _word(name)
-    print(
-        f"next: rescene deploy server {here}; at each site: rescene deploy site FOLDER; then: rescene deploy run {here} demo"
-    )
+    start, run = command("deploy", "server", name), command("deploy", "run", name, "demo")
+    print(f"next: {start}; at each site: rescene deploy site FOLDER; then: {run}")
 
 
 deploy_app.command()(check)
@@ -60,7 +56,7 @@ def server(folder: Folder, wait: Wait = False) -> None:
 
     federation = Federation.open(folder)
     _started(lambda: start_server(federation), federation.server, wait)
-    print(f"server at https://127.0.0.1:{federation.port}; stop it with: rescene deploy stop {_word(folder)}")
+    print(f"server at https://127.0.0.1:{federation.port}; stop it with: {command('deploy', 'stop', folder)}")
 
 
 @deploy_app.command()
@@ -71,7 +67,7 @@ def site(folder: Annotated[Path, typer.Argument(help="the site's own folder")], 
     from rescene.deploy.keeping import start_kept
 
     _started(lambda: start_kept(folder.resolve(), lambda: start_site(folder)), folder, wait)
-    print(f"site started, log in {folder / 'logs'}; stop it with: rescene deploy stop {_word(folder)}")
+    print(f"site started, log in {folder / 'logs'}; stop it with: {command('deploy', 'stop', folder)}")
 
 
 @deploy_app.command()
@@ -91,6 +87,7 @@ def run(
     """Run a recipe across the sites; the same command continues one that was interrupted."""
     from rescene.api import default_folder
     from rescene.cli.operating import operator_page, stay_open
+    from rescene.cli.terminal import console
     from rescene.config import resolve
     from rescene.deploy.control import run as run_across
     from rescene.deploy.folder import Federation
@@ -113,7 +110,7 @@ def run(
             results = run_across(federation, resolved, place, patience, elsewhere=elsewhere)
         watch_sites(federation, place)
         _finish(results, place)
-        if serve and sys.stdout.isatty():
+        if serve and console().is_terminal:
             with page():
                 stay_open()
 
@@ -137,7 +134,7 @@ def add_classes(
     plan = open_task(federation.plan, federation.plan_run, names, rounds, image_size)
     task = plan.tasks[-1]
     print(f"task {len(plan.tasks) - 1}: {', '.join(task.classes)}; rounds: {task.rounds} ({federation.plan})")
-    print(f"next: rescene deploy run {_word(folder)} RECIPE")
+    print(f"next: {command('deploy', 'run', folder, 'RECIPE')}")
 
 
 @deploy_app.command("close-task")
@@ -150,7 +147,7 @@ def close_task(folder: Folder) -> None:
     federation = Federation.open(folder)
     task, held = close(federation.plan, federation.plan_run)
     print(f"task {task} closes; rounds held: {held.rounds}, and the one under way counts")
-    print(f"if no run is going: rescene deploy run {_word(folder)} RECIPE brings it to its end")
+    print(f"if no run is going: {command('deploy', 'run', folder, 'RECIPE')} brings it to its end")
 
 
 @deploy_app.command()
@@ -248,11 +245,6 @@ def _places(folder: Path) -> list[Path]:
 
     federation = Federation.open(folder)
     return [*map(federation.site, federation.sites), federation.server]
-
-
-def _word(path: Path) -> str:
-    """A path as a shell takes it."""
-    return shlex.quote(str(path))
 
 
 def _started(begin: Callable[[], list[Any]], folder: Path, wait: bool) -> None:

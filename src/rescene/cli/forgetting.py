@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,12 @@ from rescene.engine import RunFolder, prepare, use_all_cores
 from rescene.engine.checkpoint import write_json
 from rescene.engine.withdrawal import accuracy_on, check_can_forget
 from rescene.engine.withdrawal import forget as withdraw
-from rescene.errors import ConfigError, RunError, did_you_mean
+from rescene.errors import ConfigError, RunError, command, did_you_mean
 from rescene.nets import load_weights
 from rescene.report import write_report
 from rescene.report.model_card import write_card
-from rescene.report.reading import json_object
-from rescene.report.runs import alive
 from rescene.report.words import bytes_text
+from rescene.run_state import is_done, state_of
 
 Row = dict[str, Any]
 
@@ -42,7 +40,7 @@ def forget(folder: Path, word: str, check: bool, out: Path | None, quiet: bool, 
     _check_still(folder)
     if check and (federation or not source.finished):
         why = "sites are not asked again for a comparison" if federation else "it compares finished runs"
-        fix = "leave out --check" if federation else f"rescene resume {folder} first, or leave out --check"
+        fix = "leave out --check" if federation else f"{command('resume', folder)} first, or leave out --check"
         raise ConfigError("E164", "--check is not possible here", where=str(folder), why=why, fix=fix)
     if federation and out is not None:
         raise ConfigError("E194", "a federation's run goes on beside the old one", fix="leave out --out")
@@ -55,7 +53,7 @@ def forget(folder: Path, word: str, check: bool, out: Path | None, quiet: bool, 
     if federation and name:
         leave(federation, name, place)
     never = _compare(resolved, client, folder, place, record, quiet or as_json) if check else None
-    done = (place / "results.json").is_file()
+    done = is_done(place)
     if done:
         write_card(place)
     write_report([place], place / "report.html")
@@ -79,8 +77,7 @@ def _site(word: str, federation: Federation | None) -> tuple[int, str | None]:
 
 
 def _check_still(folder: Path) -> None:
-    status = json_object(folder / "status.json", [])
-    if status.get("state") == "running" and alive(status.get("pid")):
+    if state_of(folder) == "running":
         raise RunError(
             "E421",
             "the run is going, with the site in it",
@@ -137,11 +134,9 @@ def _tell(record: Row, folder: Path, place: Path, never: Row | None, federation:
     print(f"  - {folder} still holds everything: remove it, its exports and its backups when you no longer need them")
     print(f"Run: {place}")
     if federation:
-        print(
-            f"The federation goes on there, without the site: rescene deploy run {shlex.quote(str(federation.path))} RECIPE"
-        )
+        print(f"The federation goes on there, without the site: {command('deploy', 'run', federation.path, 'RECIPE')}")
     elif not done:
-        print(f"Go on with: rescene resume {shlex.quote(str(place))}")
+        print(f"Go on with: {command('resume', place)}")
     print(f"Report: {place / 'report.html'}")
 
 

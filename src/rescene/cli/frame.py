@@ -70,9 +70,9 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
 
 def busy(what: str) -> Status:
     """``with busy("counting") as status``: says on a terminal what takes a while, until it is done; elsewhere nothing."""
-    from rich.console import Console
+    from rescene.cli.terminal import console
 
-    return Console(stderr=True).status(f"{what} ...")
+    return console(stderr=True).status(f"{what} ...")
 
 
 def load_plugins(paths: list[Path] | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from itertools import count
 from pathlib import Path
@@ -16,8 +16,9 @@ import yaml
 from rescene.cli.listing import find_runs, print_rows
 from rescene.errors import ConfigError, did_you_mean
 from rescene.report.reading import json_object
-from rescene.report.runs import alive
+from rescene.report.runs import number, table
 from rescene.report.words import bytes_text
+from rescene.run_state import Busy, is_done, state_of, working_in
 
 Row = dict[str, Any]
 PRUNABLE = ("checkpoints", "interrupted", "failed")
@@ -26,22 +27,24 @@ QUIET = timedelta(hours=1)  # a run that says it is going may be going on anothe
 
 def run_rows(folder: Path) -> list[Row]:
     """One row per run under a folder."""
-    rows = []
-    for path in find_runs(folder):
-        status, results = json_object(path / "status.json", []), json_object(path / "results.json", [])
-        rows.append(
-            {
-                "run": str(path),
-                "method": status.get("method") or results.get("method") or "-",
-                "state": _state(status, results),
-                "progress": f"{status.get('done', 0)}/{status.get('steps', '?')}",
-                "bytes": _size(path),
-                "aa": results.get("aa", status.get("aa")),
-                "aia": results.get("aia"),
-                "near_copies": (results.get("leakage") or {}).get("near_copies"),
-            }
-        )
-    return rows
+    return [_row(path) for path in find_runs(folder)]
+
+
+def _row(path: Path) -> Row:
+    """A run whose results cannot be read says so; its status may still tell something."""
+    unreadable: list[str] = []
+    status, results = json_object(path / "status.json", []), json_object(path / "results.json", unreadable)
+    row = {
+        "run": str(path),
+        "method": str(status.get("method") or results.get("method") or "-"),
+        "state": "unreadable" if unreadable else state_of(path),
+        "progress": f"{status.get('done', 0)}/{status.get('steps', '?')}",
+        "bytes": _size(path),
+        "aa": number(results.get("aa", status.get("aa"))),
+        "aia": number(results.get("aia")),
+        "near_copies": number(table(results, "leakage").get("near_copies")),
+    }
+    return row | ({"problem": unreadable[0]} if unreadable else {})
 
 
 def show_runs(folder: Path, as_json: bool) -> None:
@@ -49,7 +52,10 @@ def show_runs(folder: Path, as_json: bool) -> None:
     if as_json:
         print(json.dumps(rows))
         return
-    print_rows({_HEADS.get(key, key): _shown(key, value) for key, value in row.items()} for row in rows)
+    print_rows({_HEADS.get(k, k): _shown(k, v) for k, v in row.items() if k != "problem"} for row in rows)
+    for row in rows:
+        if "problem" in row:
+            print(f"{row['run']}: {row['problem']}")
     if rows:
         print(f"{len(rows)} runs, {bytes_text(sum(row['bytes'] for row in rows))}")
 
@@ -73,35 +79,46 @@ def prune(folder: Path, what: str, yes: bool) -> None:
             close = did_you_mean(word, PRUNABLE)
             fix = f"did you mean {close}?" if close else f"one or more of: {','.join(PRUNABLE)}"
             raise ConfigError("E185", f"cannot prune {word!r}", where="--prune", fix=fix)
-    found = list(_removable(folder, wanted))
+    found = {run: what for run in find_runs(folder) if (what := _removable(run, wanted))}
     if not found:
         print("nothing to remove")
         return
-    print_rows({"remove": str(path), "size": bytes_text(_size(path)), "because": why} for path, why in found)
-    total = bytes_text(sum(_size(path) for path, _ in found))
+    sizes = {run: _size(path) for run, (path, _) in found.items()}
+    print_rows(
+        {"remove": str(path), "size": bytes_text(sizes[run]), "because": why} for run, (path, why) in found.items()
+    )
+    total = bytes_text(sum(sizes.values()))
     if not yes and not typer.confirm(f"Remove these {total}? This cannot be undone"):
         print("nothing was removed")
         return
-    for path, _ in found:
-        shutil.rmtree(path)
-    print(f"removed {total}")
+    removed = [run for run in found if _remove(run, wanted)]
+    for run in found.keys() - removed:
+        print(f"left alone, because it goes on by now: {run}")
+    print(f"removed {bytes_text(sum(sizes[run] for run in removed))}")
 
 
-def _removable(folder: Path, wanted: list[str]) -> Iterator[tuple[Path, str]]:
-    for run in find_runs(folder):
-        status, results = json_object(run / "status.json", []), json_object(run / "results.json", [])
-        state, store = _state(status, results), run / "checkpoints"
-        if run.is_symlink():
-            continue
-        if state in wanted and (status.get("state") != "running" or _is_quiet(status)):
-            yield run, f"the run was {state}" if state == "interrupted" else "the run failed"
-        elif "checkpoints" in wanted and state == "done" and store.is_dir() and not _may_grow(run):
-            yield store, "the run is finished and needs them no more"
+def _removable(run: Path, wanted: list[str], mine: bool = False) -> tuple[Path, str] | None:
+    """What of a run may go, and why; None if nothing. A run with results is done, so it is never removed as a whole."""
+    state, store = state_of(run, mine), run / "checkpoints"
+    if run.is_symlink():
+        return None
+    if state in wanted:
+        status = json_object(run / "status.json", [])
+        if status.get("state") != "running" or _is_quiet(status):
+            return run, f"the run was {state}" if state == "interrupted" else "the run failed"
+    if "checkpoints" in wanted and state == "done" and store.is_dir() and not _may_grow(run):
+        return store, "the run is finished and needs them no more"
+    return None
 
 
-def _state(status: Row, results: Row) -> str:
-    told = status.get("state") or ("done" if results else "new")
-    return "interrupted" if told == "running" and not alive(status.get("pid")) else str(told)
+def _remove(run: Path, wanted: list[str]) -> bool:
+    """Remove what may go of a run, unless it has gone on since it was listed."""
+    with suppress(Busy), working_in(run):
+        found = _removable(run, wanted, mine=True)
+        if found:
+            shutil.rmtree(found[0])
+            return True
+    return False
 
 
 def _is_quiet(status: Row) -> bool:
@@ -173,7 +190,7 @@ def _tell(numbers: list[Row], machines: list[Row]) -> None:
 def _beside(folder: Path) -> Path:
     """RUN-again, RUN-again2, ...: the first that is free, or holds a repetition that was interrupted."""
     names = (folder.with_name(f"{folder.name}-again{n if n > 1 else ''}") for n in count(1))
-    return next(path for path in names if not (path / "results.json").exists())
+    return next(path for path in names if not is_done(path))
 
 
 def _flat(value: Any, key: str = "") -> Row:

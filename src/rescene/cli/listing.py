@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
+
+from rescene.cli.terminal import console
 
 Row = dict[str, Any]
 
@@ -28,7 +29,7 @@ def print_rows(rows: Iterable[Row], as_json: bool = False) -> None:
         table.add_column(column, overflow="fold")
     for row in rows:
         table.add_row(*(_text(row.get(column)) for column in columns))
-    Console(soft_wrap=False, width=None if Console().is_terminal else 160, markup=False).print(table)
+    console(width=None if console().is_terminal else 160).print(table)
 
 
 def _text(value: Any) -> str:

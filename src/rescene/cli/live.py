@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from rescene.cli.terminal import console
+
 Event = dict[str, Any]
 PAGE = "the page so far, which follows the run: {page}"
 WIDE = 1.5  # slowest over mean pace from which one number would promise too much
@@ -21,12 +23,12 @@ WIDE = 1.5  # slowest over mean pace from which one number would promise too muc
 @contextmanager
 def watch(quiet: bool) -> Iterator[Callable[[Event], None]]:
     """Give the engine somebody to talk to."""
-    console = Console(stderr=True)
+    screen = console(stderr=True)
     if quiet:
         yield lambda event: None
-    elif console.is_terminal:
-        panel = Panel(console)
-        with Live(get_renderable=panel.table, console=console, refresh_per_second=4):
+    elif screen.is_terminal:
+        panel = Panel(screen)
+        with Live(get_renderable=panel.table, console=screen, refresh_per_second=4):
             yield panel.take
     else:
         yield Lines().take

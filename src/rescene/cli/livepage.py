@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -30,7 +31,7 @@ def open_page(folders: Sequence[Path], page: Path) -> Iterator[LivePage]:
     try:
         yield kept
     except BaseException:
-        if kept.exists or page.is_file():  # `rescene report` may have written it before our first one was due
+        if kept.exists or os.path.isfile(page):  # `rescene report` may have written it before our first one was due
             kept.write()
         raise
 

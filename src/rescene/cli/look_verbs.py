@@ -68,8 +68,9 @@ def report(
 ) -> None:
     """One self-contained HTML page from run folders."""
     from rescene.cli.listing import find_runs
-    from rescene.cli.presenting import writing
-    from rescene.report import write_report
+    from rescene.cli.presenting import tell_unreadable, writing
+    from rescene.report.page import write_page
+    from rescene.report.runs import load_runs
 
     found = [run for folder in folders for run in find_runs(folder)]
     if not found:
@@ -81,8 +82,10 @@ def report(
             from rescene.paper.compare import printed_beside
 
             printed = printed_beside(found)
+        runs, unreadable = load_runs(found)
         with writing(out):
-            page = write_report(found, out, printed)
+            page = write_page(runs, unreadable, out, printed)
+    tell_unreadable(unreadable)
     print(page)
     if open_page:
         typer.launch(str(page))

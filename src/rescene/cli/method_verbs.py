@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from rescene.cli.frame import AsJson, Plugin, load_plugins, verb
+from rescene.errors import command
 
 new_app = typer.Typer(help="Start something of your own.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -43,5 +45,5 @@ def new_method(
 
     for path in write_method(name, folder):
         print(path)
-    print(f"try: rescene run smoke --plugin {folder / name}.py method={name}")
-    print(f"check: python -m pytest {folder / f'test_{name}.py'}")
+    print(f"try: {command('run', 'smoke', '--plugin', folder / f'{name}.py', f'method={name}')}")
+    print(f"check: {shlex.join(['python', '-m', 'pytest', str(folder / f'test_{name}.py')])}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rescene.cli.frame import verb
-from rescene.errors import ConfigError
+from rescene.errors import ConfigError, ResceneError, command
 
 if TYPE_CHECKING:
     from rescene.report import Run
@@ -21,9 +21,9 @@ _KINDS = {".txt": "text", ".md": "markdown", ".tex": "latex", ".csv": "csv", ".h
 
 
 def loaded(folders: list[Path]) -> list[Run]:
-    """Every run in these folders, each once."""
+    """Every run in these folders, each once; those that cannot be read are named and left out."""
     from rescene.cli.listing import find_runs
-    from rescene.report import load_run
+    from rescene.report.runs import load_runs
 
     found: dict[Path, None] = {}
     for folder in folders:
@@ -32,7 +32,15 @@ def loaded(folders: list[Path]) -> list[Run]:
             why = "it holds no run" if folder.is_dir() else "there is no such folder"
             raise ConfigError("E108", "no run folder there", where=str(folder), why=why, fix="rescene runs")
         found |= dict.fromkeys(runs)
-    return [load_run(run) for run in found]
+    read, unreadable = load_runs(found)
+    tell_unreadable(unreadable)
+    return read
+
+
+def tell_unreadable(unreadable: Mapping[Path, ResceneError]) -> None:
+    for folder, error in unreadable.items():
+        why = f": {error.why}" if error.why else ""
+        print(f"left out: {folder}: [{error.code}] {error.what}{why}", file=sys.stderr)
 
 
 @verb
@@ -94,11 +102,14 @@ def plot(
         kind, *folders = str(folders[0]), *folders[1:]
         if kind not in KINDS and Path(kind).is_dir():
             raise ConfigError(
-                "E145", "which figure?", why=f"known are {', '.join(KINDS)}", fix=f"rescene plot {kind} --kind curves"
+                "E145",
+                "which figure?",
+                why=f"known are {', '.join(KINDS)}",
+                fix=command("plot", kind, "--kind", "curves"),
             )
         if not folders:
             raise ConfigError(
-                "E108", "of which runs?", where="after the kind of figure", fix=f"rescene plot {kind} runs/..."
+                "E108", "of which runs?", where="after the kind of figure", fix=command("plot", kind, "runs/...")
             )
     groups = group_runs(loaded(folders))
     out = out or Path(f"{kind}.png")

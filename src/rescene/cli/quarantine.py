@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from rescene.cli.listing import print_rows
-from rescene.errors import ConfigError, did_you_mean
+from rescene.errors import ConfigError, command, did_you_mean
 from rescene.report.reading import json_object
 from rescene.report.runs import is_run
+from rescene.run_state import state_of
 
 ZOOM = 2
 SHOWN = 12  # pictures of a group on the sheet
@@ -51,11 +52,11 @@ def _admit(run: Path, rows: list[dict[str, Any]], name: str) -> None:
     row = next((row for row in rows if row["name"] == name), None)
     if row is None:
         close = did_you_mean(name, [row["name"] for row in rows])
-        fix = f"did you mean {close}?" if close else f"rescene quarantine {run} lists them"
+        fix = f"did you mean {close}?" if close else f"{command('quarantine', run)} lists them"
         raise ConfigError("E178", f"no {name!r} is in quarantine", where=str(run), fix=fix)
     status = json_object(run / "status.json", [])
     at = (status.get("task", 0), status.get("round", -1) + 1)
-    if status.get("state") == "done" or at[0] > row["task"] or at[1] >= status.get("num_rounds", 0):
+    if state_of(run) == "done" or at[0] > row["task"] or at[1] >= status.get("num_rounds", 0):
         raise ConfigError(
             "E178",
             f"it is too late to admit {name}",

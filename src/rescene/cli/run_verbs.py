@@ -21,7 +21,7 @@ from rescene.cli.frame import (
     load_plugins,
     verb,
 )
-from rescene.errors import ConfigError
+from rescene.errors import ConfigError, command
 
 
 @verb
@@ -37,8 +37,7 @@ def demo(
     """FedAvg forgets, ReSCENE does not: both on embedded real images, minutes on a laptop, with a report."""
     from rescene.cli.running import run_demo
 
-    again = "rescene demo --private" if private else "rescene demo"
-    interruptible(lambda: run_demo(list(overrides or []), out, quiet, private), again)
+    interruptible(lambda: run_demo(list(overrides or []), out, quiet, private), "the same command")
 
 
 @verb
@@ -110,7 +109,7 @@ def resume(
         )
     interruptible(
         lambda: run_one(resolve(config), folder, quiet, as_json, log=log, elsewhere=elsewhere),
-        f"rescene resume {folder}",
+        command("resume", folder),
     )
 
 

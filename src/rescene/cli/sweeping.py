@@ -27,6 +27,7 @@ from rescene.errors import ConfigError, ResceneError, for_people
 from rescene.methods import method_names
 from rescene.methods.registry import ORDER
 from rescene.report import write_report
+from rescene.run_state import is_done
 
 REFERENCES = ("joint", "local", "raw-upload")
 
@@ -42,7 +43,7 @@ class Cell:
 
     @property
     def done(self) -> bool:
-        return (self.folder / "results.json").is_file()
+        return is_done(self.folder)
 
 
 def run_sweep(
@@ -107,7 +108,7 @@ def _in_turn(cells: Sequence[Cell], quiet: bool, as_json: bool, page: Path | Non
                 state = "done before" if cell.done else ""
                 print(f"[{number}/{len(cells)}] {' '.join(cell.overrides)} {state}", file=sys.stderr)
             if cell.done:
-                yield cell, load(cell.folder)
+                yield cell, attempt(load, cell.folder)
                 continue
             own = cell.folder / "report.html"
             one = nullcontext(common) if common else open_page([cell.folder], own)
@@ -139,7 +140,7 @@ def _side_by_side(cells: Sequence[Cell], quiet: bool, jobs: int) -> Outcomes:
         )
 
     def result(cell: Cell) -> Result | Exception:
-        return load(cell.folder) if cell.done else _outcome(cell)
+        return attempt(load, cell.folder) if cell.done else _outcome(cell)
 
     streams = Streams(device, jobs)
     try:

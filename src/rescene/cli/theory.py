@@ -7,18 +7,15 @@ import textwrap
 from dataclasses import asdict
 from pathlib import Path
 
-from rescene.cli.listing import Row, find_runs, print_rows
+from rescene.cli.listing import Row, print_rows
+from rescene.cli.presenting import loaded
 from rescene.errors import ConfigError
-from rescene.report import load_run
 from rescene.report.theory import COLUMNS, VERDICTS, cells, class_rows, findings
 
 
 def print_theory(folder: Path, as_json: bool) -> None:
     """Every run below the folder that recorded theory: its classes, then what holds and what does not."""
-    found = find_runs(folder)
-    if not found:
-        raise ConfigError("E108", "no run folder there", where=str(folder), fix="rescene runs")
-    runs = [run for run in map(load_run, found) if class_rows([run])]
+    runs = [run for run in loaded([folder]) if class_rows([run])]
     if not runs:
         raise ConfigError(
             "E160",

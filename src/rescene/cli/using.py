@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rescene.cli.frame import AsJson, verb
-from rescene.errors import ConfigError, DataError
+from rescene.errors import ConfigError, DataError, command
 
 if TYPE_CHECKING:
     from rescene.use import Model, Prediction
@@ -39,7 +39,7 @@ def export(
         return
     print_rows(rows)
     print(f"Model card: {card}")
-    print(f"Try it: rescene predict {rows[0]['file']} IMAGES")
+    print(f"Try it: {command('predict', rows[0]['file'], 'IMAGES')}")
 
 
 @verb

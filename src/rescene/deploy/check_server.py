@@ -11,7 +11,7 @@ from rescene.deploy.connection import certificate_row
 from rescene.deploy.findings import Row, app_row, machine_rows, part_rows, row, secret_row
 from rescene.deploy.folder import Federation
 from rescene.deploy.processes import check_port, running
-from rescene.errors import ConfigError
+from rescene.errors import ConfigError, command
 
 PARTS = ("link", "executor")
 
@@ -64,7 +64,7 @@ def _processes(federation: Federation) -> list[Row]:
             rows = [row("port", f"{port}, free")]
         except ConfigError as error:
             rows = [row("port", port, error.what, error.fix or "")]
-    return rows + part_rows(up, PARTS, shlex.join(["rescene", "deploy", "server", str(federation.path)]))
+    return rows + part_rows(up, PARTS, command("deploy", "server", federation.path))
 
 
 def _clock(federation: Federation) -> Row:

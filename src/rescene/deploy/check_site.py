@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import warnings
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from rescene.deploy.holding import ledger_of
 from rescene.deploy.processes import running
 from rescene.deploy.site import Site
 from rescene.engine.experiment import load_data, pick_device
-from rescene.errors import ResceneError, ResceneWarning
+from rescene.errors import ResceneError, ResceneWarning, command
 
 PARTS = ("node", "executor")
 MOST_NAMES = 12  # of classes in one line
@@ -39,9 +38,7 @@ def check_site(folder: Path) -> list[Row]:
         *machine_rows(folder),
         *(server_rows(server, folder / "ca.crt") if server else []),
         app_row(folder),
-        *part_rows(
-            {one.name for one in running(folder)}, PARTS, shlex.join(["rescene", "deploy", "site", str(folder)])
-        ),
+        *part_rows({one.name for one in running(folder)}, PARTS, command("deploy", "site", folder)),
     ]
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
-import shlex
 import shutil
 import subprocess
 import sys
@@ -44,14 +43,15 @@ from rescene.deploy.status import left_out_rows, site_answers, task_rows
 from rescene.deploy.withdrawal import without_left
 from rescene.engine import RunFolder
 from rescene.engine.checkpoint import write_atomically, write_json
-from rescene.errors import ConfigError, ResceneError, RunError, error_in
+from rescene.errors import ConfigError, ResceneError, RunError, command, error_in
+from rescene.run_state import is_done, read_object, state_of
 
 LINK = "here"  # the name of our link in Flower's own configuration
 SECRET_BYTES = 32
 LOOK_S = 5.0
 SUBMISSIONS = 3  # in a row that finish no step
 COMPLETED, LOST = "finished:completed", "lost with the server"
-DISK = "E410"
+PASSING = ("E410", "E422")  # a disk may get room again, and the process of the run before ends in a while
 RETURN_S = 600.0  # for a server that ended to be started again
 
 
@@ -240,10 +240,8 @@ def run(
         done = _json(out / "status.json").get("done", 0)
         answer = flwr(federation, "run", str(federation.app), LINK, "--format", "json", "--run-config", text)
         status, why = _watch(federation, int(answer["run-id"]), out, tell, look_s)
-        results = out / "results.json"
-        if status == COMPLETED and results.is_file():
-            found: dict[str, Any] = json.loads(results.read_text(encoding="utf-8"))
-            return found
+        if status == COMPLETED and is_done(out):
+            return read_object(out / "results.json")
         error = error_in(why)
         if error and not _may_pass(error):
             raise error
@@ -263,7 +261,7 @@ def run(
 
 
 def _again(federation: Federation) -> str:
-    return f"rescene deploy server {shlex.quote(str(federation.path))}"
+    return command("deploy", "server", federation.path)
 
 
 def _wait_for_link(federation: Federation, look_s: float) -> None:
@@ -277,8 +275,8 @@ def _wait_for_link(federation: Federation, look_s: float) -> None:
 
 
 def _may_pass(error: ResceneError) -> bool:
-    """Sites come back and disks get room again; what else a server app refuses, it refuses every time."""
-    return error.code.startswith("E3") or error.code == DISK
+    """Sites come back; what else a server app refuses, it refuses every time, but for two things."""
+    return error.code.startswith("E3") or error.code in PASSING
 
 
 def _watch(
@@ -313,8 +311,9 @@ def progress(out: Path) -> str:
         return "starting"
     aa = "" if status.get("aa") is None else f", AA {status['aa']:.1f}"
     late = ", ".join(waiting.get("waiting_for", []))
-    wait = f"; waiting for {late}" if late and status["state"] == "running" else ""
-    return f"{status['state']}: {status['done']} of {status['steps']} steps{aa}{wait}"
+    state = state_of(out)
+    wait = f"; waiting for {late}" if late and state == "running" else ""
+    return f"{state}: {status['done']} of {status['steps']} steps{aa}{wait}"
 
 
 def status_rows(federation: Federation) -> list[dict[str, Any]]:

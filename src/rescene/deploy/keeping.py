@@ -7,13 +7,12 @@ words it has for a key that it does not know. So a refusal is only believed when
 from __future__ import annotations
 
 import re
-import shlex
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rescene.deploy.processes import Started, alive
-from rescene.errors import RunError
+from rescene.errors import RunError, command
 
 ONLINE, REFUSED = "SuperNode ID", "Failed to activate"  # Flower's words in the node's log
 ENDED_BY_ITSELF = "terminated gracefully"  # without having been online: its signature was not accepted
@@ -62,7 +61,7 @@ def _first_words(node: Started, log: Path, seen: int, settle_s: float) -> str:
 
 def ended(folder: Path, said: str) -> RunError:
     """Why the node ended, as far as its log tells."""
-    where, look = str(folder), f"rescene deploy check {shlex.quote(str(folder))}"
+    where, look = str(folder), command("deploy", "check", folder)
     if REFUSED in said:
         why = "it does not know this node.key, or another node with the same key is running"
         fix = "the operator starts `rescene deploy server` again, which registers node.pub; or stop the other node"

@@ -57,13 +57,14 @@ def run_across(
             **options,
         )
 
-    going = run(resolved, folder, progress, federate, elsewhere)
-    federation = going.federation
-    assert isinstance(federation, GridFederation)
-    federation.fingerprint = OWN if recipe.sites else going.experiment.dataset.fingerprint()
-    if plan is not None:
-        going.closed = lambda task: is_closed(plan, task.index)
-    federation.waiting = lambda facts: write_json(folder.path / "waiting.json", facts, sync="none")
-    results = going.complete()
-    federation.journal.clear()
-    return results
+    with folder:
+        going = run(resolved, folder, progress, federate, elsewhere)
+        federation = going.federation
+        assert isinstance(federation, GridFederation)
+        federation.fingerprint = OWN if recipe.sites else going.experiment.dataset.fingerprint()
+        if plan is not None:
+            going.closed = lambda task: is_closed(plan, task.index)
+        federation.waiting = lambda facts: write_json(folder.path / "waiting.json", facts, sync="none")
+        results = going.complete()
+        federation.journal.clear()
+        return results

@@ -10,6 +10,7 @@ from typing import Any
 
 from rescene.config.plan import SitesSection
 from rescene.deploy.plan import Held
+from rescene.run_state import state_of
 
 MOST = 20  # uploads left out, the newest
 Row = dict[str, Any]
@@ -20,7 +21,7 @@ def site_answers(runs: list[Path], sites: list[str], now: datetime | None = None
     found: dict[str, str] = {}
     for run in runs:
         waiting = _json(run / "waiting.json")
-        if _json(run / "status.json").get("state") != "running" or not waiting.get("asked"):
+        if state_of(run) != "running" or not waiting.get("asked"):
             continue
         asked = datetime.fromisoformat(waiting["asked"])
         minutes = int(((now or datetime.now(UTC)) - asked).total_seconds() // 60)

@@ -98,11 +98,12 @@ def try_round(site: Site, resolved: Resolved) -> Trial:
     with tempfile.TemporaryDirectory(prefix="rescene-") as spare:
         notes: list[str] = []
         post = NoPost(replace(site, folder=Path(spare) / "site"))
-        run = _run(_at_site(site, resolved), post, RunFolder(Path(spare) / "run"), notes)
-        try:
-            return _round(run, post, resolved.name)
-        except RunError as error:
-            raise RunError(error.code, error.what, why="\n".join(notes) or error.why) from error
+        with RunFolder(Path(spare) / "run") as folder:
+            run = _run(_at_site(site, resolved), post, folder, notes)
+            try:
+                return _round(run, post, resolved.name)
+            except RunError as error:
+                raise RunError(error.code, error.what, why="\n".join(notes) or error.why) from error
 
 
 def _at_site(site: Site, resolved: Resolved) -> Resolved:

@@ -10,7 +10,7 @@ import yaml
 from rescene.config import Resolved
 from rescene.deploy.folder import Federation
 from rescene.engine.checkpoint import write_atomically
-from rescene.errors import ConfigError
+from rescene.errors import ConfigError, command
 
 
 def federation_of(run: Path) -> Federation | None:
@@ -25,7 +25,7 @@ def place_without(federation: Federation, run: Path, client: int) -> Path:
     """The folder in which the run goes on: where `rescene deploy run` looks for it. Refuses one that was left behind."""
     if run.resolve().name.split("-without-")[0] == "plan" and run.resolve() != federation.plan_run:
         raise ConfigError(
-            "E165", "the federation goes on elsewhere", where=str(run), fix=f"rescene forget {federation.plan_run}"
+            "E165", "the federation goes on elsewhere", where=str(run), fix=command("forget", federation.plan_run)
         )
     gone = sorted({*federation.exclude, client})
     return run.with_name("-without-".join([run.resolve().name.split("-without-")[0], *map(str, gone)]))

@@ -11,6 +11,7 @@ checkpoints/                                    how to go on
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -35,26 +36,68 @@ from rescene.config.plan import grows
 from rescene.engine.checkpoint import Checkpoints, could_not_save, write_atomically, write_json
 from rescene.engine.crashpoints import reach
 from rescene.engine.experiment import Experiment
-from rescene.engine.migrate import migrate
-from rescene.errors import ConfigError, ResceneWarning, RunError
+from rescene.engine.migrate import folder_format, migrate
+from rescene.errors import ConfigError, ResceneWarning, RunError, shortened
+from rescene.run_state import LOCK, Busy, is_done, working_in
 from rescene.versions import FOLDER
 
 APPENDED = ("metrics.jsonl", "events.jsonl")
 NOT_COMPARED = {"device"}  # may change between the parts of a run without changing the experiment
+BEFORE = {".config.yaml.tmp", LOCK}  # what a run that was killed before its first file leaves
 OTHERS = {".sites.json.tmp"}  # the operator's page writes sites.json while the run goes on
 MADE_ON = ("code", "torch", "threads", "cpu_capability", "device")  # with all of these equal, so are the bits
 
 
 class RunFolder:
-    """Paths and writers of one run. Appending files are cut back on resume to what the checkpoint knew."""
+    """Paths and writers of one run. Appending files are cut back on resume to what the checkpoint knew.
+
+    ``with folder:`` around everything that writes. One process at a time may: a folder that is there is locked at once, a
+    new one when it is made, and the end of the block releases it.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoints = Checkpoints(path / "checkpoints")
+        self._lock: contextlib.ExitStack | None = None
+
+    def __enter__(self) -> RunFolder:
+        if (self.path / "config.yaml").is_file():
+            self._take_lock()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _take_lock(self) -> None:
+        """Be the one process that writes here, and bring the files of an older version to today's format."""
+        lock = contextlib.ExitStack()
+        try:
+            lock.enter_context(working_in(self.path))
+        except Busy as who:
+            raise RunError(
+                "E422",
+                "another process is at work in this run folder",
+                where=str(self.path),
+                why=str(who),
+                fix="wait until it ends, or stop it (Ctrl-C; every finished round is saved), then the same command",
+            ) from None
+        except OSError as error:
+            raise RunError(
+                "E423",
+                f"cannot write in the run folder: {error.strerror or error}",
+                where=str(self.path),
+                why="a run that goes on writes there; nothing was changed",
+                fix="make the folder writable, make room, or copy the folder and resume the copy",
+            ) from None
+        self._lock = lock
+        if (self.path / "origin.json").is_file():  # else killed before it was written; it is written again
+            migrate(self.path)
 
     @property
     def finished(self) -> bool:
-        return (self.path / "results.json").is_file()
+        return is_done(self.path)
 
     def check(self, resolved: Resolved) -> None:
         """Refuse a folder that holds something else than this very experiment.
@@ -62,9 +105,12 @@ class RunFolder:
         A plan may have grown since (new tasks at the end, a task closed early) and nothing else: what ran stays true.
         """
         config = self.path / "config.yaml"
-        if config.is_file():
-            if (self.path / "origin.json").is_file():  # else killed between the two; it is written again
-                migrate(self.path)
+        try:
+            begun = config.is_file()
+        except OSError as error:
+            raise _no_folder(self.path, error) from None
+        if begun:
+            folder_format(self.path)
             before = flatten(_completed(yaml.safe_load(config.read_text(encoding="utf-8"))))
             rows = difference(before, resolved.flat())
             changed = [row for row in rows if row[0] not in NOT_COMPARED and not _is_growth(*row)]
@@ -77,7 +123,7 @@ class RunFolder:
                     why=told,
                     fix="use another --out, or remove the folder",
                 )
-        elif self.path.is_dir() and any(path.name != ".config.yaml.tmp" for path in self.path.iterdir()):
+        elif self.path.is_dir() and any(path.name not in BEFORE for path in self.path.iterdir()):
             raise RunError(
                 "E406", "the folder is not empty and not a run", where=str(self.path), fix="use another --out"
             )
@@ -87,7 +133,10 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise RunError("E407", f"cannot make the run folder: {error.strerror}", where=str(self.path)) from None
+            raise _no_folder(self.path, error) from None
+        if self._lock is None:
+            self._take_lock()
+            self.check(resolved)  # another process may have made it since
         config, origin, command = (self.path / name for name in ("config.yaml", "origin.json", "command.txt"))
         if not config.is_file() or resolved.recipe.sites is not None:  # a plan may have grown
             text = yaml.safe_dump(resolved.recipe.model_dump(mode="json"), sort_keys=False)
@@ -107,10 +156,13 @@ class RunFolder:
 
     def settle(self) -> None:
         """A run that was killed after its results were written is as good as any other: leave it as if it had not been."""
-        self.sweep()
-        status = self._facts("status.json")
-        if status.get("state") != "done":
-            with contextlib.suppress(RunError):  # the folder may be read-only by now
+        with (
+            contextlib.suppress(RunError),
+            self,
+        ):  # the folder may be read-only, or another process just be done with it
+            self.sweep()
+            status = self._facts("status.json")
+            if status.get("state") != "done":
                 self.status(**status | {"state": "done"})
 
     def describe(self, experiment: Experiment) -> None:
@@ -185,6 +237,12 @@ class RunFolder:
         now = datetime.now(UTC).isoformat(timespec="seconds")
         row = {"schema": 1, "updated": now, "pid": os.getpid(), **fields}
         write_json(self.path / "status.json", row, sync="none")  # for people who look; a resumed run does not read it
+
+
+def _no_folder(path: Path, error: OSError) -> RunError:
+    fix = "a shorter --out" if error.errno == errno.ENAMETOOLONG else "another --out"
+    what = f"cannot make the run folder: {error.strerror or error}"
+    return RunError("E407", what, where=shortened(str(path)), fix=fix)
 
 
 def _completed(config: dict[str, Any]) -> dict[str, Any]:

@@ -56,7 +56,8 @@ def run(
             fix="leave federation.faults out",
         )
     folder.check(resolved)
-    return Run(resolved, folder, progress, federate, elsewhere).complete()
+    with folder:
+        return Run(resolved, folder, progress, federate, elsewhere).complete()
 
 
 class Run(Restartable):

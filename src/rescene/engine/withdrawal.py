@@ -25,7 +25,7 @@ from rescene.engine.folder import APPENDED, RunFolder
 from rescene.engine.loop import Run
 from rescene.engine.products import save_gallery
 from rescene.engine.watch import Progress, warnings_to
-from rescene.errors import ConfigError, RunError
+from rescene.errors import ConfigError, RunError, command
 from rescene.methods.base import Model
 from rescene.nets import flops_to, grow_head
 from rescene.record import num_bytes, to_device
@@ -68,7 +68,8 @@ def forget(
                 fix=again(resolved, client, source),
             )
         _check_known(saved.tree["state"], client, resolved, source)
-        Withdrawal(without, out, progress, elsewhere=True).forget(source, saved, client, name)
+        with out:
+            Withdrawal(without, out, progress, elsewhere=True).forget(source, saved, client, name)
         done = out.checkpoints.load()
     records = done.facts["facts"]["forgotten"] if done else []
     found = [record for record in records if record["client"] == client]
@@ -100,9 +101,9 @@ def check_can_forget(resolved: Resolved, client: int, source: RunFolder) -> None
 def again(resolved: Resolved, client: int, source: RunFolder) -> str:
     """The command that runs the same recipe as if the site had never been there."""
     gone = ",".join(map(str, resolved.recipe.without(client).federation.exclude or ()))
-    program = "rescene run" if resolved.recipe.sites is None else "rescene deploy run FEDERATION"
-    folder = f" --out {source.path}-never-{client}" if resolved.recipe.sites is None else ""
-    return f"{program} {source.path / 'config.yaml'} 'federation.exclude=[{gone}]'{folder}"
+    program = ["run"] if resolved.recipe.sites is None else ["deploy", "run", "FEDERATION"]
+    folder = ["--out", f"{source.path}-never-{client}"] if resolved.recipe.sites is None else []
+    return command(*program, source.path / "config.yaml", f"federation.exclude=[{gone}]", *folder)
 
 
 def _check_known(state: Any, client: int, resolved: Resolved, source: RunFolder) -> None:

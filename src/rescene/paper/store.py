@@ -16,6 +16,7 @@ from rescene.config import Recipe
 from rescene.config.compose import flatten
 from rescene.engine.nominal import AVERAGING_METHODS, SURROGATE_METHODS
 from rescene.errors import ResceneError
+from rescene.run_state import read_object
 
 # May differ between two runs of the same experiment: where and how it ran, not what.
 VOLATILE = {
@@ -63,7 +64,7 @@ class Store:
 
     def _enter(self, file: Path) -> None:
         try:
-            results = json.loads(file.read_text(encoding="utf-8"))
+            results = read_object(file)
             recipe = Recipe.model_validate(results["config"])
             if not isinstance(results["aa"], (int, float)) or not results["accuracy_matrix"]:
                 raise ValueError("no accuracy")

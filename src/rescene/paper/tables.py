@@ -54,7 +54,7 @@ def command(recipe: PaperRecipe, line: Line) -> str:
     if line.cell.unavailable:
         return "not available yet"
     fast = " --fast" if line.fast else ""
-    return f"rescene paper run {recipe.name} --only {line.cell.name}{fast}"
+    return f"rescene paper run {recipe.name} --only {shlex.quote(line.cell.name)}{fast}"
 
 
 def _head(line: Line) -> list[Entry]:

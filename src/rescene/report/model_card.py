@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rescene import __version__
-from rescene.errors import RunError
+from rescene.errors import RunError, command
 from rescene.report.formats import Cell, Entry, Grid, render
 from rescene.report.look import look_of, plain
 from rescene.report.runs import Run, load_run, number, table
@@ -26,7 +26,7 @@ def write_card(folder: Path, out: Path | None = None) -> Path:
 def model_card(run: Run) -> str:
     """The card of a finished run; every number is one of results.json."""
     if not run.finished:
-        raise RunError("E408", "no finished run here", where=str(run.folder), fix=f"rescene resume {run.folder}")
+        raise RunError("E408", "no finished run here", where=str(run.folder), fix=command("resume", run.folder))
     title = f"# {look_of(run.method).label} on {plain(run.env.get('data', 'images'))}"
     parts = [_model, _data, _accuracy, _privacy, _cost, _limits, _again]
     return "\n\n".join([title, *(part(run) for part in parts)]) + "\n"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rescene import __version__
-from rescene.errors import DataError
+from rescene.errors import DataError, ResceneError
 from rescene.report import (
     facts,
     plots_cost,
@@ -34,7 +34,7 @@ from rescene.report.groups import Group, comparison_rows, differing_settings, gr
 from rescene.report.labels import SERVER_EPOCHS
 from rescene.report.plots_frontier import beside_stored, frontier
 from rescene.report.reading import text_of
-from rescene.report.runs import Run, load_run
+from rescene.report.runs import Run, load_runs
 from rescene.report.sites import sites_view
 from rescene.report.surrogates import gallery
 from rescene.report.tables import METRICS, PAGE, downloads, figures, page_cells, shown
@@ -48,16 +48,27 @@ def write_report(folders: list[Path], out: Path, printed: Mapping[Path, Mapping[
 
     ``printed``: AA and AIA that a paper prints for a run, by its folder; they stand beside ours.
     Beside ``out`` it writes plots/<figure>.svg, .png and .csv. Runs still going are shown as far as they are, and the
-    page then reloads itself every ten seconds. The page appears in one piece: a reader never sees half of it.
+    page then reloads itself every ten seconds. The page appears in one piece: a reader never sees half of it. A run that
+    cannot be read is named on it with the reason, and the others are shown; if none can be read, that is an error.
     """
     if not folders:
         raise DataError("E213", "no run folder was named", fix="rescene report runs/<name>/<run>")
-    runs = [load_run(Path(folder)) for folder in folders]
+    return write_page(*load_runs(map(Path, folders)), out, printed)
+
+
+def write_page(
+    runs: Sequence[Run],
+    unreadable: Mapping[Path, ResceneError],
+    out: Path,
+    printed: Mapping[Path, Mapping[str, str]] | None = None,
+) -> Path:
+    """The page of runs that were loaded before."""
     out = Path(out)
     plots = out.parent / "plots"
     plots.mkdir(parents=True, exist_ok=True)
-    html = template("page.html.j2").render(_view(runs, plots, printed or {}))
-    return put_page(html, out)
+    view = _view(runs, plots, printed or {})
+    view["problems"] += [(folder.name, f"left out, {error.why or error.what}") for folder, error in unreadable.items()]
+    return put_page(template("page.html.j2").render(view), out)
 
 
 def put_page(html: str, out: Path, mode: int = 0o666) -> Path:

@@ -8,21 +8,20 @@ from typing import Any
 
 import yaml
 
+from rescene.run_state import read_object
+
 Row = dict[str, Any]
 
 
 def json_object(path: Path, problems: list[str]) -> Row:
     """A JSON object; empty if the file is missing, empty and noted if it is damaged."""
     try:
-        found = json.loads(path.read_text("utf-8"))
+        return read_object(path)
     except FileNotFoundError:
-        return {}
-    except (OSError, ValueError):
-        found = None
-    if not isinstance(found, dict):
-        problems.append(f"{path.name} could not be read")
-        return {}
-    return found
+        pass
+    except (OSError, ValueError) as error:
+        problems.append(f"{path.name} could not be read ({getattr(error, 'strerror', None) or error})")
+    return {}
 
 
 def yaml_object(path: Path, problems: list[str]) -> Row:
@@ -30,7 +29,7 @@ def yaml_object(path: Path, problems: list[str]) -> Row:
         found = yaml.safe_load(path.read_text("utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, yaml.YAMLError):
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         found = None
     if not isinstance(found, dict):
         problems.append(f"{path.name} could not be read")
@@ -48,7 +47,7 @@ def json_lines(path: Path, problems: list[str]) -> list[Row]:
     for i, line in enumerate(lines):
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             row = None
         if isinstance(row, dict):
             rows.append(row)

@@ -7,18 +7,18 @@ read is listed in ``Run.problems`` and shown on the page.
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rescene.errors import DataError
+from rescene.errors import DataError, ResceneError
 from rescene.report.reading import Row, json_lines, json_object, text_of, yaml_object
+from rescene.run_state import State, read_object, state_of
 from rescene.versions import RESULTS, as_it_was, refuse_newer
 
 MARKS = ("results.json", "status.json", "metrics.jsonl", "config.yaml")
@@ -31,7 +31,7 @@ class Run:
     folder: Path
     method: str
     seed: int | None
-    state: str  # done, running, interrupted, failed or unknown
+    state: State
     results: Row  # empty while the run is going
     status: Row
     timing: Row
@@ -70,7 +70,8 @@ class Run:
 
     @property
     def tasks(self) -> list[Row]:
-        return [task for task in self.results.get("tasks") or [] if isinstance(task, dict)]
+        told = self.results.get("tasks")
+        return [task for task in told if isinstance(task, dict)] if isinstance(told, list) else []
 
     def number(self, key: str) -> float | None:
         """A scalar of results.json, or None if it is missing or not finite."""
@@ -139,17 +140,6 @@ def is_run(folder: Path) -> bool:
     return any((folder / name).is_file() for name in MARKS)
 
 
-def alive(pid: Any) -> bool:
-    """Whether a process of this number is there."""
-    try:
-        os.kill(int(pid), 0)
-    except PermissionError:  # somebody else's
-        return True
-    except (OSError, TypeError, ValueError, OverflowError):
-        return False
-    return True
-
-
 def load_run(folder: Path) -> Run:
     """Parse one run folder; DataError E213 if it is none, or if its results.json is damaged."""
     folder = Path(folder)
@@ -165,7 +155,7 @@ def load_run(folder: Path) -> Run:
         folder=folder,
         method=_method(folder, results, config),
         seed=_seed(folder, results, config),
-        state=_state(status, results),
+        state=state_of(folder),
         results=results,
         status=status,
         timing=json_object(folder / "timing.json", problems),
@@ -183,11 +173,21 @@ def load_run(folder: Path) -> Run:
     )
 
 
-def _state(status: Row, results: Row) -> str:
-    """A run that says it is going while its process is gone was interrupted, unless its results are there."""
-    told = str(status.get("state") or ("done" if results else "unknown"))
-    gone = told == "running" and "pid" in status and not alive(status["pid"])
-    return ("done" if results else "interrupted") if gone else told
+def load_runs(folders: Iterable[Path]) -> tuple[list[Run], dict[Path, ResceneError]]:
+    """All runs that can be read, and for each other folder the reason: one damaged run does not hide the others.
+
+    If none can be read, the first reason is raised.
+    """
+    runs: list[Run] = []
+    unreadable: dict[Path, ResceneError] = {}
+    for folder in folders:
+        try:
+            runs.append(load_run(folder))
+        except ResceneError as error:
+            unreadable[folder] = error
+    if unreadable and not runs:
+        raise next(iter(unreadable.values()))
+    return runs, unreadable
 
 
 def _not_a_run(folder: Path) -> DataError:
@@ -206,14 +206,11 @@ def _results(folder: Path) -> Row:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_text("utf-8"))
+        found = read_object(path)
     except (OSError, ValueError) as error:
-        found, why = None, str(error)
-    else:
-        why = "it is empty or not a JSON object"
-    if not isinstance(found, dict) or not found:
         fix = "leave this folder out, or run the experiment again"
-        raise DataError("E213", f"'{folder}' holds a damaged results.json", where=str(path), why=why, fix=fix)
+        what = f"'{folder}' holds a damaged results.json"
+        raise DataError("E213", what, where=str(path), why=str(error), fix=fix) from None
     refuse_newer(found.get("schema"), RESULTS, path)
     return found
 
@@ -224,7 +221,7 @@ def _in_order(rows: list[Row], kind: str, keys: tuple[str, ...]) -> tuple[Row, .
     for row in rows:
         place = tuple(found for key in keys if (found := number(row.get(key))) is not None)
         if row.get("kind") == kind and len(place) == len(keys):
-            last[place] = row
+            last[place] = row if isinstance(row.get("participants", []), list) else row | {"participants": []}
     return tuple(last[place] for place in sorted(last))
 
 
