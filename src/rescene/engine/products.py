@@ -10,6 +10,7 @@ from rescene.engine.checkpoint import write_atomically, write_json
 from rescene.engine.experiment import Experiment
 from rescene.engine.folder import RunFolder
 from rescene.engine.watch import LeakageWatch
+from rescene.lens import open_lens
 from rescene.methods.base import Model
 from rescene.versions import MODEL
 
@@ -22,7 +23,8 @@ def save_model(run: RunFolder, e: Experiment, weights: Model) -> None:
     card = {"schema": MODEL, "arch": vars(e.arch), "classes": list(e.dataset.classes[: e.tasks[-1].num_seen])}
     look: dict[str, Any] = {"mean": e.dataset.transform.mean, "std": e.dataset.transform.std}
     if e.recipe.model.lens is not None:
-        look |= {"lens": e.recipe.model.lens, "picture_size": e.dataset.picture_size}
+        lens = open_lens(e.recipe.model.lens)
+        look |= {"lens": e.recipe.model.lens, "lens_sha256": lens.sha256, "picture_size": e.dataset.picture_size}
     write_json(folder / "model.json", card | look)
 
 

@@ -46,6 +46,12 @@ class Lens:
         """What every run, report and model card says of it."""
         return {"name": self.name, "sha256": self.sha256, "bytes": self.num_bytes, "made_from": self.made_from}
 
+    def words(self) -> str:
+        """The same in one line."""
+        if not self.num_bytes:
+            return self.name
+        return f"{self.name} ({self.num_bytes / 1e6:.1f} MB, SHA-256 {self.sha256[:16]}), made from {self.made_from}"
+
     def seen(self, pixels: Tensor) -> Tensor:
         """float [n, c, h, h] from 0 to 255: the features in steps around 128."""
         z = self.module(pixels)
@@ -149,7 +155,7 @@ def through(name: str | None, dataset: Dataset, device: torch.device | None = No
         for split in (dataset.train, dataset.test)
     )
     transform = lens.transform(train.pixels.shape[1])
-    notes = (*dataset.notes, f"{dataset.image_size} pixels seen through {lens.name}")
+    notes = (*dataset.notes, f"{dataset.image_size} pixels seen through {lens.words()}")
     return replace(dataset, train=train, test=test, transform=transform, notes=notes, picture_size=dataset.image_size)
 
 
