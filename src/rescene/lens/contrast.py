@@ -62,7 +62,8 @@ def train_network(
     rng = Rng(seed).at("lens")
     torch.manual_seed(rng.at("weights").integer() % 2**31)
     net, head = LensNet(settings.widths), Head(settings.widths[-1])
-    both = nn.ModuleList([net, head]).to(device, memory_format=torch.channels_last).train()
+    both = nn.ModuleList([net, head]).to(device).train()
+    net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     pictures = picture_pool(settings.num_pictures, rng.at("pictures").generator(device))
     sgd = torch.optim.SGD(both.parameters(), settings.lr, settings.momentum, weight_decay=settings.weight_decay)
     schedule = torch.optim.lr_scheduler.LambdaLR(sgd, lambda step: _rate(step, settings))

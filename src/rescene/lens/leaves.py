@@ -128,7 +128,10 @@ class _Leaf:
         p = self.exponent[:, None, None]
         gauge = ((a.abs() + 1e-6).clamp_max(8) ** p + (b.abs() + 1e-6).clamp_max(8) ** p) ** (1 / p)
         length, theta = (a.square() + b.square() + 1e-8).sqrt(), torch.atan2(b, a)
-        outline = 1 + sum(s[:, None, None] * torch.cos(k * theta + f[:, None, None]) for k, f, s in self.waves)
+        waves = torch.zeros_like(theta)
+        for k, f, s in self.waves:
+            waves = waves + s[:, None, None] * torch.cos(k * theta + f[:, None, None])
+        outline = 1 + waves
         gauge = torch.where(self.is_wavy[:, None, None], length / outline.clamp_min(0.2), gauge)
         middle = 0.5 * (1 + self.ring)[:, None, None]
         ring = (gauge - middle).abs() / (1 - middle)
@@ -182,6 +185,5 @@ class _Random:
         field = torch.fft.irfft2(field, s=(size, size))
         field = field / field.std(dim=(1, 2, 3), keepdim=True).clamp_min(1e-6)
         grey = field.mean(dim=1, keepdim=True)
-        return grey * math.sqrt(3) + self.uniform(0, 0.8)[:, None, None, None] * (
-            field - grey
-        )  # most of it light, some colour
+        colour: Tensor = self.uniform(0, 0.8)[:, None, None, None] * (field - grey)
+        return grey * math.sqrt(3) + colour  # most of it light

@@ -54,7 +54,7 @@ class Lens:
 
     def seen(self, pixels: Tensor) -> Tensor:
         """float [n, c, h, h] from 0 to 255: the features in steps around 128."""
-        z = self.module(pixels)
+        z: Tensor = self.module(pixels)
         z = z[:, :, None, None] if z.ndim == 2 else z
         return (128 + self.step * z).clamp(0, 255)
 

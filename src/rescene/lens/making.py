@@ -65,9 +65,12 @@ def assembled(net: LensNet, measuring: Measuring, seed: int, device: torch.devic
 
 def leading_directions(strengths: list[Tensor], num: int) -> Tensor:
     """Leading eigenvectors [2K, num] of the covariance of patch strengths [n, 2K, 4], all parts of pictures together."""
-    count, total, square = 0, 0.0, 0.0
+    size, device = strengths[0].shape[1], strengths[0].device
+    total, square = torch.zeros(size, device=device).double(), torch.zeros(size, size, device=device).double()
     for part in strengths:
-        rows = part.transpose(1, 2).reshape(-1, part.shape[1]).double()
-        count, total, square = count + len(rows), total + rows.sum(dim=0), square + rows.T @ rows
+        rows = part.transpose(1, 2).reshape(-1, size).double()
+        total, square = total + rows.sum(dim=0), square + rows.T @ rows
+    count = sum(4 * len(part) for part in strengths)
     mean = total / count
-    return torch.linalg.eigh(square / count - mean.outer(mean)).eigenvectors.flip(1)[:, :num].float()
+    vectors: Tensor = torch.linalg.eigh(square / count - mean.outer(mean)).eigenvectors
+    return vectors.flip(1)[:, :num].float()
