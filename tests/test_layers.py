@@ -10,7 +10,7 @@ import pytest
 import rescene
 
 ROOT = Path(rescene.__file__).parent
-BELOW_ALL = {"errors", "rng", "record", "hyperparameters", "versions"}
+BELOW_ALL = {"errors", "rng", "record", "hyperparameters", "versions", "documents"}
 LEVEL = {
     "functional": 0, "nets": 1, "data": 1, "privacy": 2, "steps": 3, "methods": 4, "config": 5, "engine": 6, "deploy": 7, "audit": 7,
     "report": 8, "api": 8, "conformance": 8, "bench": 8, "paper": 9, "use": 7, "trackers": 7, "cli": 10,

@@ -32,6 +32,7 @@ import rescene
 from rescene.config import Recipe, Resolved
 from rescene.config.compose import difference, flatten
 from rescene.config.plan import grows
+from rescene.documents import read_yaml
 from rescene.engine.checkpoint import Checkpoints, could_not_save, write_atomically, write_json
 from rescene.engine.crashpoints import reach
 from rescene.engine.experiment import Experiment
@@ -65,7 +66,7 @@ class RunFolder:
         if config.is_file():
             if (self.path / "origin.json").is_file():  # else killed between the two; it is written again
                 migrate(self.path)
-            before = flatten(_completed(yaml.safe_load(config.read_text(encoding="utf-8"))))
+            before = flatten(_completed(read_yaml(config)))
             rows = difference(before, resolved.flat())
             changed = [row for row in rows if row[0] not in NOT_COMPARED and not _is_growth(*row)]
             if changed:
