@@ -103,7 +103,7 @@ class _Loader(yaml.SafeLoader):
         self._sizes: dict[yaml.Node, tuple[int, int]] = {}  # values and levels of each finished node
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        line = self.peek_event().start_mark.line
+        line = self.peek_event().start_mark.line  # type: ignore[no-untyped-call]
         if self.check_event(yaml.AliasEvent):
             node = super().compose_node(parent, index)
             if node not in self._sizes:
@@ -114,6 +114,7 @@ class _Loader(yaml.SafeLoader):
         self._count(1, 1, line)
         self._depth += 1
         node = super().compose_node(parent, index)
+        assert node is not None  # there is an event, so there is a node
         self._depth -= 1
         self._sizes[node] = self._values - before, self._reached - self._depth
         self._reached = max(outside, self._reached)
@@ -127,7 +128,7 @@ class _Loader(yaml.SafeLoader):
         if self._reached > DEEPEST:
             raise _too_deep(self._at(line))
 
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         lines: dict[tuple[str, str], int] = {}
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):

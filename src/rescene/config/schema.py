@@ -80,7 +80,7 @@ class ModelSection(Section):
     lens: Lens | None = Field(
         None, description="what every image is looked at through first; waves: fixed filters, with mlp"
     )
-    init: str | None = Field(None, description="safetensors file with initial weights")
+    init: str | None = Field(None, description="safetensors file of a model to start from: its body, and its classes by name")
 
 
 class Recipe(Section):
