@@ -4,16 +4,20 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import rescene
 from rescene.cli.app import app
 from rescene.config import resolve
+from rescene.data import load
+from rescene.data.prepared import FORMAT
 from rescene.deploy.folder import Federation
 from rescene.deploy.plan import read_plan
 from rescene.deploy.site import Site
 from rescene.documents import MOST_VALUES, parse_json, parse_toml, parse_yaml
-from rescene.errors import ConfigError, RunError
+from rescene.errors import ConfigError, DataError, RunError
 from rescene.privacy.ledger import Ledger
 from rescene.report.reading import yaml_object
 
@@ -82,6 +86,8 @@ def test_aliases_and_merged_sections_work_within_the_bounds():
         ("train={lr: 1, lr: 2}", "E139"),
         *[(f"train.lr={value}", "E104") for value in (".inf", ".nan", "1e999", "-.inf")],
         ("federation.beta=.inf", "E104"),
+        ("method.name=-0.5", "E103"),
+        ("method.name=no.such.method", "E103"),
         ("federation.faults.slowdown=.inf", "E104"),
         ("method.clip=.inf", "E104"),
         ("privacy.clip=.inf", "E104"),
@@ -134,3 +140,12 @@ def test_json_of_others_gets_a_code():
         with pytest.raises(ConfigError):
             parse_json(text, "here")
     assert parse_json(b'{"a": 1}', "here") == parse_toml("a = 1", "here") == {"a": 1}
+
+
+@pytest.mark.parametrize("about", ["[" * 100_000, "{", "3", f'{{"classes": {DIGITS}}}'])
+def test_a_prepared_file_with_a_hostile_header_gets_a_code(tmp_path, about):
+    file = tmp_path / "prepared.safetensors"
+    save_file({"train.pixels": torch.zeros(1)}, file, {"format": FORMAT, "about": about})
+    with pytest.raises(DataError, match="prepared") as caught:
+        load(path=file)
+    assert caught.value.code == "E202"

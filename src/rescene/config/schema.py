@@ -80,7 +80,9 @@ class ModelSection(Section):
     lens: Lens | None = Field(
         None, description="what every image is looked at through first; waves: fixed filters, with mlp"
     )
-    init: str | None = Field(None, description="safetensors file of a model to start from: its body, and its classes by name")
+    init: str | None = Field(
+        None, description="safetensors file of a model to start from: its body, and its classes by name"
+    )
 
 
 class Recipe(Section):
