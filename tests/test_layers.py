@@ -10,7 +10,7 @@ import pytest
 import rescene
 
 ROOT = Path(rescene.__file__).parent
-BELOW_ALL = {"errors", "rng", "record", "hyperparameters", "run_state", "versions"}
+BELOW_ALL = {"errors", "rng", "record", "hyperparameters", "run_state", "versions", "documents"}
 LEVEL = {
     "functional": 0, "nets": 1, "data": 1, "privacy": 2, "lens": 2, "steps": 3, "methods": 4, "config": 5, "engine": 6,
     "deploy": 7, "audit": 7,

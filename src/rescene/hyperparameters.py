@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 class Hyperparameters(BaseModel):
     """Base of all such records. Unknown keys are refused; instances cannot be changed after they are made."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @classmethod
     def table(cls) -> list[dict[str, Any]]:

@@ -82,12 +82,11 @@ def _methods(path: Path) -> list[Any]:
 
 
 def _settings(texts: list[str]) -> dict[str, Any]:
-    import yaml
-
+    from rescene.documents import parse_yaml
     from rescene.errors import ConfigError
 
     pairs = [text.partition("=") for text in texts]
     for key, equals, _ in pairs:
         if not equals or not key.isidentifier():
             raise ConfigError("E106", f"cannot read the setting {key!r}", fix="--rescene-set num_steps=2")
-    return {key: yaml.safe_load(value) for key, _, value in pairs}
+    return {key: parse_yaml(value, key) for key, _, value in pairs}

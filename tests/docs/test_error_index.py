@@ -7,6 +7,7 @@ from generate import errors
 # Codes that two layers use for the same thing. Any other code that two layers use has two meanings: give one a new number.
 SHARED = {
     "E104": "a value that is not possible",
+    "E105": "settings that cannot be read",
     "E106": "an override or a list on the command line that cannot be read",
     "E140": "a table format that is not known",
     "E145": "a figure whose kind is not named or not known",

@@ -3,7 +3,10 @@
 import csv
 import io
 import json
+import os
+import re
 import shutil
+import zipfile
 
 import numpy as np
 import pytest
@@ -14,7 +17,7 @@ from typer.testing import CliRunner
 import rescene
 from rescene.cli.app import app
 from rescene.data import load
-from rescene.errors import DataError, RunError
+from rescene.errors import ConfigError, DataError, RunError
 from rescene.nets import NAMES, Arch
 from rescene.report.model_card import model_card
 from rescene.report.runs import load_run
@@ -65,7 +68,7 @@ def test_a_file_computes_what_the_run_does_and_knows_its_classes(run, tmp_path, 
         pytest.importorskip("onnxscript")
     (row,) = export(run, [kind], tmp_path / "out")
     assert "64 test" in row["compared on"] and sorted(p.name for p in (tmp_path / "out").iterdir()) == [f"model.{kind}"]
-    original, other = open_model(run), open_model(tmp_path / "out" / f"model.{kind}")
+    original, other = open_model(run), open_model(tmp_path / "out" / f"model.{kind}", trust=kind == "pt2")
     pixels = torch.randint(0, 256, (5, 3, 32, 32), dtype=torch.uint8)
     assert torch.allclose(original.scores(pixels), other.scores(pixels), atol=1e-4)
     assert other.classes == ["T-shirt", "Trouser", "Pullover", "Dress"] and "Not private" in other.about["privacy"]
@@ -83,7 +86,7 @@ def test_the_lens_is_inside_the_file(lens_run, tmp_path, kind):
         pytest.importorskip("onnxscript")
     (row,) = export(lens_run, [kind], tmp_path / "out")
     assert "64 test" in row["compared on"]
-    original, other = open_model(lens_run), open_model(tmp_path / "out" / f"model.{kind}")
+    original, other = open_model(lens_run), open_model(tmp_path / "out" / f"model.{kind}", trust=kind == "pt2")
     assert original.image_size == other.image_size == 32 and other.about["lens"] == "waves"
     assert "[n, 3, 32, 32]" in other.about["input"]
     assert difference(original.scores, other.scores, torch.randint(0, 256, (5, 3, 32, 32), dtype=torch.uint8)) < 1e-4
@@ -115,7 +118,7 @@ def test_every_network_survives_tracing(tmp_path, name, kind):
     about = {"schema": 1, "arch": vars(arch), "classes": ["a", "b", "c"], "mean": [0.5] * 3, "std": [0.25] * 3}
     formats.WRITERS[kind](whole, json.dumps(about), tmp_path / f"m.{kind}")
     pixels = torch.randint(0, 256, (5, 3, 16, 16), dtype=torch.uint8)
-    assert difference(whole, open_model(tmp_path / f"m.{kind}").scores, pixels) < 1e-4
+    assert difference(whole, open_model(tmp_path / f"m.{kind}", trust=kind == "pt2").scores, pixels) < 1e-4
 
 
 def test_a_file_that_computes_something_else_is_not_kept(run, tmp_path, monkeypatch):
@@ -152,12 +155,12 @@ def test_commands(run, tmp_path, pictures):
     file = str(tmp_path / "x" / "model.pt2")
     (pictures / "broken.png").write_text("no picture")
     page = tmp_path / "g.html"
-    args = ["predict", file, str(pictures), "--gallery", str(page)]
+    args = ["predict", file, str(pictures), "--trust", "--gallery", str(page)]
     table = invoke(app, args)
     assert table.exit_code == 0 and "W203" in table.output and "broken.png" in table.output
-    rows = json.loads(invoke(app, [*args[:3], "--format", "json", "--top", "2"]).stdout)
+    rows = json.loads(invoke(app, [*args[:4], "--format", "json", "--top", "2"]).stdout)
     assert len(rows) == 3 and all(len(row["top"]) == 2 for row in rows)
-    listed = list(csv.DictReader(io.StringIO(invoke(app, [*args[:3], "--format", "csv"]).stdout)))
+    listed = list(csv.DictReader(io.StringIO(invoke(app, [*args[:4], "--format", "csv"]).stdout)))
     assert [row["class"] for row in listed] == [row["top"][0]["class"] for row in rows]
     html = page.read_text()
     assert html.count('class="card answer"') == 3 and "not calibrated" in html
@@ -173,7 +176,8 @@ def test_bad_input_gets_an_answer(run, tmp_path, pictures, monkeypatch):
     fails("export", run, "--to", "pt3", code=2, says="did you mean pt2?")
     fails("predict", tmp_path / "no.pt2", pictures, code=2, says="no such file")
     (tmp_path / "bad.pt2").write_text("no model")
-    fails("predict", tmp_path / "bad.pt2", pictures, code=2, says="E183")
+    fails("predict", tmp_path / "bad.pt2", pictures, code=2, says="E158")
+    fails("predict", tmp_path / "bad.pt2", pictures, "--trust", code=2, says="E183")
     fails("predict", run / "model" / "final.safetensors", pictures, code=2, says="only models exported by rescene")
     fails("predict", run, tmp_path / "nothing", code=3, says="there is nothing at")
     (tmp_path / "empty").mkdir()
@@ -182,6 +186,86 @@ def test_bad_input_gets_an_answer(run, tmp_path, pictures, monkeypatch):
     fails("predict", run, pictures, "--format", "xml", code=2, says="one of: table, json, csv")
     monkeypatch.setattr(formats, "find_spec", lambda name: None)
     fails("export", run, "--to", "onnx", code=2, says="rescene[onnx]")
+
+
+class Trace:
+    """A pickle that makes a folder when it is opened."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_file_that_can_run_code_is_opened_only_if_it_is_trusted(run, tmp_path, pictures):
+    """A pt2 file of ours, in which one weight is said to be a pickle and is one."""
+    export(run, ["pt2"], tmp_path)
+    evil, trace = tmp_path / "evil.pt2", tmp_path / "trace"
+    with zipfile.ZipFile(tmp_path / "model.pt2") as good, zipfile.ZipFile(evil, "w") as bad:
+        contents = {name: good.read(name) for name in good.namelist()}
+        (config,) = (name for name in contents if name.endswith("weights_config.json"))
+        about = json.loads(contents[config])
+        weight = next(iter(about["config"].values()))
+        weight["use_pickle"] = True
+        (place,) = (name for name in contents if name.endswith(f"data/weights/{weight['path_name']}"))
+        buffer = io.BytesIO()
+        torch.save(Trace(trace), buffer)
+        for name, data in (contents | {config: json.dumps(about).encode(), place: buffer.getvalue()}).items():
+            bad.writestr(name, data)
+    refused = invoke(app, ["predict", str(evil), str(pictures)])
+    assert refused.exit_code == 2 and "E158" in refused.output and "--trust" in refused.output
+    assert not trace.exists()
+    invoke(app, ["predict", str(evil), str(pictures), "--trust"])
+    assert trace.exists()  # or the file above would have shown nothing
+
+
+def test_the_command_that_export_prints_works(run, tmp_path):
+    """Also for a file that must be trusted."""
+    for kind, end in (("safetensors", "IMAGES"), ("pt2", "IMAGES --trust")):
+        said = invoke(app, ["export", str(run), "--to", kind, "--out", str(tmp_path)]).output
+        assert said.rstrip().endswith(end), said
+
+
+SMALL = Arch("mlp", 16, width=4)
+ABOUT = {"schema": 2, "arch": vars(SMALL), "classes": list("abc"), "mean": [0.5] * 3, "std": [0.25] * 3}
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "pt2", "onnx"])
+def test_a_model_has_a_name_for_each_output(tmp_path, pictures, kind):
+    if kind == "onnx":
+        pytest.importorskip("onnxruntime")
+        pytest.importorskip("onnxscript")
+    whole, file = Whole(SMALL.build(3), ABOUT["mean"], ABOUT["std"]), tmp_path / f"m.{kind}"
+    formats.WRITERS[kind](whole, json.dumps(ABOUT | {"classes": ["a", "b"]}), file)
+    result = invoke(app, ["predict", str(file), str(pictures), "--trust"])
+    assert result.exit_code == 2 and "error[E157]" in result.output
+    assert "it names 2 classes (a, b) and has 3 outputs" in result.output
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"classes": list("abb")}, "'b' stands 2 times"),
+        ({"classes": [1, 2, 3]}, "classes.0"),
+        ({"arch": vars(SMALL) | {"image_size": 24}}, "24x24|1728"),
+        ({"arch": vars(SMALL) | {"image_size": "16"}}, "arch.image_size"),
+        ({"picture_size": 10**9}, "4096"),
+        ({"mean": [0.5]}, "1 means"),
+        ({"std": [0.5, 0.5, float("inf")]}, "std.2"),
+        ({"lens": "waves"}, "lens"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["safetensors", "onnx"])
+def test_a_file_that_does_not_agree_with_itself_is_refused(tmp_path, monkeypatch, kind, wrong, says):
+    """Of a whole computation only its answers can tell: here the network itself stands in for one."""
+    whole, file = Whole(SMALL.build(3), ABOUT["mean"], ABOUT["std"]), tmp_path / f"m.{kind}"
+    text = json.dumps(ABOUT | wrong)
+    formats.write_safetensors(whole, text, file)
+    monkeypatch.setitem(formats.READERS, "onnx", lambda path: (text, whole))
+    with pytest.raises(ConfigError) as caught:
+        open_model(file)
+    assert caught.value.code == "E157" and re.search(says, caught.value.why) and caught.value.where == str(file)
 
 
 def test_a_model_of_a_newer_version_is_refused(run, tmp_path):

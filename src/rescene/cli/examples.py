@@ -24,10 +24,10 @@ EXAMPLES = {
     "report": ["rescene report runs/demo --open"],
     "table": ["rescene table runs/demo --metric aa,aia,forgetting --out table.tex"],
     "plot": ["rescene plot runs/demo --kind curves --out curves.pdf"],
-    "export": ["rescene export runs/mine --to safetensors,pt2", "rescene export runs/mine --to onnx --out model/"],
+    "export": ["rescene export runs/mine", "rescene export runs/mine --to onnx --out model/"],
     "predict": [
         "rescene predict runs/mine photo.jpg",
-        "rescene predict model/model.onnx ./photos --gallery answers.html --format csv",
+        "rescene predict model/model.safetensors ./photos --gallery answers.html --format csv",
     ],
     "runs": ["rescene runs", "rescene runs runs/demo --json", "rescene runs --prune checkpoints"],
     "quarantine": ["rescene quarantine runs/mine", "rescene quarantine runs/mine --admit task0-round1-site3-class1"],

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import typer
-import yaml
 
 from rescene.cli.listing import find_runs, print_rows
+from rescene.documents import read_yaml
 from rescene.errors import ConfigError, did_you_mean
 from rescene.report.reading import json_object
 from rescene.report.runs import number, table
@@ -131,8 +131,8 @@ def _is_quiet(status: Row) -> bool:
 def _may_grow(run: Path) -> bool:
     """A federation's plan may get new tasks, and then its run goes on from its last checkpoint."""
     try:
-        return yaml.safe_load((run / "config.yaml").read_text("utf-8")).get("sites") is not None
-    except (OSError, AttributeError, yaml.YAMLError):
+        return read_yaml(run / "config.yaml").get("sites") is not None
+    except (OSError, AttributeError, ConfigError):
         return True
 
 

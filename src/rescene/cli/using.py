@@ -22,7 +22,7 @@ FORMATS = ("table", "json", "csv")
 @verb
 def export(
     folder: Annotated[Path, typer.Argument(help="finished run folder")],
-    to: Annotated[str, typer.Option("--to", help="safetensors, pt2, onnx; several with commas")] = "safetensors",
+    to: Annotated[str, typer.Option("--to", help="safetensors, onnx, pt2; several with commas")] = "safetensors",
     out: Annotated[Path | None, typer.Option("--out", help="folder for the files (default: RUN/export)")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -39,16 +39,20 @@ def export(
         return
     print_rows(rows)
     print(f"Model card: {card}")
-    print(f"Try it: {command('predict', rows[0]['file'], 'IMAGES')}")
+    trust = ["--trust"] if rows[0]["file"].endswith(".pt2") else []
+    print(f"Try it: {command('predict', rows[0]['file'], 'IMAGES', *trust)}")
 
 
 @verb
 def predict(
-    model: Annotated[Path, typer.Argument(help="finished run folder, or a .safetensors, .pt2 or .onnx file")],
+    model: Annotated[Path, typer.Argument(help="finished run folder, or a .safetensors, .onnx or .pt2 file")],
     images: Annotated[list[Path], typer.Argument(help="image files, or folders that hold some")],
     top: Annotated[int, typer.Option("--top", min=1, help="classes per image")] = 3,
     kind: Annotated[str, typer.Option("--format", help="table, json or csv")] = "table",
     gallery: Annotated[Path | None, typer.Option("--gallery", help="also write an HTML page with the images")] = None,
+    trust: Annotated[
+        bool, typer.Option("--trust", help="open a .pt2 file, which can run code of whoever made it")
+    ] = False,
 ) -> None:
     """Name what is in images: the likeliest classes with the model's confidence."""
     from rescene.use import find_images, open_model
@@ -56,7 +60,7 @@ def predict(
 
     if kind not in FORMATS:
         raise ConfigError("E140", f"no such format: {kind}", where="--format", fix=f"one of: {', '.join(FORMATS)}")
-    opened, files = open_model(model), find_images(images)
+    opened, files = open_model(model, trust), find_images(images)
     answers, unreadable = answer(opened, files, top)
     for path in unreadable:
         print(f"warning[W203] left out, cannot be read as an image: {path}", file=sys.stderr)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tomllib
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -17,10 +16,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from rescene.config.schema import Recipe
+from rescene.documents import NO_SYNTAX, parse_toml, parse_yaml, read_text
 from rescene.errors import ConfigError, did_you_mean
 from rescene.methods import method_class
 from rescene.steps import Training
@@ -28,6 +27,7 @@ from rescene.versions import NEWER
 
 SHORTHANDS = {"method": "method.name", "model": "model.name", "data": "data.name"}
 TASK_PLANS = {"tasks.per_task", "tasks.count", "tasks.sizes", "tasks.plan"}
+LONGEST_SHOWN = 200  # characters of a value in a message
 Flat = dict[str, Any]
 
 
@@ -129,7 +129,10 @@ def _read(name: str) -> tuple[dict[str, Any], str]:
             raise ConfigError(
                 "E101", f"there is no recipe file {name!r}", fix="rescene list recipes shows the shipped ones"
             )
-        text, origin = path.read_text(encoding="utf-8"), str(path)
+        try:
+            text, origin = read_text(path), str(path)
+        except OSError as error:
+            raise ConfigError(NO_SYNTAX, f"{path} cannot be read", why=error.strerror) from None
     elif name in recipe_names():
         text, origin = recipe_text(name), f"recipe {name}"
     elif name.startswith("paper/"):
@@ -148,10 +151,7 @@ def _read(name: str) -> tuple[dict[str, Any], str]:
             why=f"shipped: {', '.join(recipe_names())}",
             fix="rescene list recipes, or give a file ending in .yaml, .toml or .json",
         )
-    try:
-        tree = deepcopy(_tree(text, name.endswith(".toml")))
-    except (yaml.YAMLError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError("E105", f"{origin} cannot be read", why=str(error)) from None
+    tree = deepcopy(_tree(text, origin, name.endswith(".toml")))
     if not isinstance(tree, dict):
         raise ConfigError(
             "E105", f"{origin} is not a recipe", why="it holds no sections", fix="rescene show demo prints one"
@@ -160,9 +160,9 @@ def _read(name: str) -> tuple[dict[str, Any], str]:
 
 
 @lru_cache(maxsize=64)
-def _tree(text: str, is_toml: bool) -> Any:
+def _tree(text: str, origin: str, is_toml: bool) -> Any:
     """A recipe's text as it stands; the tables of the paper ask for the same few hundreds of times."""
-    return tomllib.loads(text) if is_toml else yaml.safe_load(text)
+    return parse_toml(text, origin) if is_toml else parse_yaml(text, origin)
 
 
 def _parse(overrides: Iterable[str] | Mapping[str, Any]) -> Flat:
@@ -179,8 +179,10 @@ def _parse(overrides: Iterable[str] | Mapping[str, Any]) -> Flat:
                 fix="federation.beta=0.1",
             )
         try:
-            values[key] = yaml.safe_load(value)
-        except yaml.YAMLError:
+            values[key] = parse_yaml(value, f"the override {key}")
+        except ConfigError as error:
+            if error.code != NO_SYNTAX:
+                raise
             values[key] = value
     return values
 
@@ -218,6 +220,13 @@ def _nest(flat: Flat) -> dict[str, Any]:
         node = tree
         for parent in parents:
             node = node.setdefault(parent, {})
+            if not isinstance(node, dict):
+                raise ConfigError(
+                    "E104",
+                    f"{parent} = {_shown(node)} is not possible",
+                    why=f"it is a section: {key} is given as well",
+                    fix=f"remove {parent}={_shown(node)}",
+                )
         node[leaf] = value
     return tree
 
@@ -241,4 +250,19 @@ def _explain(
     if not first["loc"]:
         return ConfigError("E104", "the recipe contradicts itself", why=message)
     name = f"{key} ({symbols[key]})" if key in symbols else key
-    return ConfigError("E104", f"{name} = {first['input']!r} is not possible", where=origins.get(key), why=message)
+    return ConfigError(
+        "E104", f"{name} = {_shown(first['input'])} is not possible", where=origins.get(key), why=message
+    )
+
+
+def _shown(value: Any) -> str:
+    """A value as Python writes it, in a line; Python writes no number of thousands of digits.
+
+    >>> _shown(0.5), _shown(10**5000)
+    ('0.5', 'a number of too many digits')
+    """
+    try:
+        text = repr(value)
+    except ValueError:
+        return "a number of too many digits"
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}…"

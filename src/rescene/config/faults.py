@@ -12,7 +12,7 @@ Client = Annotated[int, Field(ge=0)]
 class FaultsSection(BaseModel):
     """All simulated; a run that has any says so in its events, results and report."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     dropout: float = Field(0.0, ge=0, lt=1, description="simulated: chance that an asked site is lost for the round")
     slow: tuple[Client, ...] = Field((), description="simulated: sites that take federation.faults.slowdown as long")

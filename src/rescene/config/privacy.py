@@ -14,7 +14,7 @@ from rescene.privacy.mechanism import FORMAL, Mechanism
 class PrivacySection(BaseModel):
     """Public settings; a site's own limits are not here but beside its ledger, where no server reaches them."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     mechanism: Literal["none", "release", "per-example", "paper-experiment", "dp-sgd"] = Field(
         "none",

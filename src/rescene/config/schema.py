@@ -16,7 +16,7 @@ from rescene.versions import as_it_was
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class DataSection(Section):
@@ -81,7 +81,9 @@ class ModelSection(Section):
         None,
         description="what every image is looked at through first: leaves, waves, or the file of a lens; with linear or mlp",
     )
-    init: str | None = Field(None, description="safetensors file with initial weights")
+    init: str | None = Field(
+        None, description="safetensors file of a model to start from: its body, and its classes by name"
+    )
 
 
 class Recipe(Section):

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from rescene.data.images import Dataset, Images, Transform
-from rescene.errors import DataError
+from rescene.documents import parse_json
+from rescene.errors import ConfigError, DataError
 
 KIND = "safetensors"
 FORMAT = "rescene-data-1"
@@ -81,7 +82,10 @@ def _open(file: Path, header_only: bool = False) -> tuple[dict[str, Any], dict[s
         raise _damaged(file, str(problem)) from problem
     if metadata.get("format") != FORMAT:
         raise _damaged(file, f"its format is {metadata.get('format')!r}, not {FORMAT!r}")
-    return json.loads(metadata["about"]), tensors
+    try:
+        return dict(parse_json(metadata["about"], "its header")), tensors
+    except (ConfigError, KeyError, TypeError, ValueError) as problem:
+        raise _damaged(file, f"its header makes no sense ({type(problem).__name__})") from None
 
 
 def _rebuild(about: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Dataset:

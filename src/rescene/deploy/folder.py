@@ -22,6 +22,7 @@ from pathlib import Path
 import yaml
 
 from rescene.deploy.container import CONTAINERFILE, DOCKERIGNORE
+from rescene.documents import read_yaml
 from rescene.errors import ConfigError, RunError
 
 NAME = re.compile(r"[a-z][a-z0-9-]{0,30}")
@@ -152,8 +153,8 @@ class Federation:
     @staticmethod
     def open(path: Path) -> Federation:
         try:
-            return Federation(path.resolve(), **yaml.safe_load((path / "federation.yaml").read_text(encoding="utf-8")))
-        except (OSError, TypeError, yaml.YAMLError):
+            return Federation(path.resolve(), **read_yaml(path / "federation.yaml"))
+        except (OSError, TypeError):
             raise ConfigError(
                 "E122",
                 "this is not the folder of a federation",

@@ -24,7 +24,7 @@ OWN = "own images"  # in the place of the fingerprint that sites with a common d
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class FloorSection(_Section):

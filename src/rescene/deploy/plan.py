@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from rescene.config import Recipe, Resolved
 from rescene.config.plan import PlannedTask, SitesSection
+from rescene.documents import read_yaml
 from rescene.engine.checkpoint import write_atomically
 from rescene.errors import ConfigError
 
@@ -31,8 +32,8 @@ def read_plan(path: Path) -> SitesSection | None:
     if not path.exists():
         return None
     try:
-        return SitesSection.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except (OSError, yaml.YAMLError, ValidationError) as error:
+        return SitesSection.model_validate(read_yaml(path))
+    except (OSError, ValidationError) as error:
         raise _bad(error, str(path)) from None
 
 
@@ -165,8 +166,8 @@ def _tasks(run: Path) -> list[dict[str, Any]]:
 
 def _config(run: Path) -> dict[str, Any]:
     try:
-        return dict(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")))
-    except (OSError, yaml.YAMLError, TypeError, ValueError):
+        return dict(read_yaml(run / "config.yaml"))
+    except (OSError, ConfigError, TypeError, ValueError):
         return {}
 
 

@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from pydantic import ValidationError
 
 import rescene
@@ -39,6 +38,7 @@ from rescene.config.plan import grows
 from rescene.deploy.holding import OWN, SiteSection, check_floor, experiment_of, ledger_of
 from rescene.deploy.letters import EVALUATE, HELLO, Letter, Remembered, Reply, Request, in_a_line
 from rescene.deploy.message import pack_message, unpack_message
+from rescene.documents import read_yaml
 from rescene.engine import Experiment, use_all_cores
 from rescene.engine import wire as on_wire
 from rescene.engine.checkpoint import write_atomically
@@ -74,7 +74,7 @@ class Site:
     def open(folder: Path) -> Site:
         path = folder / "site.yaml"
         try:
-            return Site(folder, SiteSection.model_validate(yaml.safe_load(path.read_text(encoding="utf-8"))))
+            return Site(folder, SiteSection.model_validate(read_yaml(path)))
         except OSError as error:
             raise ConfigError(
                 "E120",
@@ -82,7 +82,7 @@ class Site:
                 where=str(folder),
                 fix="rescene deploy init makes a folder for each site",
             ) from None
-        except (ValidationError, yaml.YAMLError) as error:
+        except ValidationError as error:
             lines = str(error).splitlines()
             raise ConfigError("E120", "site.yaml makes no sense", where=str(path), why=" ".join(lines[1:3])) from None
 

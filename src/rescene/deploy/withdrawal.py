@@ -9,6 +9,7 @@ import yaml
 
 from rescene.config import Resolved
 from rescene.deploy.folder import Federation
+from rescene.documents import read_yaml
 from rescene.engine.checkpoint import write_atomically
 from rescene.errors import ConfigError, command
 
@@ -34,7 +35,7 @@ def place_without(federation: Federation, run: Path, client: int) -> Path:
 def leave(federation: Federation, name: str, run: Path) -> None:
     """Write into federation.yaml that the site has left, and where a plan goes on."""
     path = federation.path / "federation.yaml"
-    facts = yaml.safe_load(path.read_text(encoding="utf-8"))
+    facts = read_yaml(path)
     facts["left"] = sorted({*federation.left, name})
     if run.name.split("-without-")[0] == "plan":
         facts["plan_folder"] = run.name

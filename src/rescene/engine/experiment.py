@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,10 +20,11 @@ from rescene.config.schema import DataSection, FederationSection
 from rescene.data import Dataset, LazySplit, Shard, Task, Transform, load, partition, plan_tasks
 from rescene.data.own import away
 from rescene.data.tasks import cut, tested
+from rescene.engine.initial import initial_weights
 from rescene.errors import ConfigError
 from rescene.lens import through
 from rescene.methods import Method
-from rescene.nets import Arch, check_fits, grow_head, load_weights
+from rescene.nets import Arch
 from rescene.privacy.mechanism import Site
 from rescene.rng import Rng
 
@@ -108,11 +110,12 @@ class Experiment:
 
     def initial_net(self) -> nn.Module:
         """The network before the first task: fresh, or from ``model.init``."""
-        num_classes = self.tasks[0].num_seen
-        net = self.arch.build(num_classes, self.rng.at("init").generator())
-        if self.recipe.model.init:
-            net = self.arch.restore(self._given_weights(self.recipe.model.init, num_classes))
-        return net.to(self.device)
+        num_classes, model = self.tasks[0].num_seen, self.recipe.model
+        if not model.init:
+            return self.arch.build(num_classes, self.rng.at("init").generator()).to(self.device)
+        file, classes, generator = Path(model.init), self.dataset.classes, self.rng.at("init", "head").generator()
+        weights = initial_weights(file.expanduser(), self.arch, model.lens, classes[:num_classes], generator)
+        return self.arch.restore(weights).to(self.device)
 
     @property
     def clients(self) -> Sequence[int]:
@@ -147,15 +150,6 @@ class Experiment:
             counts = _by_site_and_class(shards, labels, task) if told else []
             rows.append({"task": task.index, "classes": list(task.classes), "counts": counts})
         return {"num_clients": len(self.shards[0]), "classes": list(self.dataset.classes), "tasks": rows}
-
-    def _given_weights(self, path: str, num_classes: int) -> dict[str, Tensor]:
-        """Weights from a file; its head is cut or grown to the first task's classes."""
-        state = load_weights(path)
-        rows = min(num_classes, len(state["head.weight"]))
-        head = {key: state[key][:rows] for key in ("head.weight", "head.bias")}
-        state = grow_head(state | head, num_classes, self.rng.at("init", "head").generator())
-        check_fits(self.arch, state)
-        return state
 
 
 def prepare(recipe: Recipe, dataset: Dataset | None = None) -> Experiment:

@@ -33,6 +33,7 @@ import rescene
 from rescene.config import Recipe, Resolved
 from rescene.config.compose import difference, flatten
 from rescene.config.plan import grows
+from rescene.documents import read_yaml
 from rescene.engine.checkpoint import Checkpoints, could_not_save, write_atomically, write_json
 from rescene.engine.crashpoints import reach
 from rescene.engine.experiment import Experiment
@@ -111,7 +112,7 @@ class RunFolder:
             raise _no_folder(self.path, error) from None
         if begun:
             folder_format(self.path)
-            before = flatten(_completed(yaml.safe_load(config.read_text(encoding="utf-8"))))
+            before = flatten(_completed(read_yaml(config)))
             rows = difference(before, resolved.flat())
             changed = [row for row in rows if row[0] not in NOT_COMPARED and not _is_growth(*row)]
             if changed:

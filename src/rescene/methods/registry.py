@@ -48,7 +48,7 @@ def method_names() -> list[str]:
 def method_class(name: str) -> type[Method]:
     """The class registered under a name, or an error that suggests the closest one."""
     file = name.replace("-", "_")
-    if name not in _METHODS and find_spec(f"rescene.methods.{file}"):
+    if name not in _METHODS and file.isidentifier() and find_spec(f"rescene.methods.{file}"):
         import_module(f"rescene.methods.{file}")  # only this one: the others need not load
     if name not in _METHODS:
         names = method_names()

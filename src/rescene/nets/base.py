@@ -26,6 +26,7 @@ WITH_WIDTH = ("convnet", "mlp")
 MIN_IMAGE_SIZE = 8
 Body = ConvBody | VisionTransformer | Perceptron | Identity
 VECTORS = ("mlp", "linear")  # take a picture as one vector: any size, any number of channels
+SHOWN = 3  # keys of a kind in a message
 COUNTER = "num_batches_tracked"  # BatchNorm's step counter: it never influences an output
 
 
@@ -89,7 +90,7 @@ class Arch:
         """A new network, in training mode, that holds a clone of these weights on their device and in their dtype.
 
         The head's size is that of ``head.weight``. BatchNorm's step counters may be left out of ``state``. A state of
-        another architecture is a ConfigError naming the first key that does not fit.
+        another architecture is a ConfigError naming the keys that do not fit.
         """
         net = self.skeleton(_head_size(state))
         _check_keys(net.state_dict(), state)
@@ -157,7 +158,7 @@ def grow_head(state: Mapping[str, Tensor], num_classes: int, generator: torch.Ge
 
 
 def check_fits(arch: Arch, state: Mapping[str, Tensor]) -> None:
-    """Raise a ConfigError that names the first key of ``state`` that ``arch`` has no place for (any head size fits)."""
+    """Raise a ConfigError that names the keys in which ``state`` differs from ``arch`` (any head size fits)."""
     _check_keys(arch.skeleton(_head_size(state)).state_dict(), state)
 
 
@@ -175,27 +176,36 @@ def _head_size(state: Mapping[str, Tensor]) -> int:
 
 
 def _check_keys(expected: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-    for key, wanted in expected.items():
-        found = state.get(key)
-        if found is None and key.endswith(COUNTER):
-            continue
-        if found is None or found.shape != wanted.shape or found.is_floating_point() != wanted.is_floating_point():
-            raise _misfit(key, _describe(wanted), found)
-    for key in state:
-        if key not in expected:
-            raise _misfit(key, "nothing of that name", state[key])
+    missing = [key for key in expected if key not in state and not key.endswith(COUNTER)]
+    other = [key for key in expected if key in state and not _alike(expected[key], state[key])]
+    strange = [key for key in state if key not in expected]
+    if not (missing or other or strange):
+        return
+    first = min([*missing, *other], key=list(expected).index, default=None) or strange[0]
+    counted = {"missing": missing, "of another form": other, "unknown here": strange}
+    told = [
+        f"{len(keys)} {words} ({', '.join(keys[:SHOWN])}{', ...' * (len(keys) > SHOWN)})"
+        for words, keys in counted.items()
+        if keys
+    ]
+    wanted = _describe(expected[first]) if first in expected else "nothing of that name"
+    raise _misfit(first, wanted, state.get(first), f"\nkeys of the weights: {'; '.join(told)}")
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.is_floating_point() == other.is_floating_point()
 
 
 def _describe(tensor: Tensor | None) -> str:
     return "nothing" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def _misfit(key: str, wanted: str, found: Tensor | None) -> ConfigError:
+def _misfit(key: str, wanted: str, found: Tensor | None, more: str = "") -> ConfigError:
     return ConfigError(
         "E134",
         f"weights do not fit the network: '{key}'",
         where=key,
-        why=f"the network wants {wanted}, the weights hold {_describe(found)}",
+        why=f"the network wants {wanted}, the weights hold {_describe(found)}{more}",
         fix="use the model.name, model.norm, model.width and image size that the weights were trained with",
     )
 

@@ -8,8 +8,7 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import Any
 
-import yaml
-
+from rescene.documents import parse_yaml
 from rescene.functional import old_and_recent
 from rescene.paper.compare import Line, compare, explanation
 from rescene.paper.metrics import NOMINAL
@@ -82,7 +81,7 @@ class OurBook:
 
 @lru_cache
 def _claims() -> dict[str, Spec]:
-    return dict(yaml.safe_load((files("rescene.paper") / "claims.yaml").read_text(encoding="utf-8")))
+    return dict(parse_yaml((files("rescene.paper") / "claims.yaml").read_text(encoding="utf-8"), "claims.yaml"))
 
 
 def _old(tasks: dict[str, float]) -> float | None:

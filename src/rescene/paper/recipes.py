@@ -10,10 +10,9 @@ from functools import cache, cached_property, lru_cache
 from importlib.resources import files
 from typing import Any
 
-import yaml
-
 from rescene.config import Resolved, resolve
 from rescene.data import available
+from rescene.documents import parse_yaml
 from rescene.engine.nominal import SURROGATE_METHODS
 from rescene.errors import ConfigError, ResceneError, did_you_mean
 from rescene.paper.numbers import cell_name, printed
@@ -192,7 +191,7 @@ def paper_recipe(name: str) -> PaperRecipe:
 @lru_cache
 def _specs() -> dict[str, Any]:
     text = (files("rescene.paper") / "recipes.yaml").read_text(encoding="utf-8")
-    return dict(yaml.safe_load(text))
+    return dict(parse_yaml(text, "recipes.yaml"))
 
 
 @cache

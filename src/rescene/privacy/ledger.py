@@ -37,11 +37,11 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import yaml
 from safetensors.torch import load, save
 from torch import Tensor
 
-from rescene.errors import ResceneError, RunError
+from rescene.documents import read_yaml
+from rescene.errors import ConfigError, ResceneError, RunError
 from rescene.privacy.accounting import Composition, total_epsilon
 from rescene.record import record
 
@@ -239,12 +239,12 @@ class Ledger:
         if not path.exists():
             return Floor()
         try:
-            found = yaml.safe_load(path.read_text(encoding="utf-8"))
+            found = read_yaml(path)
             unknown = found.keys() - {field.name for field in fields(Floor)}
             if unknown or not all(float(value) > 0 for value in found.values()):
                 raise ValueError(f"unknown {sorted(unknown)}" if unknown else "limits must be above 0")
             return Floor(**found)
-        except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
+        except (OSError, ValueError, TypeError, AttributeError, ConfigError) as error:
             raise RunError(
                 "E411",
                 "the site's privacy floor cannot be read, so nothing is sent",

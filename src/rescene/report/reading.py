@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from rescene.documents import read_yaml
+from rescene.errors import ConfigError
 from rescene.run_state import read_object
 
 Row = dict[str, Any]
@@ -26,10 +26,10 @@ def json_object(path: Path, problems: list[str]) -> Row:
 
 def yaml_object(path: Path, problems: list[str]) -> Row:
     try:
-        found = yaml.safe_load(path.read_text("utf-8"))
+        found = read_yaml(path)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+    except (OSError, RecursionError, ConfigError):
         found = None
     if not isinstance(found, dict):
         problems.append(f"{path.name} could not be read")

@@ -2,6 +2,8 @@
 
 safetensors: weights only, for rescene and people who build the network themselves.
 pt2, onnx: the whole computation, uint8 pixels [n, 3, S, S] to logits [n, classes]; run without rescene.
+
+Opening a pt2 file can run its maker's code: torch keeps parts of it as pickles. The other two hold numbers and operators.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from rescene.errors import ConfigError
+from rescene.nets.weights import KEY, read_weights
 
-KEY = "rescene"  # under which each format keeps ``about``
+CAN_RUN_CODE = {"pt2"}  # opened only if the user trusts the file
 
 
 def write_safetensors(whole: Any, about: str, path: Path) -> None:
@@ -59,17 +62,6 @@ def write_onnx(whole: nn.Module, about: str, path: Path) -> None:
     onnx.save(model, path)
 
 
-def read_safetensors(path: Path) -> tuple[str | None, dict[str, Tensor]]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, "pt") as file:
-            told = (file.metadata() or {}).get(KEY)
-            return told, {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  (no mapping)
-    except SafetensorError as error:
-        raise _damaged(path, error) from None
-
-
 def read_pt2(path: Path) -> tuple[str | None, Callable[[Tensor], Tensor]]:
     extra = {f"{KEY}.json": ""}
     try:
@@ -100,7 +92,7 @@ WRITERS: dict[str, Callable[[Any, str, Path], None]] = {
     "onnx": write_onnx,
 }
 READERS: dict[str, Callable[[Path], tuple[str | None, Any]]] = {
-    "safetensors": read_safetensors,
+    "safetensors": read_weights,
     "pt2": read_pt2,
     "onnx": read_onnx,
 }
@@ -113,7 +105,7 @@ def require_onnx() -> None:
             "E182",
             f"ONNX files need {', '.join(missing)}",
             why="it is not part of the plain installation",
-            fix="pip install 'rescene[onnx]', or --to pt2",
+            fix="pip install 'rescene[onnx]', or --to safetensors",
         )
 
 

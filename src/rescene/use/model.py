@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rescene.documents import read_text
+from rescene.engine.about import about_of, check_rows, contradiction
 from rescene.errors import ConfigError
 from rescene.lens import open_lens
 from rescene.nets import Arch, Net, load_weights
-from rescene.use.formats import READERS, picture_size
-from rescene.versions import MODEL, refuse_newer
+from rescene.use.formats import CAN_RUN_CODE, READERS, picture_size
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class Whole(nn.Module):
         return scores
 
 
-def open_model(path: Path) -> Model:
-    """The model of a finished run folder or of an exported .safetensors, .pt2 or .onnx file."""
+def open_model(path: Path, trust: bool = False) -> Model:
+    """The model of a finished run folder or of an exported .safetensors, .onnx or, if it is trusted, .pt2 file."""
     if path.is_dir():
         about, whole = of_run(path)
         return Model(path, about, torch.no_grad()(whole))
@@ -68,35 +68,77 @@ def open_model(path: Path) -> Model:
     if not path.is_file() or kind not in READERS:
         why = "there is no such file or folder" if not path.exists() else f"a model ends in .{', .'.join(READERS)}"
         raise no_model(path, why)
+    if kind in CAN_RUN_CODE and not trust:
+        raise ConfigError(
+            "E158",
+            f"this .{kind} file is not opened: it could run code of whoever made it",
+            where=str(path),
+            why="torch keeps parts of such a file as pickles, and opening a pickle runs what its maker put there",
+            fix="use the model's .safetensors file, which holds numbers only; if you trust who made this one: --trust",
+        )
     text, content = READERS[kind](path)
     about = checked(path, text)
     if kind == "safetensors":
-        content = torch.no_grad()(_whole(about, content))
+        return Model(path, about, torch.no_grad()(_whole(path, about, content)))
+    _try(path, about, content)
     return Model(path, about, content)
 
 
 def of_run(folder: Path) -> tuple[dict[str, Any], Whole]:
     """What a finished run says about its model, and the model."""
     try:
-        about = checked(folder, (folder / "model" / "model.json").read_text("utf-8"))
+        about = checked(folder, read_text(folder / "model" / "model.json"))
     except OSError:
         raise no_model(folder, "this folder holds no model/model.json: no run, or one that has not finished") from None
-    return about, _whole(about, load_weights(folder / "model" / "final.safetensors"))
+    return about, _whole(folder, about, load_weights(folder / "model" / "final.safetensors"))
 
 
-def _whole(about: dict[str, Any], weights: Mapping[str, Tensor]) -> Whole:
-    return Whole(Arch(**about["arch"]).restore(weights), about["mean"], about["std"], about.get("lens"))
+def _whole(path: Path, about: dict[str, Any], weights: Mapping[str, Tensor]) -> Whole:
+    try:
+        net = Arch(**about["arch"]).restore(weights)
+    except ConfigError as error:
+        raise contradiction(path, f"{error.what}: {error.why}") from None
+    check_rows(about, net.head.out_features, path)
+    check_lens(path, about)
+    return Whole(net, about["mean"], about["std"], about.get("lens"))
+
+
+def check_lens(path: Path, about: dict[str, Any]) -> None:
+    """A model sees what it was trained on only through the very lens it was trained with."""
+    wanted, name = about.get("lens_sha256"), about.get("lens")
+    if wanted is None or name is None:
+        return
+    found = open_lens(name).sha256
+    if found != wanted:
+        raise ConfigError(
+            "E119",
+            f"the model was trained with another lens than the {name!r} that is here",
+            where=str(path),
+            why=f"SHA-256 {wanted[:16]} there, {found[:16]} here",
+            fix="the release of rescene, or the lens file, that the model was trained with",
+        )
+
+
+def _try(path: Path, about: dict[str, Any], scores: Callable[[Tensor], Tensor]) -> None:
+    """What a computation of others takes and gives is known once it was asked."""
+    size = picture_size(about)
+    try:
+        found = scores(torch.zeros(1, 3, size, size, dtype=torch.uint8))
+        num_images, num_outputs = found.shape
+    except Exception as error:  # of torch or of onnxruntime, whose exceptions share no public base
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise contradiction(path, f"it gives no answer to a picture of {size}x{size} pixels: {lines[0]}") from None
+    if num_images != 1:
+        raise contradiction(path, f"it gives {num_images} answers to one picture")
+    check_rows(about, num_outputs, path)
 
 
 def checked(path: Path, text: str | None) -> dict[str, Any]:
     """What a model says about itself, as far as this version can read it."""
-    try:
-        about = json.loads(text or "")
-        known = {key: about[key] for key in ("arch", "classes", "mean", "std", "schema")}
-    except (ValueError, KeyError, TypeError):
-        raise no_model(path, "it does not say which classes it knows; only models exported by rescene do") from None
-    refuse_newer(known["schema"], MODEL, path)
-    return dict(about)
+    about = about_of(text, path)
+    if about is None:
+        raise no_model(path, "it does not say which classes it knows; only models exported by rescene do")
+    return about
 
 
 def no_model(path: Path, why: str) -> ConfigError:
