@@ -111,7 +111,7 @@ def check_lens(path: Path, about: dict[str, Any]) -> None:
     found = open_lens(name).sha256
     if found != wanted:
         raise ConfigError(
-            "E119",
+            "E136",
             f"the model was trained with another lens than the {name!r} that is here",
             where=str(path),
             why=f"SHA-256 {wanted[:16]} there, {found[:16]} here",
