@@ -25,8 +25,8 @@ def shapes(tmp_path_factory):
     return folder
 
 
-def inspected(folder):
-    result = invoke(app, ["data", "inspect", str(folder), "--json"])
+def inspected(folder, *options):
+    result = invoke(app, ["data", "inspect", str(folder), "--json", *options])
     assert result.exit_code == 0, result.output
     return json.loads(result.output)
 
@@ -64,7 +64,7 @@ def test_domains_are_proposed_as_tasks(tmp_path):
     folder = tmp_path / "lights"
     done = subprocess.run([sys.executable, str(EXAMPLE), str(folder), "--domains"], capture_output=True, text=True)
     assert done.returncode == 0 and "rescene data inspect" in done.stdout
-    found = inspected(folder)
+    found = inspected(folder, "--layout", "domains")
     assert [t["brings"] for t in found["tasks"]] == ["day", "night"] and "tasks.scenario=domain" in found["command"]
     words = shlex.split(found["command"])[1:]
     assert invoke(app, [*words, "--dry-run"]).exit_code == 0

@@ -60,7 +60,7 @@ def test_hold_out_of_a_class_does_not_depend_on_the_others(tmp_path: Path) -> No
 def test_domain_folders(tmp_path: Path) -> None:
     write_classes(tmp_path / "paris", {"cat": 5, "dog": 5})
     write_classes(tmp_path / "berlin", {"cat": 10}, start=20)
-    dataset = load(path=tmp_path)
+    dataset = load(path=tmp_path, layout="domains")
     assert dataset.domains == ("berlin", "paris") and dataset.classes == ("cat", "dog")
     pairs = [(d, c) for d, c in zip(dataset.test.domains.tolist(), dataset.test.labels.tolist(), strict=True)]
     assert sorted(pairs) == [(0, 0), (0, 0), (1, 0), (1, 1)]  # 20 % of each domain and class
@@ -115,9 +115,9 @@ def test_layouts_that_make_no_sense(tmp_path: Path) -> None:
     write_picture(tmp_path / "loose" / "0.png", 0)
     write_classes(tmp_path / "odd" / "x", {"a": 1})
     write_classes(tmp_path / "odd" / "y", {"b": 1})
-    for name in ("loose", "odd"):
+    for name, layout in (("loose", "auto"), ("loose", "domains"), ("odd", "domains")):
         with pytest.raises(DataError) as caught:
-            load(path=tmp_path / name)
+            load(path=tmp_path / name, layout=layout)
         assert code_of(caught) == ("E205", 3) and "<class>" in str(caught.value)
     with pytest.raises(DataError) as caught:
         load(path=tmp_path / "nowhere")
