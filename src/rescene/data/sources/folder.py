@@ -134,13 +134,13 @@ def _walk(path: Path, left: Left, above: tuple[str, ...], hidden: bool = False) 
                 folders.append(_walk(file, left, (*above, real), out_of_sight))
         elif reason := _why_not(entry, out_of_sight):
             left[reason].append(file)
-        elif not out_of_sight:
+        elif not (out_of_sight or entry.name.lower() in _LITTER):
             images.append(file)
     return Folder(path, tuple(images), tuple(folder for folder in folders if not _is_hidden(folder.name)))
 
 
 def _why_not(entry: os.DirEntry[str], hidden: bool) -> str | None:
-    """Why a file is not read; None for an image, and for hidden files that do not claim to be one."""
+    """Why a file is not read; None for an image, and for what nobody misses: hidden files that do not claim to be one."""
     kind = os.path.splitext(entry.name)[1].lower()
     if hidden or entry.name.lower() in _LITTER:
         return _HIDDEN if kind in EXTENSIONS else None
