@@ -7,7 +7,7 @@
     rescene predict runs/shapes images/star --gallery stars.html
 
 Classes may arrive in unequal tasks, 'tasks.sizes=[3,2,1]', or by name, 'tasks.plan=[[circle,star],[cross]]'; with
---domains each light is a task of the same classes, tasks.scenario=domain.
+--domains each light is a task of the same classes, tasks.scenario=domain (and rescene data inspect images --layout domains).
 """
 
 from __future__ import annotations
@@ -73,4 +73,6 @@ if __name__ == "__main__":
     given = parser.parse_args()
     if given.folder.exists() and any(given.folder.iterdir()):
         parser.error(f"{given.folder} is not empty")
-    print(f"{make(given.folder, given.domains)} pictures in {given.folder}\nnext: rescene data inspect {given.folder}")
+    layout = " --layout domains" if given.domains else ""
+    print(f"{make(given.folder, given.domains)} pictures in {given.folder}")
+    print(f"next: rescene data inspect {given.folder}{layout}")

@@ -17,6 +17,8 @@ CHECKPOINT = 2  # 1: surrogates on the server without `clients`, the sites that 
 MODEL = 2  # 1: arch without `channels`, no `lens`
 # keys of recipes of later versions, and what was before there was a choice: then names stay
 NEWER = {
+    ("data", "layout"): "auto",
+    ("data", "outside"): "warn",
     ("tasks", "drift"): None,
     ("method", "close_after"): None,
     ("privacy", "send"): None,

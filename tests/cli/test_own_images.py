@@ -1,6 +1,7 @@
 """The worked example, as its own text says: pictures made on the spot, looked at, run, in tasks of every kind."""
 
 import json
+import os
 import runpy
 import shlex
 import shutil
@@ -25,8 +26,8 @@ def shapes(tmp_path_factory):
     return folder
 
 
-def inspected(folder):
-    result = invoke(app, ["data", "inspect", str(folder), "--json"])
+def inspected(folder, *options):
+    result = invoke(app, ["data", "inspect", str(folder), "--json", *options])
     assert result.exit_code == 0, result.output
     return json.loads(result.output)
 
@@ -64,7 +65,7 @@ def test_domains_are_proposed_as_tasks(tmp_path):
     folder = tmp_path / "lights"
     done = subprocess.run([sys.executable, str(EXAMPLE), str(folder), "--domains"], capture_output=True, text=True)
     assert done.returncode == 0 and "rescene data inspect" in done.stdout
-    found = inspected(folder)
+    found = inspected(folder, "--layout", "domains")
     assert [t["brings"] for t in found["tasks"]] == ["day", "night"] and "tasks.scenario=domain" in found["command"]
     words = shlex.split(found["command"])[1:]
     assert invoke(app, [*words, "--dry-run"]).exit_code == 0
@@ -99,3 +100,54 @@ def test_a_run_in_which_nothing_leaves_the_sites_says_so(shapes, tmp_path, blank
     result = invoke(app, ["run", "demo", f"data.path={shapes}", *quick, "--out", str(tmp_path / "r"), "-q"])
     assert result.exit_code == 0, result.output
     assert "W311" in (tmp_path / "r" / "events.jsonl").read_text()
+
+
+def test_a_run_tells_what_it_does_not_read_and_which_test_images_it_trains_on(shapes, tmp_path):
+    """In its events and on its page, as inspect does."""
+    folder = tmp_path / "images"
+    for i, path in enumerate(sorted((shapes / "ring").iterdir())[:20]):
+        for split in ("train", "test"):
+            (folder / split / "ring").mkdir(parents=True, exist_ok=True)
+            if split == "train" or i < 3:
+                shutil.copy(path, folder / split / "ring")
+    shutil.copytree(shapes / "star", folder / "train" / "star")
+    (folder / "test" / "star").mkdir()
+    shutil.move(folder / "train" / "star" / "000.png", folder / "test" / "star" / "000.png")
+    (folder / "train" / "ring" / "IMG_1.HEIC").write_bytes(b"from a phone")
+    leak, left = "3 of 4 test images are also training images", ".heic pictures: 1 (train/ring/IMG_1.HEIC)"
+    told = " ".join(inspected(folder)["warnings"])
+    assert left in told and "3 images of the test split are also training images" in told
+    words = [
+        "run",
+        "demo",
+        f"data.path={folder}",
+        "tasks.count=1",
+        "federation.num_clients=2",
+        "federation.per_round=2",
+    ]
+    result = invoke(app, [*words, *QUICK, "--out", str(tmp_path / "r")])
+    assert result.exit_code == 0, result.output
+    events = list(map(json.loads, (tmp_path / "r" / "events.jsonl").read_text().splitlines()))
+    found = {event["code"]: event["message"] for event in events if event["level"] == "warning"}
+    assert left in found["W214"] and leak in found["W217"]
+    assert leak in (tmp_path / "r" / "report.html").read_text() and "W217" in result.output
+
+
+def test_a_run_by_domain_has_said_what_the_first_folders_are(shapes, tmp_path):
+    for light in ("day", "night"):
+        for shape in ("ring", "star"):
+            shutil.copytree(shapes / shape, tmp_path / "lights" / light / shape)
+    words = ["run", "demo", f"data.path={tmp_path / 'lights'}", "--dry-run", "--json"]
+    assert "error[E214]" in invoke(app, words).output
+    by_domain = json.loads(invoke(app, [*words, "tasks.scenario=domain"]).output)
+    assert [row["classes"] for row in by_domain["tasks"]] == ["ring, star"] * 2
+    by_class = json.loads(invoke(app, [*words, "data.layout=classes", "tasks.count=2"]).output)
+    assert [row["classes"] for row in by_class["tasks"]] == ["day", "night"]
+
+
+def test_a_class_folder_that_is_not_utf8_stops_every_command_with_a_code(shapes, tmp_path):
+    shutil.copytree(shapes, tmp_path / "images")
+    os.rename(tmp_path / "images" / "star", os.path.join(os.fsencode(tmp_path / "images"), b"\xe9toile"))
+    for words in (["data", "inspect", str(tmp_path / "images")], ["run", "demo", f"data.path={tmp_path / 'images'}"]):
+        result = invoke(app, words)
+        assert result.exit_code == 3 and "error[E217]" in result.output

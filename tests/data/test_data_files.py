@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -60,7 +62,7 @@ def test_hold_out_of_a_class_does_not_depend_on_the_others(tmp_path: Path) -> No
 def test_domain_folders(tmp_path: Path) -> None:
     write_classes(tmp_path / "paris", {"cat": 5, "dog": 5})
     write_classes(tmp_path / "berlin", {"cat": 10}, start=20)
-    dataset = load(path=tmp_path)
+    dataset = load(path=tmp_path, layout="domains")
     assert dataset.domains == ("berlin", "paris") and dataset.classes == ("cat", "dog")
     pairs = [(d, c) for d, c in zip(dataset.test.domains.tolist(), dataset.test.labels.tolist(), strict=True)]
     assert sorted(pairs) == [(0, 0), (0, 0), (1, 0), (1, 1)]  # 20 % of each domain and class
@@ -115,9 +117,9 @@ def test_layouts_that_make_no_sense(tmp_path: Path) -> None:
     write_picture(tmp_path / "loose" / "0.png", 0)
     write_classes(tmp_path / "odd" / "x", {"a": 1})
     write_classes(tmp_path / "odd" / "y", {"b": 1})
-    for name in ("loose", "odd"):
+    for name, layout in (("loose", "auto"), ("loose", "domains"), ("odd", "domains")):
         with pytest.raises(DataError) as caught:
-            load(path=tmp_path / name)
+            load(path=tmp_path / name, layout=layout)
         assert code_of(caught) == ("E205", 3) and "<class>" in str(caught.value)
     with pytest.raises(DataError) as caught:
         load(path=tmp_path / "nowhere")
@@ -228,3 +230,116 @@ def test_default_size_follows_the_median_shorter_side(tmp_path: Path, sides: tup
 def test_options_out_of_range(tmp_path: Path, options: dict) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         load(path=tmp_path, **options)
+
+
+# what is read, and what is not
+
+
+def told(caught: pytest.WarningsRecorder) -> dict[str, str]:
+    return {w.message.code: w.message.what for w in caught.list if isinstance(w.message, ResceneWarning)}
+
+
+def test_pictures_in_subfolders_of_a_class_are_read_and_told(tmp_path: Path) -> None:
+    write_classes(tmp_path, {"cat": 10, "dog": 10})
+    flat = load(path=tmp_path)
+    write_classes(tmp_path / "dog", {"from phone": 5}, start=50)
+    (tmp_path / "dog" / "images").mkdir()
+    dataset = load(path=tmp_path)
+    assert dataset.classes == ("cat", "dog") and torch.bincount(dataset.train.labels).tolist() == [8, 12]
+    assert dataset.notes == ("5 images lie in subfolders of their class: dog (5)",)
+    cats = [(d.train.pixels[d.train.labels == 0], d.test.pixels[d.test.labels == 0]) for d in (flat, dataset)]
+    assert all(torch.equal(before, after) for before, after in zip(*cats, strict=True))  # other classes as before
+
+
+def test_what_is_not_read_is_counted_and_named_by_kind(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    write_classes(tmp_path, {"cat": 5, "dog": 5})
+    write_picture(tmp_path / "dog" / "moving.gif", 90)
+    for name in ("dog/a.HEIC", "dog/b.heic", "cat/notes.txt", "cat/._0.png", "cat/.keep", "cat/Thumbs.db", "README.md"):
+        (tmp_path / name).write_bytes(b"something")
+    write_picture(tmp_path / "loose.png", 91)
+    write_picture(tmp_path / ".cache" / "0.png", 92)
+    dataset = load(path=tmp_path)
+    assert len(dataset.train) + len(dataset.test) == 11
+    words = told(recwarn)["W214"]
+    assert ".heic pictures: 2 (dog/a.HEIC, dog/b.heic)" in words and ".txt files: 1 (cat/notes.txt)" in words
+    assert "hidden pictures: 2 (.cache/0.png, cat/._0.png)" in words and "is read: 1 (loose.png)" in words
+    assert not any(name in words for name in (".keep", "Thumbs", "README"))
+
+
+def test_folders_beside_train_and_test_are_told(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    for split, start in (("train", 0), ("test", 20), ("extra", 40)):
+        write_classes(tmp_path / split, {"a": 2, "b": 2}, start=start)
+    assert len(load(path=tmp_path).train) == 4
+    assert "is read: 4 (extra/a/0.png, extra/a/1.png, extra/b/0.png and 1 more)" in told(recwarn)["W214"]
+
+
+def test_an_npz_among_class_folders_is_told(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    write_classes(tmp_path, {"cat": 5, "dog": 5})
+    np.savez(tmp_path / "x.npz", x=np.stack([picture(i) for i in range(10)]), y=np.arange(10) % 2)
+    assert load(path=tmp_path).classes == ("0", "1")
+    assert "cat, dog" in told(recwarn)["W214"]
+    assert load("folder", tmp_path).classes == ("cat", "dog")
+
+
+def test_two_readings_are_asked_about_and_the_layout_decides(tmp_path: Path) -> None:
+    write_classes(tmp_path / "dog", {"camera": 5, "phone": 5})
+    write_classes(tmp_path / "cat", {"camera": 5, "phone": 5}, start=20)
+    with pytest.raises(DataError) as caught:
+        load(path=tmp_path)
+    assert code_of(caught) == ("E214", 3) and "data.layout=classes" in str(caught.value.fix)
+    assert "cat, dog" in str(caught.value.why) and "camera, phone" in str(caught.value.why)
+    classes, domains = (load(path=tmp_path, layout=layout) for layout in ("classes", "domains"))
+    assert (classes.classes, classes.domains) == (("cat", "dog"), ())
+    assert (domains.classes, domains.domains) == (("camera", "phone"), ("cat", "dog"))
+    assert domains.notes == ("read as <domain>/<class>/*",)
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        {"a": 5, "b/batch": 5},  # b: a class whose images lie deeper, or a domain?
+        {"a": 1, "a/x": 5, "b": 1, "b/x": 5},  # domains with a preview each?
+        {"train/a/x": 5, "train/b/x": 5},
+    ],
+)
+def test_folders_that_are_mostly_nested_are_asked_about(tmp_path: Path, places: dict[str, int]) -> None:
+    write_classes(tmp_path, places)
+    with pytest.raises(DataError) as caught:
+        load(path=tmp_path)
+    assert code_of(caught) == ("E214", 3)
+    assert load(path=tmp_path, layout="classes").classes == ("a", "b")
+
+
+def test_domains_in_train_and_test_folders(tmp_path: Path) -> None:
+    for split, start in (("train", 0), ("test", 20)):
+        for i, domain in enumerate(("day", "night")):
+            write_classes(tmp_path / split / domain, {"a": 2, "b": 2}, start=start + 4 * i)
+    dataset = load(path=tmp_path, layout="domains")
+    assert dataset.domains == ("day", "night") and dataset.classes == ("a", "b") and len(dataset.test) == 8
+
+
+def test_a_folder_images_in_every_class_is_no_second_reading(tmp_path: Path) -> None:
+    write_classes(tmp_path, {"a/images": 5, "b/images": 5})
+    dataset = load(path=tmp_path)
+    assert dataset.classes == ("a", "b") and dataset.notes == ()
+
+
+def test_a_folder_that_may_not_be_opened_is_named(tmp_path: Path) -> None:
+    write_classes(tmp_path, {"a": 5, "b": 5, "c": 5})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "scandir", _closed(tmp_path / "c"))
+        with pytest.raises(DataError, match="cannot open the folder") as caught:
+            load("folder", tmp_path)
+    assert code_of(caught) == ("E203", 3)
+
+
+def _closed(folder: Path) -> Any:
+    """os.scandir for somebody who may not look into this folder; tests may run as root, who may."""
+    scan = os.scandir
+
+    def scandir(path: Any) -> Any:
+        if Path(path) == folder:
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    return scandir

@@ -122,9 +122,9 @@ def test_office31_half_copied(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         load(path=path)  # recognised by its domains, refused by its counts
     assert caught.value.code == "E202" and "amazon: 25 images in 2 classes, not 2817 in 31" in str(caught.value)
-    assert "name=folder" in str(caught.value) and len(load("folder", path).domains) == 3
+    assert "name=folder" in str(caught.value) and len(load("folder", path, layout="domains").domains) == 3
     shutil.rmtree(path / "dslr")
     with pytest.raises(DataError, match="Office-31 is incomplete") as caught:
         load("office31", path)
     assert "dslr is missing" in str(caught.value)
-    assert torch.equal(load("folder", path).train.domains.unique(), torch.tensor([0, 1]))
+    assert torch.equal(load("folder", path, layout="domains").train.domains.unique(), torch.tensor([0, 1]))

@@ -165,6 +165,27 @@ def test_bad_images_are_told_with_the_site_and_the_fix_but_no_file(tmp_path):
     assert code == "E204" and "empty class" in words
 
 
+def test_a_site_takes_no_image_from_outside_of_its_folder_unless_it_says_so(tmp_path):
+    """What it sends is made of its images, and a link or a list may be somebody else's."""
+    images, plan = write_images(tmp_path / "images", dict.fromkeys(FIRST, 6)), plan_of((FIRST, 1))
+    private = write_images(tmp_path / "private", {"holiday": 6}) / "holiday"
+    (images / FIRST[0] / "more").symlink_to(private)
+
+    def problem(**data):
+        return greeting(tmp_path, {"holds": "own", "data": {"path": str(images)} | data}, plan).problem
+
+    code, words = problem()
+    assert code == "E215" and "private" not in words
+    assert problem(outside="warn") is None
+    (images / FIRST[0] / "more").unlink()
+    assert problem() is None
+    pictures = sorted(private.iterdir())
+    rows = [f"{path},{FIRST[i % len(FIRST)]}" for i, path in enumerate(pictures)]
+    (tmp_path / "lists").mkdir()
+    (tmp_path / "lists" / "list.csv").write_text("path,label\n" + "\n".join(rows))
+    assert problem(path=str(tmp_path / "lists"))[0] == "E215"
+
+
 def test_classes_outside_the_plan_are_left_out_and_told_unless_the_site_has_a_floor(tmp_path):
     images = write_images(tmp_path / "images", dict.fromkeys(["ant", "wasp"], 6))
     own = {"holds": "own", "data": {"path": str(images)}}

@@ -101,7 +101,7 @@ def test_strength_of_a_patch_by_its_definition():
     assert float(patch_deviation(x)[1, 0, 3, 4]) == pytest.approx(float(deviation), rel=1e-3)
     s = patches.filters.flatten(1) @ ((p - p.mean()) / deviation) - patches.offsets
     wanted = torch.cat([F.relu(s - 0.5), F.relu(-s - 0.5)])
-    assert torch.allclose(patches.maps(x)[1, :, 3, 4], wanted, atol=1e-3)
+    assert torch.allclose(torch.cat(patches.maps(x), dim=1)[1, :, 3, 4], wanted, atol=1e-3)
 
 
 def test_leading_directions_are_those_of_the_covariance():

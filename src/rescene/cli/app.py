@@ -13,6 +13,7 @@ from rescene.cli.data_verbs import data_app
 from rescene.cli.deploying import deploy_app
 from rescene.cli.estimate_verbs import audit, bench, cost, privacy, scale
 from rescene.cli.examples import add_examples
+from rescene.cli.frame import warnings_for_people
 from rescene.cli.help import use_plain_help
 from rescene.cli.lens_verbs import data_draw, lens_app
 from rescene.cli.look_verbs import doctor, list_things, quarantine, report, runs, show, theory
@@ -51,6 +52,7 @@ def options(
     ] = False,
 ) -> None:
     """Federated continual learning with server-side replay. Start with: rescene demo"""
+    warnings_for_people()
 
 
 def main() -> None:

@@ -43,7 +43,7 @@ class Priced:
 def price(resolved: Resolved) -> Priced:
     """Forecast a run; a known data set that is not here is replaced by its published sizes."""
     use_all_cores()
-    dataset, missing = load_or_stand_in(resolved.recipe.data)
+    dataset, missing = load_or_stand_in(resolved.recipe.images)
     experiment = prepare(resolved.recipe, dataset)
     found = forecast(experiment)
     if found is None:

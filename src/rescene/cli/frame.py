@@ -6,6 +6,7 @@ import functools
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from rescene.cli.completion import complete_override, complete_recipe
-from rescene.errors import ResceneError, for_people
+from rescene.errors import ResceneError, ResceneWarning, for_people
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -66,6 +67,18 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
             _stop(told)
 
     return guarded
+
+
+def warnings_for_people() -> None:
+    """Our own warnings are printed without the line of code that gave them, as errors are."""
+    warnings.formatwarning = _words
+
+
+_usual = warnings.formatwarning
+
+
+def _words(message: Any, *rest: Any, **more: Any) -> str:
+    return f"{message}\n" if isinstance(message, ResceneWarning) else _usual(message, *rest, **more)
 
 
 def busy(what: str) -> Status:

@@ -14,12 +14,12 @@ from rescene.errors import ResceneError
 MOST_CLASSES = 40  # listed on a terminal; --json has them all
 
 
-def show_inspection(path: str, as_json: bool) -> None:
+def show_inspection(path: str, layout: str, as_json: bool) -> None:
     here = Path(path).exists()
-    dataset, unreadable = load_readable("auto" if here else path, path if here else None)
-    found = inspect(dataset, unreadable)
+    dataset, told = load_readable("auto" if here else path, path if here else None, layout)
+    found = inspect(dataset, told)
     found["tasks"] = _tasks(dataset, found)
-    found["command"] = _command(path, here, found)
+    found["command"] = _command(path, here, layout, any(warning.code == "W203" for warning in told), found)
     if as_json:
         print(json.dumps(found))
         return
@@ -61,11 +61,12 @@ def _tasks(dataset: Any, found: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _command(path: str, here: bool, found: dict[str, Any]) -> str:
+def _command(path: str, here: bool, layout: str, skip: bool, found: dict[str, Any]) -> str:
     """In one line from these images to a report."""
-    data = f"data.path={path}" if here else f"data.name={path}"
-    skip = ["data.skip_unreadable=true"] if any("cannot be read" in text for text in found["warnings"]) else []
-    return shlex.join(["rescene", "run", "demo", data, *found["proposed_settings"], *skip])
+    data = [f"data.path={path}" if here else f"data.name={path}"]
+    data += [f"data.layout={layout}"] if layout != "auto" else []
+    data += ["data.skip_unreadable=true"] if skip else []
+    return shlex.join(["rescene", "run", "demo", *data, *found["proposed_settings"]])
 
 
 def _size(found: dict[str, Any]) -> str:

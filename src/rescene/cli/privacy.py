@@ -90,7 +90,7 @@ def _sizes(resolved: Resolved) -> tuple[int | None, int]:
     """Training images and tasks. A plan for data that are elsewhere is checked when it runs; tasks must then be stated."""
     recipe = resolved.recipe
     try:
-        data = load_data(recipe.data)
+        data = load_data(recipe.images)
     except DataError:
         if recipe.tasks.limit is None and method_class(recipe.method["name"]).reuses_records:
             raise

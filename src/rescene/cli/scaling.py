@@ -31,7 +31,7 @@ def show_scale(
             raise ConfigError("E115", f"--{name} {value:g} is not possible", fix="a number above 0")
     if recipe.method["name"] in ALONE:
         raise ConfigError("E116", f"{recipe.method['name']} is no federation to scale", why="it is a reference line")
-    dataset, missing = load_or_stand_in(recipe.data)
+    dataset, missing = load_or_stand_in(recipe.images)
     drawn = sample(recipe, dataset, sizes[0], 1)
     speed = 1e9 * gflops if gflops else measured_rates(drawn).server
     means = Means(mbps=mbps, flops_per_s=speed, memory_bytes=1e9 * gb)

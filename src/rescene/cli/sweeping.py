@@ -214,7 +214,7 @@ def _sum(columns: Collection[dict[str, float]]) -> dict[str, float]:
 def _missing(cell: Cell) -> ResceneError | None:
     """The complaint about a cell's images, if they are not here."""
     try:
-        return load_or_stand_in(cell.resolved.recipe.data)[1]
+        return load_or_stand_in(cell.resolved.recipe.images)[1]
     except ResceneError as error:
         return error
 

@@ -62,8 +62,8 @@ def predict(
         raise ConfigError("E140", f"no such format: {kind}", where="--format", fix=f"one of: {', '.join(FORMATS)}")
     opened, files = open_model(model, trust), find_images(images)
     answers, unreadable = answer(opened, files, top)
-    for path in unreadable:
-        print(f"warning[W203] left out, cannot be read as an image: {path}", file=sys.stderr)
+    for path, why in unreadable.items():
+        print(f"warning[W203] left out, cannot be read as an image: {path} ({why})", file=sys.stderr)
     if not answers:
         raise DataError("E203", "none of the images could be read", fix="copy them again")
     _print(answers, kind)

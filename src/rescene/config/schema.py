@@ -28,6 +28,12 @@ class DataSection(Section):
         0, ge=0, description="chooses that hold-out; apart from the run's seed, so that runs stay comparable"
     )
     skip_unreadable: bool = Field(False, description="leave out images that cannot be read instead of stopping")
+    layout: Literal["auto", "classes", "domains"] = Field(
+        "auto", description="what the first folders are, where the folders do not tell; auto: asks if in doubt"
+    )
+    outside: Literal["warn", "refuse"] = Field(
+        "warn", description="images that a link or a CSV names outside of the folder; at a site: refuse"
+    )
 
 
 class TasksSection(Section):
@@ -262,6 +268,12 @@ class Recipe(Section):
                 f"sites.tasks: a task of {longest} rounds, but the noise is reckoned for {self.federation.num_rounds}"
             )
         return self
+
+    @property
+    def images(self) -> DataSection:
+        """``data``; a run by domain has said what the first folders are."""
+        by_domain = self.tasks.scenario == "domain" and self.data.layout == "auto"
+        return self.data.model_copy(update={"layout": "domains"}) if by_domain else self.data
 
     def rounds_of(self, task: int) -> int:
         return self.federation.num_rounds if self.sites is None else self.sites.tasks[task].rounds

@@ -21,10 +21,10 @@ _SITES = 10  # of the recipe demo
 Row = dict[str, Any]
 
 
-def inspect(dataset: Dataset, unreadable: Sequence[str] = ()) -> Row:
+def inspect(dataset: Dataset, told: Sequence[ResceneWarning] = ()) -> Row:
     """What a data set holds, in plain values: counts per class and split, size, notes, proposed tasks, warnings.
 
-    ``unreadable``: what loading said about images it left out.
+    ``told``: what loading warned of.
     """
     train, test = (_counts(images, len(dataset.classes)) for images in (dataset.train, dataset.test))
     return {
@@ -45,36 +45,45 @@ def inspect(dataset: Dataset, unreadable: Sequence[str] = ()) -> Row:
         "notes": list(dataset.notes),
         "proposed_tasks": propose_tasks(dataset),
         "proposed_settings": propose_settings(dataset),
-        "warnings": [*unreadable, *(row["problem"] for row in content_rows(dataset) if row["problem"])],
+        "warnings": [
+            *(warning.what for warning in told),
+            *(row["problem"] for row in content_rows(dataset) if row["problem"]),
+        ],
         "fingerprint": dataset.fingerprint(),
     }
 
 
-def verify(name: str, path: str | os.PathLike[str] | None = None) -> list[Row]:
+def verify(name: str, path: str | os.PathLike[str] | None = None, layout: str = "auto") -> list[Row]:
     """Load a data set and check it: rows of check, problem (empty when all is well) and fix.
 
     Damaged images are all found, not only the first; a set that cannot be loaded at all gives one row that says why.
     """
     try:
-        dataset, unreadable = load_readable(name, path)
+        dataset, told = load_readable(name, path, layout)
     except DataError as problem:
         why = f"{problem.what}: {problem.why}" if problem.why else problem.what
         return [_row(f"complete [{problem.code}]", why, problem.fix or "")]
     found = f"{len(dataset.train):,} training and {len(dataset.test):,} test images of {len(dataset.classes)} classes"
     return [
         _row(f"complete ({found})"),
-        _row("images readable", "; ".join(unreadable), "copy them again"),
+        _row("images readable", _said(told, "W203"), "copy them again"),
+        *(
+            _row("nothing odd about the files", warning.what, warning.fix or "")
+            for warning in told
+            if warning.code != "W203"
+        ),
         *content_rows(dataset),
     ]
 
 
-def load_readable(name: str = "auto", path: str | os.PathLike[str] | None = None) -> tuple[Dataset, list[str]]:
-    """A data set without the images that cannot be read, and what was said about those."""
+def load_readable(
+    name: str = "auto", path: str | os.PathLike[str] | None = None, layout: str = "auto", outside: str = "warn"
+) -> tuple[Dataset, list[ResceneWarning]]:
+    """A data set without the images that cannot be read (W203), and everything that loading warned of."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ResceneWarning)
-        dataset = load(name, path, skip_unreadable=True)
-    found = [w.message for w in caught if isinstance(w.message, ResceneWarning) and w.message.code == "W203"]
-    return dataset, [w.what for w in found]
+        dataset = load(name, path, skip_unreadable=True, layout=layout, outside=outside)
+    return dataset, [w.message for w in caught if isinstance(w.message, ResceneWarning)]
 
 
 def propose_tasks(dataset: Dataset) -> Row:
@@ -117,6 +126,19 @@ def content_rows(dataset: Dataset) -> list[Row]:
         _row("no repeated test image", _count(repeats[1], "repeat another test image"), "remove the copies"),
         _row("no test image in training", _count(leaked, "of the test split are also training images"), "remove them"),
     ]
+
+
+def warn_of_leaks(dataset: Dataset) -> None:
+    """Say that test images are training images, pixel by pixel (W217): they flatter the accuracy."""
+    trained = {hash(row.tobytes()) for row in dataset.train.pixels.cpu().flatten(1).numpy()}
+    leaked = sum(hash(row.tobytes()) in trained for row in dataset.test.pixels.cpu().flatten(1).numpy())
+    if leaked:
+        what = f"{leaked:,} of {len(dataset.test):,} test images are also training images, which flatters the accuracy"
+        warnings.warn(ResceneWarning("W217", what, fix="remove them; rescene data inspect counts them"), stacklevel=2)
+
+
+def _said(told: Sequence[ResceneWarning], code: str) -> str:
+    return "; ".join(warning.what for warning in told if warning.code == code)
 
 
 def _row(check: str, problem: str = "", fix: str = "") -> Row:

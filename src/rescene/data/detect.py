@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 from rescene.data import prepared
 from rescene.data.sources import cifar_archive, cifar_parquet, manifest, office31, tinyimagenet
 from rescene.data.sources.cifar_spec import CIFAR10, CIFAR100
+from rescene.data.sources.decode import shown
 from rescene.data.sources.folder import subfolders
-from rescene.errors import DataError
+from rescene.errors import DataError, ResceneWarning
 
 
 def detect(path: Path) -> str:
@@ -60,7 +62,12 @@ def _detect_single_file(path: Path) -> str | None:
     listed = _only(path, "csv")
     if listed and manifest.is_manifest(listed):
         return "csv"
-    if _only(path, "npz"):
+    packed = _only(path, "npz")
+    if packed:
+        beside = ", ".join(shown(folder.name) for folder in subfolders(path)[:5])
+        if beside:
+            what = f"not read: folders beside {shown(packed.name)}, which was taken for the data set: {beside}"
+            warnings.warn(ResceneWarning("W214", what, fix="data.name=folder reads the folders"), stacklevel=4)
         return "npz"
     ready = _only(path, prepared.KIND)
     return prepared.KIND if ready and prepared.is_prepared(ready) else None

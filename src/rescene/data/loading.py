@@ -13,6 +13,7 @@ from rescene.data.images import Dataset
 from rescene.data.options import Options
 from rescene.data.resize import fit_dataset
 from rescene.data.sources import READERS, fashion_mini
+from rescene.data.sources.decode import shown
 from rescene.errors import ConfigError, DataError, did_you_mean
 
 AnyPath = str | os.PathLike[str]
@@ -27,17 +28,21 @@ def load(
     test_fraction: float = 0.2,
     seed: int = 0,
     skip_unreadable: bool = False,
+    layout: str = "auto",
+    outside: str = "warn",
 ) -> Dataset:
     """A data set on the CPU.
 
     ``auto`` without a path is the embedded fashion-mini, with one the layout is detected; ``folder``, ``csv`` and
     ``npz`` need a path; the paper's sets are looked for in ./data, $RESCENE_DATA and the user cache if none is given. A
     prepared file (:func:`prepare`) is preferred, unless its test split was drawn with another fraction or seed.
+    ``layout`` (classes or domains) says what the first folders are where they do not tell; ``outside="refuse"`` takes no
+    image that a link or a CSV names outside of the folder.
 
     >>> load().classes[:3]
     ('T-shirt', 'Trouser', 'Pullover')
     """
-    options = Options(image_size, test_fraction, seed, skip_unreadable)
+    options = Options(image_size, test_fraction, seed, skip_unreadable, layout, outside)
     _check_name(name, path)
     if name == "fashion-mini" or (name == "auto" and path is None):
         dataset = fashion_mini.read(fashion_mini.FILE, options)
@@ -57,13 +62,14 @@ def prepare(
     test_fraction: float = 0.2,
     seed: int = 0,
     skip_unreadable: bool = False,
+    layout: str = "auto",
 ) -> Path:
     """Decode ``source`` once and write <out>/<name>.safetensors, which ``load`` prefers; returns that file.
 
     ``name`` is a known set, or a name of your own for a source whose layout is detected. ``out``: a folder, by default
     the one in the user cache in which ``load(name)`` looks. A set of your own is loaded by the path of that file.
     """
-    options = Options(image_size, test_fraction, seed, skip_unreadable)
+    options = Options(image_size, test_fraction, seed, skip_unreadable, layout)
     source = _existing(source)
     kind = name if name in READERS else detect(source)
     dataset = replace(fit_dataset(_read_source(kind, source, options), image_size), name=name)
@@ -82,6 +88,11 @@ def _check_name(name: str, path: AnyPath | None) -> None:
 
 def _existing(path: AnyPath) -> Path:
     found = Path(path).expanduser()
+    if shown(found) != str(found):
+        why = "the path has bytes that are not UTF-8, or control characters"
+        raise DataError(
+            "E217", "this path cannot be written down", where=shown(found), why=why, fix="rename the folder"
+        )
     if not found.exists():
         raise DataError("E201", f"there is nothing at {found}", where=str(found.absolute()), fix="check the path")
     return found

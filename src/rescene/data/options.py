@@ -6,16 +6,23 @@ from dataclasses import dataclass
 
 from rescene.errors import ConfigError
 
+LAYOUTS = ("auto", "classes", "domains")
+OUTSIDE = ("warn", "refuse")
+
 
 @dataclass(frozen=True)
 class Options:
     """``image_size``: None keeps or guesses the size. ``test_fraction`` and ``seed`` matter only where the data has no
-    test set of its own. ``skip_unreadable``: leave damaged images out (counted in a warning) instead of refusing."""
+    test set of its own. ``skip_unreadable``: leave damaged images out (counted in a warning) instead of refusing.
+    ``layout`` says what the first folders are, classes or domains, where nothing else tells; ``outside``: warn of files
+    that lie outside of the folder, or refuse them."""
 
     image_size: int | None = None
     test_fraction: float = 0.2
     seed: int = 0
     skip_unreadable: bool = False
+    layout: str = "auto"
+    outside: str = "warn"
 
     def __post_init__(self) -> None:
         if not 0 <= self.test_fraction < 1:
@@ -24,6 +31,9 @@ class Options:
             )
         if self.image_size is not None and not 8 <= self.image_size <= 1024:
             raise ConfigError("E208", f"image_size is {self.image_size}", fix="a size in pixels from 8 to 1024")
+        for key, value, possible in (("layout", self.layout, LAYOUTS), ("outside", self.outside, OUTSIDE)):
+            if value not in possible:
+                raise ConfigError("E208", f"{key} is {value!r}", fix=f"one of: {', '.join(possible)}")
 
     @property
     def split(self) -> str:

@@ -10,6 +10,33 @@ from torch import Tensor
 
 from rescene.data.images import Dataset, Transform
 
+MAX_PIXELS = 2**27  # of one picture, stored or scaled; as RGB in memory that is half a gigabyte
+
+
+class TooLarge(ValueError):
+    """A picture, known by its header alone, that would take more memory than a picture may."""
+
+
+def check_area(width: int, height: int, size: int) -> int:
+    """Pixels of the larger of the picture and its scaled copy; above ``MAX_PIXELS`` it is refused.
+
+    A long thin picture is small on disk and enormous when its shorter side has become ``size``.
+
+    >>> check_area(100, 50, 32)
+    5000
+    """
+    if min(width, height) < 1:
+        raise TooLarge(f"it has no pixels ({width} x {height})")
+    new_width, new_height = scaled_size(width, height, size)
+    if width * height > MAX_PIXELS:
+        raise TooLarge(f"{width:,} x {height:,} pixels; a picture may have {MAX_PIXELS:,} in all")
+    if new_width * new_height > MAX_PIXELS:
+        raise TooLarge(
+            f"{width:,} x {height:,} pixels: too long and thin, with a shorter side of {size} it would be "
+            f"{new_width:,} x {new_height:,}; a picture may have {MAX_PIXELS:,} pixels in all"
+        )
+    return max(width * height, new_width * new_height)
+
 
 def scaled_size(width: int, height: int, size: int) -> tuple[int, int]:
     """(width, height) after the shorter side became ``size``.
@@ -35,10 +62,11 @@ def fit_pixels(pixels: Tensor, size: int) -> Tensor:
     height, width = pixels.shape[-2:]
     if height == width == size:
         return pixels
+    at_once = 2**26 // check_area(width, height, size)  # bounds the float copy
     new_width, new_height = scaled_size(width, height, size)
     left, top = centre(new_width, new_height, size)
     parts = []
-    for chunk in torch.split(pixels, 1024):  # bounds the float copy
+    for chunk in torch.split(pixels, max(1, min(1024, at_once))):
         scaled = F.interpolate(chunk.float(), (new_height, new_width), mode="bilinear", antialias=True)
         window = scaled[..., top : top + size, left : left + size]
         parts.append(window.round().clamp(0, 255).to(torch.uint8))

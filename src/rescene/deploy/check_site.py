@@ -50,12 +50,18 @@ def data_rows(site: Site) -> list[Row]:
             dataset = load_data(site.section.data.model_copy(update={"skip_unreadable": True}))
     except ResceneError as error:
         return [_failed("images", error)]
-    damaged = [w.message.what for w in caught if isinstance(w.message, ResceneWarning) and w.message.code == "W203"]
+    told = [w.message for w in caught if isinstance(w.message, ResceneWarning)]
+    damaged = [warning.what for warning in told if warning.code == "W203"]
     where = site.section.data.path or f"the embedded {dataset.name}: not images of your own"
     return [
         row("images", f"{len(dataset.train):,} to learn from, {len(dataset.test):,} to test with; {where}"),
         row("classes", _counts(dataset)),
         row("images readable", "" if damaged else "all", "; ".join(damaged), "copy them again, or remove them"),
+        *(
+            row(f"files [{warning.code}]", "", warning.what, warning.fix or "")
+            for warning in told
+            if warning.code != "W203"
+        ),
         *(
             row(one["check"], "" if one["problem"] else "yes", one["problem"], one["fix"])
             for one in content_rows(dataset)

@@ -13,10 +13,10 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from rescene.config import Recipe
 from rescene.config.schema import DataSection
-from rescene.data import Dataset, load
+from rescene.data import Dataset
 from rescene.data.own import adopt, check_labels
 from rescene.engine import Experiment, prepare
-from rescene.engine.experiment import look_of
+from rescene.engine.experiment import load_data, look_of
 from rescene.errors import DataError, RunError
 from rescene.privacy.ledger import Declined, End, Floor, Ledger
 
@@ -39,12 +39,20 @@ class FloorSection(_Section):
         return Floor(self.epsilon_max, self.min_sigma, self.max_participations)
 
 
+class SiteData(DataSection):
+    """What leaves a site is made of its images. Whoever packed a folder or wrote a CSV must not choose others than its own."""
+
+    outside: Literal["warn", "refuse"] = Field(
+        "refuse", description="images that a link or a CSV names outside of the folder"
+    )
+
+
 class SiteSection(_Section):
     """site.yaml."""
 
     client: int = Field(ge=0, description="the site's number in the federation")
     server: str = Field("", description="host:port of the server")
-    data: DataSection = Field(DataSection(), description="where the images lie; never taken from the server")
+    data: SiteData = Field(SiteData(), description="where the images lie; never taken from the server")
     holds: Literal["share", "own"] = Field("share", description="share: a part of the recipe's split; own: all of data")
     labels: dict[str, str | None] = Field(
         default_factory=dict, description="own: local class name -> the federation's; null leaves the class out"
@@ -92,8 +100,7 @@ def local_images(section: SiteSection, image_size: int | None = None) -> Dataset
             fix="data: {path: FOLDER} in site.yaml, one folder of images per class",
         )
     size = image_size or data.image_size
-    found = load(data.name, data.path, image_size=size, test_fraction=data.test_fraction, seed=data.seed,
-                 skip_unreadable=data.skip_unreadable)  # fmt: skip
+    found = load_data(data.model_copy(update={"image_size": size}))
     check_labels(found.classes, section.labels, str(data.path))
     return found
 

@@ -18,6 +18,7 @@ from rescene.config.plan import SitesSection
 from rescene.config.privacy import check_records
 from rescene.config.schema import DataSection, FederationSection
 from rescene.data import Dataset, LazySplit, Shard, Task, Transform, load, partition, plan_tasks
+from rescene.data.checks import warn_of_leaks
 from rescene.data.own import away
 from rescene.data.tasks import cut, tested
 from rescene.engine.initial import initial_weights
@@ -159,7 +160,9 @@ def prepare(recipe: Recipe, dataset: Dataset | None = None) -> Experiment:
     device = pick_device(recipe.device)
     rng = Rng(recipe.seed)
     method = recipe.build_method()
-    dataset = load_data(recipe.data) if dataset is None else dataset
+    if dataset is None:
+        dataset = load_data(recipe.images)
+        warn_of_leaks(dataset)
     dataset, tasks = planned(recipe, through(recipe.model.lens, dataset, device))
     check_records(recipe.promise(len(tasks)), sum(len(task.train) for task in tasks))
     dataset = dataset.to(device)
@@ -176,6 +179,7 @@ def _prepare_planned(recipe: Recipe, plan: SitesSection, own: Dataset | None) ->
         dataset = through(recipe.model.lens, away(plan.classes, look_of(plan), plan.image_size, test)).to(device)
         tasks = [tested(dataset, task) if plan.test else task for task in cut(dataset, sizes)]
     else:
+        warn_of_leaks(own)
         dataset = through(recipe.model.lens, own, device).to(device)
         tasks = cut(dataset, sizes)
         check_records(recipe.promise(len(tasks)), max((len(task.train) for task in tasks), default=0))
@@ -239,6 +243,8 @@ def load_data(data: DataSection) -> Dataset:
         test_fraction=data.test_fraction,
         seed=data.seed,
         skip_unreadable=data.skip_unreadable,
+        layout=data.layout,
+        outside=data.outside,
     )
 
 

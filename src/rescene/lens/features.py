@@ -86,7 +86,8 @@ class LeavesLens(nn.Module):
 
     def patch_strengths(self, x: Tensor) -> Tensor:
         """[n, 2K, 4]: square roots of the averages over the four parts."""
-        return halves(Patches(self.filters, self.offsets, THRESHOLD).maps(x)).flatten(2).sqrt()
+        maps = Patches(self.filters, self.offsets, THRESHOLD).maps(x)
+        return torch.cat([halves(one) for one in maps], dim=1).flatten(2).sqrt()
 
 
 def halves(x: Tensor) -> Tensor:

@@ -180,7 +180,9 @@ class _Random:
         """Noise with a power spectrum of 1/f^a, a from .5 to 2.2 by picture: [num, 3, size, size], deviation 1, mean 0."""
         fy, fx = torch.fft.fftfreq(size, device=self.device), torch.fft.rfftfreq(size, device=self.device)
         f = (fy[:, None].square() + fx.square()).sqrt().clamp_min(1 / size)
-        field: Tensor = torch.fft.rfft2(self.normal(3, size, size)) * f ** (-self.uniform(0.5, 2.2)[:, None, None, None])
+        field: Tensor = torch.fft.rfft2(self.normal(3, size, size)) * f ** (
+            -self.uniform(0.5, 2.2)[:, None, None, None]
+        )
         field[:, :, 0, 0] = 0
         field = torch.fft.irfft2(field, s=(size, size))
         field = field / field.std(dim=(1, 2, 3), keepdim=True).clamp_min(1e-6)

@@ -28,7 +28,7 @@ from rescene.lens.features import LeavesLens
 BUILT_IN = ("waves", "leaves")
 LEAVES_FILE = Path(__file__).with_name("leaves.safetensors")
 KEY = "rescene-lens"  # under which a lens file says what it is
-CHUNK = {"cpu": 64, "cuda": 256}  # pictures at a time
+CHUNK = {"cpu": 16, "cuda": 256}  # pictures at a time
 
 
 @dataclass(frozen=True, eq=False)

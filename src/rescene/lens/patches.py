@@ -27,10 +27,10 @@ class Patches:
     offsets: Tensor
     threshold: float
 
-    def maps(self, x: Tensor) -> Tensor:
-        """Strengths at every place: pixels in [0, 1], [n, 3, s, s] -> [n, 2K, s - 5, s - 5]."""
+    def maps(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Strengths at every place, of the patches and of their negatives: pixels in [0, 1], [n, 3, s, s] -> [n, K, s - 5, s - 5]."""
         s = F.conv2d(x, self.filters) / patch_deviation(x) - self.offsets[None, :, None, None]
-        return torch.cat([F.relu(s - self.threshold), F.relu(-s - self.threshold)], dim=1)
+        return F.relu(s - self.threshold), F.relu(-s - self.threshold)
 
 
 def patch_deviation(x: Tensor) -> Tensor:

@@ -79,7 +79,7 @@ def _pictures(folder: Path, size: int) -> tuple[Tensor, str]:
     recipe, test, why = resolve(folder / "config.yaml").recipe, noise[:0], "images are at the sites"
     if recipe.sites is None:
         try:
-            pixels = load_data(recipe.data).test.pixels
+            pixels = load_data(recipe.images).test.pixels
             test = pixels[:: max(1, len(pixels) // NUM_TEST)][:NUM_TEST]
         except DataError as error:
             why = error.what

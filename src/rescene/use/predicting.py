@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rescene.data.sources.decode import EXTENSIONS, decode
+from rescene.data.sources.decode import EXTENSIONS, decode, reason, shown
+from rescene.data.sources.folder import survey, warn_of_left
 from rescene.errors import DataError, ResceneWarning
 from rescene.use.model import Model
 
@@ -27,12 +28,14 @@ class Prediction:
 
 
 def find_images(paths: Iterable[Path]) -> list[Path]:
-    """The files named, and every picture below the folders named; each once, folders in name order."""
+    """The files named, and every picture below the folders named; each once, folders in name order. Files below a folder
+    that are not read are told (W214)."""
     found: dict[Path, None] = {}
     for path in paths:
         if path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in EXTENSIONS and p.is_file())
-            found |= dict.fromkeys(p for p in inside if not p.name.startswith("."))
+            place, left = survey(path)
+            warn_of_left(left, path)
+            found |= dict.fromkeys(sorted(place.everything()))
         elif path.is_file():
             found[path] = None
         else:
@@ -46,19 +49,20 @@ def find_images(paths: Iterable[Path]) -> list[Path]:
     return list(found)
 
 
-def predict(model: Model, files: Sequence[Path], top: int = 3) -> tuple[list[Prediction], list[Path]]:
-    """Answers in the order of ``files``, and the files that could not be read as pictures."""
+def predict(model: Model, files: Sequence[Path], top: int = 3) -> tuple[list[Prediction], dict[Path, str]]:
+    """Answers in the order of ``files``, and why the others could not be read as pictures."""
     answers: list[Prediction] = []
+    unreadable: dict[Path, str] = {}
     for start in range(0, len(files), _AT_ONCE):
         some = files[start : start + _AT_ONCE]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ResceneWarning)  # told by the second value
-            seen = decode(some, [str(file) for file in some], model.image_size, skip_unreadable=True)
+            seen = decode(some, [shown(file) for file in some], model.image_size, skip_unreadable=True)
+        unreadable |= {some[i]: reason(problem) for i, problem in seen.refused.items()}
         if not seen.kept:
             continue
         values, places = torch.softmax(model.scores(seen.pixels), dim=1).topk(min(top, len(model.classes)))
         for i, pixels, value, place in zip(seen.kept, seen.pixels, values.tolist(), places.tolist(), strict=True):
             named = tuple((model.classes[c], v) for c, v in zip(place, value, strict=True))
             answers.append(Prediction(some[i], named, pixels))
-    read = {answer.file for answer in answers}
-    return answers, [file for file in files if file not in read]
+    return answers, unreadable

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import zipfile
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +13,14 @@ from torch import Tensor
 
 from rescene.data.images import Dataset, Images, measure
 from rescene.data.options import Options
-from rescene.data.resize import fit_pixels, resize_note
-from rescene.data.sources.listing import class_order, draw_test
+from rescene.data.resize import TooLarge, fit_pixels, resize_note
+from rescene.data.sources.listing import check_names, class_order, draw_test
 from rescene.errors import DataError
 
+MOST_BYTES, MOST_SHRUNK = 2**28, 100  # an archive may unpack to the first, and beyond it to so many times its size
+KNOWN = {"x_train", "y_train", "x_test", "y_test", "x", "y", "classes"}
 Split = tuple[Tensor, list[str]]  # pixels, label names
+Header = tuple[tuple[int, ...], np.dtype]
 
 
 def read(path: Path, options: Options) -> Dataset:
@@ -27,26 +32,67 @@ def read(path: Path, options: Options) -> Dataset:
     else:
         train, test, drawn = *_drawn(_split(path, arrays, "", names), options), True
     classes = names or class_order([*train[1], *test[1]])
+    check_names("class", classes, str(path))
     missing = [name for name in classes if name not in set(train[1])]
     if missing:
         raise DataError("E204", f"no training image of class {', '.join(missing[:5])}", where=str(path), fix="add some")
     if not test[1]:
         raise DataError("E202", "there is no test image", where=str(path), fix="add x_test or raise test_fraction")
-    return _dataset(path.stem, classes, train, test, options.split if drawn else "given")
+    try:
+        return _dataset(path.stem, classes, train, test, options.split if drawn else "given")
+    except TooLarge as problem:
+        fix = "shrink or cut the pictures"
+        raise DataError("E219", "the pictures are too large", where=str(path), why=str(problem), fix=fix) from problem
 
 
 def _open(path: Path) -> dict[str, np.ndarray]:
+    """The arrays that make a data set, after their headers were looked at; others in the file are not unpacked."""
     try:
+        headers = _headers(path)
+        _check_headers(path, headers)
         with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-    except (OSError, ValueError, AttributeError, zipfile.BadZipFile) as problem:
+            return {name: file[name] for name in KNOWN & headers.keys()}
+    except (OSError, ValueError, EOFError, zlib.error, zipfile.BadZipFile) as problem:
         raise _bad(path, f"not a readable .npz: {problem}", fix="write it with numpy.savez_compressed") from problem
-    wanted = ("x_train", "y_train", "x_test", "y_test") if "x_train" in arrays else ("x", "y")
-    missing = [name for name in wanted if name not in arrays]
+
+
+def _headers(path: Path) -> dict[str, Header]:
+    """Shape and type of every array, without its content."""
+    read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    found: dict[str, Header] = {}
+    with zipfile.ZipFile(path) as archive:
+        for member in archive.namelist():
+            with archive.open(member) as stream:
+                version = np.lib.format.read_magic(stream)
+                if version not in read:
+                    raise ValueError(f"{member} has a format that images do not need, {version}")
+                shape, _, kind = read[version](stream)
+                found[member.removesuffix(".npy")] = shape, kind
+    return found
+
+
+def _check_headers(path: Path, headers: dict[str, Header]) -> None:
+    wanted = ("x_train", "y_train", "x_test", "y_test") if "x_train" in headers else ("x", "y")
+    missing = [name for name in wanted if name not in headers]
     if missing:
-        why = f"no array {', '.join(missing)}; found: {', '.join(arrays) or 'nothing'}"
+        why = f"no array {', '.join(missing)}; found: {', '.join(headers) or 'nothing'}"
         raise _bad(path, why, fix="x_train, y_train, x_test, y_test, or x, y")
-    return arrays
+    size, packed = 0, path.stat().st_size
+    for name in KNOWN & headers.keys():
+        shape, kind = headers[name]
+        if name.startswith("x") and kind != np.uint8:
+            raise _bad(path, f"{name} is {kind}", fix="pixels as uint8, 0 to 255")
+        if kind.hasobject or (name.startswith("x") and 0 in shape[1:]):
+            raise _bad(path, f"{name} is {kind} of shape {shape}", fix="numbers or text, and pictures with pixels")
+        size += math.prod(shape) * kind.itemsize
+    if size > max(MOST_BYTES, MOST_SHRUNK * packed):
+        raise DataError(
+            "E220",
+            f"the NumPy file would unpack to {size / 1e9:.1f} GB",
+            where=str(path),
+            why=f"it has {packed / 1e6:.1f} MB; pictures do not shrink to less than a hundredth",
+            fix="write it with numpy.savez, which does not compress",
+        )
 
 
 def _split(path: Path, arrays: dict[str, np.ndarray], suffix: str, names: tuple[str, ...] | None) -> Split:
@@ -59,8 +105,6 @@ def _split(path: Path, arrays: dict[str, np.ndarray], suffix: str, names: tuple[
 
 def _pixels(path: Path, key: str, x: np.ndarray) -> Tensor:
     """-> uint8 [n, 3, H, W]"""
-    if x.dtype != np.uint8:
-        raise _bad(path, f"{key} is {x.dtype}", fix="pixels as uint8, 0 to 255")
     if x.ndim == 3:
         x = x[:, None]
     elif x.ndim == 4 and x.shape[1] not in (1, 3) and x.shape[3] in (1, 3):

@@ -15,7 +15,7 @@ from rescene.data.images import Dataset, Images, Transform
 from rescene.data.options import Options
 from rescene.data.sources import cifar_archive, cifar_parquet
 from rescene.data.sources.cifar_spec import CIFAR10, CIFAR100, Cifar, check_count, incomplete
-from rescene.data.sources.folder import list_splits
+from rescene.data.sources.folder import list_splits, survey
 from rescene.data.sources.listing import assemble
 from rescene.errors import DataError
 
@@ -49,7 +49,7 @@ def read(path: Path, options: Options, cifar: Cifar) -> Dataset:
 
 
 def _read_folders(path: Path, options: Options, cifar: Cifar) -> Dataset:
-    files = list_splits(path)
+    files = list_splits(survey(path)[0])
     found, expected = {file.label for file in files}, set(cifar.classes)
     if found != expected:
         odd = [f"missing: {c}" for c in sorted(expected - found)] + [f"unknown: {c}" for c in sorted(found - expected)]

@@ -1,12 +1,15 @@
 """The official archives, packed (.tar.gz) or unpacked: pickled batches ("python") or raw records ("binary").
 
-Pickles can run code when they are opened, so these are read by an unpickler that only knows arrays and plain values.
+Pickles can run code when they are opened, and an array in one can hold pointers of its maker's choice. These are read by an
+unpickler that calls nothing: what stands for an array there is only noted, and its bytes are then read as integers.
 """
 
 from __future__ import annotations
 
 import io
+import math
 import pickle
+import pickletools
 import tarfile
 import zlib
 from collections.abc import Callable
@@ -20,18 +23,20 @@ import torch
 from torch import Tensor
 
 from rescene.data.sources.cifar_spec import Cifar, check_count, incomplete
+from rescene.data.sources.decode import shown
 from rescene.data.sources.folder import subfolders
 from rescene.errors import DataError
 
 _SHAPE = (3, 32, 32)
 _NUM_VALUES = 3 * 32 * 32
-_RECONSTRUCT = np.empty(0).__reduce__()[0]  # NumPy's own, wherever this NumPy keeps it
-_ALLOWED: dict[tuple[str, str], Any] = {
-    ("numpy", "ndarray"): np.ndarray,
-    ("numpy", "dtype"): np.dtype,
-    ("numpy.core.multiarray", "_reconstruct"): _RECONSTRUCT,
-    ("numpy._core.multiarray", "_reconstruct"): _RECONSTRUCT,
-}
+_MOST_BYTES = 2**28  # of one batch; the largest official one has 155 MB
+_ALLOWED = (
+    ("numpy", "ndarray"),
+    ("numpy", "dtype"),
+    ("numpy.core.multiarray", "_reconstruct"),
+    ("numpy._core.multiarray", "_reconstruct"),
+)
+_INTEGERS = {f"{kind}{size}" for kind in "iu" for size in (1, 2, 4, 8)}
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ def find(path: Path, cifar: Cifar) -> Container | None:
     else:
         places = [path, *subfolders(path), *sorted(path.glob("*.tar.gz")), *sorted(path.glob("*.tgz"))]
     for place in places:
-        container = _open_folder(place, cifar) if place.is_dir() else _open_tar(place)
+        container = _open_folder(place, cifar) if place.is_dir() else _open_tar(place, cifar)
         if container.has(cifar.train_files + _binary(cifar.train_files)):
             return container
     return None
@@ -81,21 +86,33 @@ def _binary(names: tuple[str, ...]) -> tuple[str, ...]:
 
 def _open_folder(path: Path, cifar: Cifar) -> Container:
     """Asks for the few names that matter: the folder may be anybody's, with a hundred thousand images in it."""
-    names = cifar.train_files + cifar.test_files
-    files = [path / name for name in names + _binary(names)]
+    files = [path / name for name in _batches(cifar)]
     return Container(path, {file.name: file.read_bytes for file in files if file.is_file()})
 
 
-def _open_tar(path: Path) -> Container:
-    """Read in one pass (each seek in a .tar.gz unpacks it from the start); nothing is unpacked to disk."""
+def _batches(cifar: Cifar) -> tuple[str, ...]:
+    names = cifar.train_files + cifar.test_files
+    return names + _binary(names)
+
+
+def _open_tar(path: Path, cifar: Cifar) -> Container:
+    """Read in one pass (each seek in a .tar.gz unpacks it from the start); nothing is unpacked to disk, and only batches are
+    kept: the archive may be anybody's."""
     members: dict[str, Callable[[], bytes]] = {}
     try:
         if tarfile.is_tarfile(path):
             with tarfile.open(path) as archive:
                 for member in archive:
-                    stream = archive.extractfile(member) if member.isfile() else None
+                    name = PurePosixPath(member.name).name
+                    if not member.isfile() or name not in _batches(cifar):
+                        continue
+                    if member.size > _MOST_BYTES:
+                        raise tarfile.ReadError(
+                            f"{shown(name)} has {member.size:,} bytes, more than any batch of CIFAR"
+                        )
+                    stream = archive.extractfile(member)
                     if stream:
-                        members[PurePosixPath(member.name).name] = partial(bytes, stream.read())
+                        members[name] = partial(bytes, stream.read())
     except (tarfile.TarError, zlib.error, EOFError, OSError) as problem:
         raise _damaged(path, problem) from problem
     return Container(path, members)
@@ -109,19 +126,55 @@ def _parse_binary(data: bytes, cifar: Cifar, where: Path) -> tuple[Tensor, Tenso
     return rows[:, cifar.label_bytes :].reshape(-1, *_SHAPE), rows[:, cifar.label_bytes - 1].long()
 
 
-class _ArraysOnly(pickle.Unpickler):
+class _Noted:
+    """Stands for a NumPy array or type of a pickle: what it would be made of. Nothing of NumPy is called or built."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args, self.state = args, ()
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def integers(self) -> np.ndarray:
+        """The array, if it is one of integers of a fixed size and its bytes are there."""
+        _, shape, kind, column_first, data = self.state
+        code, order = _text(kind.args[0]), _text(kind.state[1])
+        if code not in _INTEGERS or order not in ("|", "<", ">") or not isinstance(data, bytes):
+            raise pickle.UnpicklingError(f"an array of {shown(repr(code))}, where plain integers belong")
+        if len(data) != math.prod(shape) * int(code[1:]):
+            raise pickle.UnpicklingError(f"{len(data):,} bytes for an array of shape {shape}")
+        return np.frombuffer(data, dtype=np.dtype(code).newbyteorder(order)).reshape(
+            shape, order="F" if column_first else "C"
+        )
+
+
+class _NothingCalled(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ALLOWED:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which image data does not need")
-        return _ALLOWED[module, name]
+        return type("_Noted", (_Noted,), {})  # a new one each time: a pickle may set attributes of what it is given
+
+
+def _unpickle(data: bytes) -> Any:
+    """Plain values, with ``_Noted`` for arrays."""
+    for count, (opcode, arg, _) in enumerate(pickletools.genops(data)):
+        if opcode.name.endswith("PUT") and isinstance(arg, int) and arg > count:  # a place far out would take memory
+            raise pickle.UnpicklingError("its memory is numbered as no program does")
+    return _NothingCalled(io.BytesIO(data), encoding="bytes").load()
+
+
+def _text(value: Any) -> str:
+    return value.decode("latin-1") if isinstance(value, bytes) else str(value)
 
 
 def _parse_pickle(data: bytes, cifar: Cifar, where: Path) -> tuple[Tensor, Tensor]:
     try:
-        raw = _ArraysOnly(io.BytesIO(data), encoding="bytes").load()
-        batch = {key.decode() if isinstance(key, bytes) else key: value for key, value in raw.items()}
-        pixels = np.asarray(batch["data"]).reshape(-1, *_SHAPE)
-        labels = np.asarray(batch[cifar.key], dtype=np.int64)
+        batch = {_text(key): value for key, value in _unpickle(data).items()}
+        pixels = batch["data"].integers().reshape(-1, *_SHAPE)
+        labels = batch[cifar.key]
+        labels = (labels.integers() if isinstance(labels, _Noted) else np.array(list(map(int, labels)))).astype(
+            np.int64
+        )
     except Exception as problem:  # a damaged pickle can fail in any way
         raise _damaged(where, problem) from problem
     if pixels.dtype != np.uint8 or labels.shape != pixels.shape[:1]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import statistics
+import threading
+import unicodedata
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -17,48 +19,77 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rescene.data.resize import centre, resize_note, scaled_size
+from rescene.data.resize import TooLarge, centre, check_area, resize_note, scaled_size
 from rescene.errors import DataError, ResceneWarning
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-EXTENSIONS = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff"}
-_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "PPM", "TIFF")  # naming them keeps Pillow from trying forty others
+EXTENSIONS = {".jpg", ".jpeg", ".jfif", ".png", ".gif", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff"}
+_FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "PPM", "TIFF")  # naming them keeps Pillow from trying forty others
 _NUM_HEADERS = 1000  # enough for a median
 _NUM_THREADS = min(8, os.cpu_count() or 1)
+_LARGE = 2**24  # pixels; such pictures are decoded one at a time, so that threads do not multiply their memory
+_one_large = threading.Lock()
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """``pixels`` uint8 [m, 3, S, S]; ``kept``: which of the sources they are; ``notes``: what was resized."""
+    """``pixels`` uint8 [m, 3, S, S]; ``kept``: which of the sources they are; ``refused``: why the others are not there;
+    ``notes``: what was resized, and how many are animations."""
 
     pixels: Tensor
     kept: list[int]
+    refused: dict[int, Exception]
     notes: tuple[str, ...]
 
 
 def decode(
     sources: Sequence[Path | bytes], names: Sequence[str], size: int, *, skip_unreadable: bool = False
 ) -> Decoded:
-    """Decode to RGB at ``size``. What cannot be read is an error (E203), with ``skip_unreadable`` a warning (W203)."""
+    """Decode to RGB at ``size``; all pictures of files go through here.
+
+    What cannot be read is an error (E203, too large: E219), with ``skip_unreadable`` a warning (W203).
+    """
     pixels = np.zeros((len(sources), 3, size, size), dtype=np.uint8)
 
-    def one(i: int) -> tuple[int, int] | str:
+    def one(i: int) -> tuple[tuple[int, int], bool] | Exception:
         try:
-            original, pixels[i] = _decode_one(sources[i], size)
+            original, moves, pixels[i] = _decode_one(sources[i], size)
         except Exception as problem:  # Pillow's decoders raise many types on damaged files
-            return str(problem) or type(problem).__name__
-        return original
+            return problem
+        return original, moves
 
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         outcome = list(pool.map(one, range(len(sources))))
-    bad = {i: result for i, result in enumerate(outcome) if isinstance(result, str)}
-    if bad:
-        _report(bad, names, skip_unreadable)
-    kept = [i for i in range(len(sources)) if i not in bad]
-    notes = _resize_notes({result for result in outcome if not isinstance(result, str)}, size)
-    return Decoded(torch.from_numpy(pixels[kept] if bad else pixels), kept, notes)
+    refused = {i: result for i, result in enumerate(outcome) if isinstance(result, Exception)}
+    if refused:
+        _report(refused, names, skip_unreadable)
+    read = [result for result in outcome if not isinstance(result, Exception)]
+    notes = _resize_notes({original for original, _ in read}, size)
+    if moving := sum(moves for _, moves in read):
+        notes += (f"of {moving} animations or files with several pages only the first picture was read",)
+    kept = [i for i in range(len(sources)) if i not in refused]
+    return Decoded(torch.from_numpy(pixels[kept] if refused else pixels), kept, refused, notes)
+
+
+def reason(problem: Exception) -> str:
+    """Why a picture cannot be read, in one line."""
+    from PIL import UnidentifiedImageError
+
+    if isinstance(problem, UnidentifiedImageError):
+        return "not a picture"
+    return shown((str(problem) or type(problem).__name__).splitlines()[0])
+
+
+def shown(name: str | Path) -> str:
+    r"""A name as it can be printed and recorded: control characters and bytes that are not UTF-8 are written out.
+
+    >>> print(shown("a\x1b[1m\udcff b"))
+    a\x1b[1m\udcff b
+    """
+    unseen = ("Cc", "Cs", "Zl", "Zp")  # control characters, lone surrogates (undecoded bytes), line separators
+    return "".join(c.encode("unicode_escape").decode() if unicodedata.category(c) in unseen else c for c in str(name))
 
 
 def guess_size(paths: Sequence[Path]) -> int:
@@ -86,14 +117,28 @@ def _shorter_side(path: Path) -> int | None:
         return None
 
 
-def _decode_one(source: Path | bytes, size: int) -> tuple[tuple[int, int], np.ndarray]:
-    """Original (width, height) and pixels uint8 [3, size, size] of the first frame, upright."""
-    from PIL import ImageOps
+def _decode_one(source: Path | bytes, size: int) -> tuple[tuple[int, int], bool, np.ndarray]:
+    """Original (width, height), whether there is more than one frame, and pixels uint8 [3, size, size] of the first, upright."""
+    from PIL import Image, ImageOps
 
-    with _opened(source) as image:
-        upright = ImageOps.exif_transpose(image)
-        pixels = np.asarray(_fit(_rgb(upright), size))
-        return upright.size, pixels.transpose(2, 0, 1)
+    try:
+        with _opened(source) as image:
+            area = check_area(*image.size, size)
+            with _one_large if area > _LARGE else nullcontext():
+                moves = _moves(image)
+                ImageOps.exif_transpose(image, in_place=True)
+                pixels = np.asarray(_fit(_rgb(image), size))
+                return image.size, moves, pixels.transpose(2, 0, 1)
+    except Image.DecompressionBombError as problem:  # Pillow's own limit is higher than ours
+        raise TooLarge("far more pixels than a picture may have") from problem
+
+
+def _moves(image: Image) -> bool:
+    """Whether an image file holds more than one frame; damage behind the first is no matter here."""
+    try:
+        return bool(getattr(image, "is_animated", False))
+    except Exception:  # as in `decode`
+        return False
 
 
 def _rgb(image: Image) -> Image:
@@ -101,10 +146,10 @@ def _rgb(image: Image) -> Image:
     from PIL import Image
 
     if image.mode.startswith("I"):  # 16 bits per pixel: keep the upper eight instead of clipping to white
-        image = Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
+        image = Image.fromarray((np.asarray(image) >> 8).clip(0, 255).astype(np.uint8))
     elif image.mode == "F":
         raise ValueError("floating-point pixels have no agreed range; save it with 8 bits")
-    return image.convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def _fit(image: Image, size: int) -> Image:
@@ -117,21 +162,21 @@ def _fit(image: Image, size: int) -> Image:
     return scaled.crop((left, top, left + size, top + size))
 
 
-def _report(bad: dict[int, str], names: Sequence[str], skip: bool) -> None:
-    first = min(bad)
-    more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+def _report(refused: dict[int, Exception], names: Sequence[str], skip: bool) -> None:
+    first = min(refused)
+    shown = [f"{names[i]} ({reason(refused[i])})" for i in sorted(refused)[:3]]
+    more = f" and {len(refused) - 3} more" if len(refused) > 3 else ""
     if skip:
-        what = f"left out {len(bad)} of {len(names)} images that cannot be read: {names[first]}{more}"
+        what = f"left out {len(refused)} of {len(names)} images that cannot be read: {', '.join(shown)}{more}"
         warnings.warn(ResceneWarning("W203", what, fix="copy them again"), stacklevel=3)
         return
-    shown = "\n".join(names[i] for i in sorted(bad)[:5])
-    raise DataError(
-        "E203",
-        f"cannot read image {names[first]}{more}",
-        where=shown,
-        why=bad[first],
-        fix="copy these files again or remove them; skip_unreadable=true leaves them out",
-    )
+    others = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
+    where, why = "\n".join(names[i] for i in sorted(refused)[:5]), reason(refused[first])
+    if isinstance(refused[first], TooLarge):
+        fix = "shrink or cut it, or remove it; skip_unreadable=true leaves such pictures out"
+        raise DataError("E219", f"image {names[first]}{others} is too large to read", where=where, why=why, fix=fix)
+    fix = "copy these files again or remove them; skip_unreadable=true leaves them out"
+    raise DataError("E203", f"cannot read image {names[first]}{others}", where=where, why=why, fix=fix)
 
 
 def _resize_notes(originals: set[tuple[int, int]], size: int) -> tuple[str, ...]:

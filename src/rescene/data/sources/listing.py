@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import re
+import unicodedata
+import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import torch
 
 from rescene.data.images import Channels, Dataset, Images, Transform, measure
 from rescene.data.options import Options
-from rescene.data.sources.decode import decode, guess_size
-from rescene.errors import DataError
+from rescene.data.sources.decode import decode, guess_size, shown
+from rescene.errors import DataError, ResceneWarning
 from rescene.rng import Rng
 
 
@@ -41,13 +46,16 @@ def assemble(
     ``classes`` and ``domains`` fix the order (classes otherwise: :func:`class_order`); ``size`` and ``statistics``
     (mean, std) are a named set's own, otherwise guessed and measured.
     """
-    classes = classes or class_order(file.label for file in files)
+    if classes is None:
+        classes = class_order(file.label for file in files)
+        check_names("class", classes, name)
+        check_names("domain", domains, name)
     drawn = any(not file.split for file in files)
     files = hold_out(files, options) if drawn else files
     check_classes(name, classes, files)
     paths = [file.path for file in files]
     size = options.image_size or size or guess_size(paths)
-    decoded = decode(paths, [str(path) for path in paths], size, skip_unreadable=options.skip_unreadable)
+    decoded = decode(paths, [shown(path) for path in paths], size, skip_unreadable=options.skip_unreadable)
     files = [files[i] for i in decoded.kept]
     check_classes(name, classes, files)
     train, test = (_images(files, decoded.pixels, s, classes, domains) for s in ("train", "test"))
@@ -63,7 +71,82 @@ def class_order(labels: Iterable[str]) -> tuple[str, ...]:
     (('9', '10'), ('a', 'b'))
     """
     names = set(labels)
-    return tuple(sorted(names, key=int if all(name.isdecimal() for name in names) else None))
+    return tuple(sorted(names, key=int if all(name.isdecimal() and len(name) < 100 for name in names) else None))
+
+
+def check_names(what: str, names: Sequence[str], where: str) -> None:
+    """Names of classes or domains must be told apart by a person who reads them (E216) and name something (E217).
+
+    Two that differ in capitals only may be meant (the letters a and A): that is a warning (W216).
+    """
+    for name in names:
+        if shown(name) != name:
+            why = "it has bytes that are not UTF-8, or control characters such as line breaks"
+            raise DataError("E217", f"a {what} cannot be called {shown(name)}", where=where, why=why, fix="rename it")
+        if name.strip().lower() in ("", "nan"):
+            why = "that is how tables write a label that is missing"
+            raise DataError(
+                "E217",
+                f"a {what} cannot be called {name!r}",
+                where=where,
+                why=why,
+                fix="fill in the label or rename it",
+            )
+    if alike := _alike(names, _as_read):
+        why = "they differ only in spaces, in how accents are stored (NFC, NFD), or in how a number is written"
+        fix = "give both the same name, or names that look different"
+        told = ", ".join(ascii(name) for name in alike)
+        raise DataError("E216", f"names of a {what} look the same: {told}", where=where, why=why, fix=fix)
+    if alike := _alike(names, lambda name: _as_read(name).casefold()):
+        told = f"{', '.join(alike)} differ only in capitals and are kept apart"
+        warnings.warn(ResceneWarning("W216", told, fix="rename one if they are the same"), stacklevel=3)
+
+
+def _as_read(name: str) -> str:
+    """What a person sees of a name; numbers by their value.
+
+    >>> _as_read("0.0") == _as_read("0"), _as_read("caf\u00e9 ") == _as_read("cafe\u0301")
+    (True, True)
+    """
+    visible = "".join(c for c in unicodedata.normalize("NFC", name) if unicodedata.category(c) != "Cf")
+    text = " ".join(visible.split())
+    return repr(float(text)) if re.fullmatch(r"[+-]?\d{1,15}(\.\d*)?", text, re.ASCII) else text
+
+
+def _alike(names: Sequence[str], key: Callable[[str], str]) -> list[str]:
+    """The first names that have the same key."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        groups[key(name)].append(name)
+    return next((group for group in groups.values() if len(group) > 1), [])
+
+
+def check_inside(root: Path, files: Sequence[File], options: Options) -> None:
+    """Tell of images that lie outside of the folder (W215), or refuse them (E215), before one is opened.
+
+    A link or a row of a CSV leads there. Whoever packed the folder may have chosen it, not whoever uses it.
+    """
+    out = _outside(root, [file.path for file in files])
+    if not out:
+        return
+    shared = f"{len(out):,} of {len(files):,} images lie outside of the folder"
+    first = f"{shown(out[0])} leads to {shown(os.path.realpath(out[0]))}"
+    if options.outside == "refuse":
+        why = f"{first}; what is sent is made of these images, and who packed the folder may have chosen them"
+        fix = "copy them into the folder, or allow it: data.outside=warn (at a site in site.yaml)"
+        raise DataError("E215", shared, where=shown(root), why=why, fix=fix)
+    warnings.warn(ResceneWarning("W215", f"{shared}: {first}", fix="check that you mean them"), stacklevel=3)
+
+
+def _outside(root: Path, paths: Sequence[Path]) -> list[Path]:
+    """Those whose real place is not below the root's real place; a folder is looked up once."""
+    home, real = os.path.join(os.path.realpath(root), ""), cache(os.path.realpath)
+
+    def lies_at(path: Path) -> str:
+        folder, name = os.path.split(path)
+        return os.path.realpath(path) if name == ".." or os.path.islink(path) else os.path.join(real(folder), name)
+
+    return [path for path in paths if not lies_at(path).startswith(home)]
 
 
 def hold_out(files: Sequence[File], options: Options) -> list[File]:

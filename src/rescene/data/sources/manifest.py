@@ -8,7 +8,7 @@ from pathlib import Path
 from rescene.data.images import Dataset
 from rescene.data.options import Options
 from rescene.data.sources.folder import TEST_NAMES
-from rescene.data.sources.listing import File, assemble
+from rescene.data.sources.listing import File, assemble, check_inside
 from rescene.errors import DataError, did_you_mean
 
 REQUIRED, OPTIONAL = ("path", "label"), ("split", "domain")
@@ -20,6 +20,7 @@ def read(path: Path, options: Options) -> Dataset:
     domains = tuple(dict.fromkeys(file.domain for file in files if file.domain))
     if domains and not all(file.domain for file in files):
         raise _bad(path, "some rows have a domain and some have none", fix="fill the column domain in every row")
+    check_inside(path.parent, files, options)
     return assemble(path.stem, files, options, domains=domains)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rescene.data.images import Dataset
 from rescene.data.options import Options
-from rescene.data.sources.folder import images_in, inner, subfolders
+from rescene.data.sources.folder import subfolders, survey
 from rescene.data.sources.listing import File, assemble
 from rescene.errors import DataError
 
@@ -42,10 +42,10 @@ def root(path: Path) -> Path:
 def _list_domain(path: Path, domain: str) -> list[File]:
     if not (path / domain).is_dir():
         raise incomplete(path, f"the folder {domain} is missing")
-    folders = subfolders(inner(path / domain))
-    return [File(image, folder.name, "", domain) for folder in folders for image in images_in(folder)]
+    folders = survey(path / domain)[0].inner().folders
+    return [File(image, folder.name, "", domain) for folder in folders for image in folder.images]
 
 
 def incomplete(path: Path, why: str) -> DataError:
-    fix = "copy the data set again; to use it as it is, name=folder"
+    fix = "copy the data set again; to use it as it is, data.name=folder data.layout=domains"
     return DataError("E202", "Office-31 is incomplete", where=str(path), why=why, fix=fix)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rescene.data.images import Dataset
 from rescene.data.options import Options
-from rescene.data.sources.folder import images_in, subfolders
+from rescene.data.sources.folder import subfolders, survey
 from rescene.data.sources.listing import File, assemble
 from rescene.errors import DataError
 
@@ -56,7 +56,7 @@ def _list_train(path: Path, ids: list[str], expected: int) -> list[tuple[str, Pa
     rows = []
     for wnid in ids:
         folder = path / "train" / wnid / "images"
-        images = images_in(folder) if folder.is_dir() else []
+        images = survey(folder)[0].images if folder.is_dir() else ()
         if len(images) != expected:
             raise incomplete(path, f"train/{wnid}/images holds {len(images)} images, not {expected}")
         rows += [(wnid, image, "train") for image in images]
