@@ -2,7 +2,7 @@
 
 python benchmarks/privacy_audit.py OUT.jsonl [PART ...]      resumable
 
-Parts: release, per-example, private-dp, private-dp-pixels, controls, membership.
+Parts: release, per-example, waves-dp, waves-dp-pixels, controls, membership.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ EPSILONS = (0.5, 1.0, 2.0, 4.0, 8.0)
 SETTINGS = {
     "real start": ["demo"],
     "white noise start": ["demo", "method.start=noise"],
-    "recipe private": ["private"],
-    "recipe private-dp": ["private-dp"],
-    "recipe private, pixels": [*PIXELS],
-    "recipe private-dp, pixels": [*PIXELS_DP],
+    "recipe waves": ["waves"],
+    "recipe waves-dp": ["waves-dp"],
+    "recipe waves, pixels": [*PIXELS],
+    "recipe waves-dp, pixels": [*PIXELS_DP],
     "release, epsilon 8": ["demo", "method.start=noise", "privacy.mechanism=release", "privacy.epsilon=8"],
 }
 
@@ -41,7 +41,7 @@ def sound(kind: str, seed: int, epsilon: float, num_canaries: int) -> dict[str, 
     """One participation at this epsilon, exactly as promised: what the attacks show must stay below."""
     settings = [f"privacy.epsilon={epsilon}", "privacy.max_participations=1", f"seed={seed}"]
     small = [*SMALL, f"privacy.mechanism={kind}"]
-    base = {"private-dp": ["private-dp"], "private-dp-pixels": [*PIXELS_DP]}.get(kind, ["demo", *small])
+    base = {"waves-dp": ["waves-dp"], "waves-dp-pixels": [*PIXELS_DP]}.get(kind, ["demo", *small])
     recipe = resolve(base[0], [*base[1:], *settings]).recipe
     promise = recipe.promise(1)
     assert promise is not None
@@ -66,7 +66,7 @@ def membership(name: str, seed: int) -> dict[str, Any]:
 
 def work() -> Iterator[tuple[dict[str, Any], Any]]:
     """What identifies a line, and how to get the rest of it."""
-    for kind, num_canaries in (("release", 400), ("per-example", 100), ("private-dp", 400), ("private-dp-pixels", 400)):
+    for kind, num_canaries in (("release", 400), ("per-example", 100), ("waves-dp", 400), ("waves-dp-pixels", 400)):
         for seed in range(20):
             epsilon = EPSILONS[seed % len(EPSILONS)]
             yield {"part": kind, "seed": seed}, lambda a=(kind, seed, epsilon, num_canaries): sound(*a)

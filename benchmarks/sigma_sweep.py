@@ -20,7 +20,7 @@ KEPT = ("results.json", "config.yaml", "env.json", "timing.json", "metrics.jsonl
 NOISE, PAPER = "method.start=noise", "privacy.mechanism=paper-experiment"
 # few steps: each takes a backward pass per record
 PER_EXAMPLE = ("privacy.mechanism=per-example", "privacy.typical_count=60", "method.num_steps=3")
-# recipes private and private-dp as they were before the lens: moments of the pixels
+# recipes waves and waves-dp (once private and private-dp) as they were before the lens: moments of the pixels
 PIXELS = ("demo", "train.augment=false", "train.soften=0.3", "train.batch_size=32", "method.start=coloured",
           "method.num_steps=0", "method.min_images=10")  # fmt: skip
 PIXELS_DP = (*PIXELS, "model.norm=group", "privacy.mechanism=release", "privacy.epsilon=8", "privacy.clip=1.2",
@@ -28,14 +28,14 @@ PIXELS_DP = (*PIXELS, "model.norm=group", "privacy.mechanism=release", "privacy.
 CELLS: dict[str, tuple[str, ...]] = {  # the costly ones first, so that no process is left with one at the end
     "per-example-eps8": ("demo", NOISE, *PER_EXAMPLE, "privacy.epsilon=8"),
     "fedcbdr": ("demo", "method=fedcbdr"),
-    "private": ("private",),
-    "private-dp-eps8": ("private-dp",),
-    "private-dp-eps4": ("private-dp", "privacy.epsilon=4"),
-    "private-dp-eps2": ("private-dp", "privacy.epsilon=2"),
-    "private-dp-eps1": ("private-dp", "privacy.epsilon=1"),
+    "private": ("waves",),
+    "private-dp-eps8": ("waves-dp",),
+    "private-dp-eps4": ("waves-dp", "privacy.epsilon=4"),
+    "private-dp-eps2": ("waves-dp", "privacy.epsilon=2"),
+    "private-dp-eps1": ("waves-dp", "privacy.epsilon=1"),
     "pixel-moments": PIXELS,
     "pixel-moments-dp-eps8": PIXELS_DP,
-    "raw-upload-waves": ("private", "method=raw-upload"),
+    "raw-upload-waves": ("waves", "method=raw-upload"),
     "refed": ("demo", "method=refed"),
     **{f"paper-sigma{s}": ("demo", PAPER, f"privacy.noise_multiplier={s}") for s in (0, 1, 3, 5)},
     "real": ("demo",),

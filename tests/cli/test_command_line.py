@@ -58,7 +58,7 @@ def test_recipe_files_in_three_formats(tmp_path):
         assert values["seed"]["value"] == 7 and values["federation.num_clients"]["value"] == 4
 
 
-def test_the_private_demo_puts_leakage_and_guarantee_beside_accuracy(tmp_path, image_folder):
+def test_the_privacy_demo_puts_leakage_and_guarantee_beside_accuracy(tmp_path, image_folder):
     few = [
         f"data.path={image_folder}",
         "federation.num_clients=2",
@@ -66,16 +66,16 @@ def test_the_private_demo_puts_leakage_and_guarantee_beside_accuracy(tmp_path, i
         "federation.partition=iid",
     ]
     few += ["federation.num_rounds=1", "tasks.limit=1", "model.width=4"]
-    result = invoke(app, ["demo", "--private", *few, "train.server_epochs=1", "--out", str(tmp_path / "d"), "--quiet"])
+    result = invoke(app, ["demo", "--privacy", *few, "train.server_epochs=1", "--out", str(tmp_path / "d"), "--quiet"])
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
     rows = {line.split()[0]: line for line in lines[1:4]}
     assert (
-        lines[0].startswith("recipe") and "near-copies" in lines[0] and list(rows) == ["demo", "private", "private-dp"]
+        lines[0].startswith("recipe") and "near-copies" in lines[0] and list(rows) == ["demo", "waves", "waves-dp"]
     )
     # such pictures are all alike to the lens, and a draw that is near to one of them stays at home
-    assert rows["private"].rstrip().endswith(("0 %", "no images sent")) and rows["private-dp"].rstrip().endswith("0 %")
-    assert "private: Not private" in result.output and "private-dp: (8.00, 1e-05)-differentially" in result.output
+    assert rows["waves"].rstrip().endswith(("0 %", "no images sent")) and rows["waves-dp"].rstrip().endswith("0 %")
+    assert "waves: Not private" in result.output and "waves-dp: (8.00, 1e-05)-differentially" in result.output
     assert (tmp_path / "d" / "report.html").is_file()
 
 

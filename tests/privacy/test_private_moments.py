@@ -75,5 +75,5 @@ def test_classes_that_drown_in_noise_stay_home(tiny_world):
 
 
 def test_the_recipe_promises_one_release_for_each_record():
-    promise = resolve("private-dp").recipe.promise(5)
+    promise = resolve("waves-dp").recipe.promise(5)
     assert promise.composition == Composition(1, 1) and 7.99 < promise.epsilon() <= 8

@@ -28,16 +28,16 @@ from rescene.errors import ConfigError, command
 def demo(
     overrides: Overrides = None,
     out: Annotated[Path | None, typer.Option("--out", help="folder for the runs (default: runs/demo)")] = None,
-    private: Annotated[
+    privacy: Annotated[
         bool,
-        typer.Option("--private", help="ReSCENE with real starts, without (private), with a guarantee (private-dp)"),
+        typer.Option("--privacy", help="three ways to send less: near-copies (demo), drawn pictures (waves), a guarantee (waves-dp)"),
     ] = False,
     quiet: Quiet = False,
 ) -> None:
     """FedAvg forgets, ReSCENE does not: both on embedded real images, minutes on a laptop, with a report."""
     from rescene.cli.running import run_demo
 
-    interruptible(lambda: run_demo(list(overrides or []), out, quiet, private), "the same command")
+    interruptible(lambda: run_demo(list(overrides or []), out, quiet, privacy), "the same command")
 
 
 @verb

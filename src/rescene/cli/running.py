@@ -18,7 +18,7 @@ from rescene.report import write_report
 from rescene.report.model_card import write_card
 
 DEMO = {"fedavg": ("demo", "fedavg"), "rescene": ("demo", "rescene")}  # folder: recipe, method
-PRIVATE_DEMO = {name: (name, "rescene") for name in ("demo", "private", "private-dp")}
+PRIVACY_DEMO = {name: (name, "rescene") for name in ("demo", "waves", "waves-dp")}
 
 
 def run_one(
@@ -44,20 +44,20 @@ def run_one(
         print_summary([result], page)
 
 
-def run_demo(overrides: list[str], out: Path | None, quiet: bool, private: bool = False) -> None:
-    """The two methods, or with ``private`` the three recipes, side by side on the same sites, images and seed."""
-    cells = PRIVATE_DEMO if private else DEMO
+def run_demo(overrides: list[str], out: Path | None, quiet: bool, privacy: bool = False) -> None:
+    """The two methods, or with ``privacy`` three recipes, side by side on the same sites, images and seed."""
+    cells = PRIVACY_DEMO if privacy else DEMO
     plans = [resolve(recipe, [*overrides, f"method={name}"]) for recipe, name in cells.values()]
     root = out or default_folder(plans[0]).parent
-    if out is None and (overrides or private):
-        root = root.with_name(f"demo-{plans[-1].digest()}" if overrides else "demo-private")
+    if out is None and (overrides or privacy):
+        root = root.with_name(f"demo-{plans[-1].digest()}" if overrides else "demo-privacy")
     folders, page, results = [root / name for name in cells], root / "report.html", []
     with watch(quiet) as show, live_page(show, folders, page) as progress:
         for resolved, folder in zip(plans, folders, strict=True):
             results.append(execute(resolved, folder, progress))
             write_card(folder)
-    print_summary(results, write_report(folders, page), list(cells) if private else [])
-    again = "demo --private" if private else "run demo"
+    print_summary(results, write_report(folders, page), list(cells) if privacy else [])
+    again = "demo --privacy" if privacy else "run demo"
     print(f"Again with your images: rescene {again} data.path=./images")
 
 

@@ -26,6 +26,14 @@ from rescene.steps import Training
 from rescene.versions import NEWER
 
 SHORTHANDS = {"method": "method.name", "model": "model.name", "data": "data.name"}
+RENAMED = {
+    "private": "waves",
+    "private-cifar10": "waves-cifar10",
+    "private-dp": "waves-dp",
+    "private-dp-cifar10": "waves-dp-cifar10",
+    "private-dp-baselines": "dp-baselines",
+    "private-dp-baselines-cifar10": "dp-baselines-cifar10",
+}
 TASK_PLANS = {"tasks.per_task", "tasks.count", "tasks.sizes", "tasks.plan"}
 LONGEST_SHOWN = 200  # characters of a value in a message
 Flat = dict[str, Any]
@@ -142,6 +150,13 @@ def _read(name: str) -> tuple[dict[str, Any], str]:
             f"{name!r} is many experiments, not one recipe",
             why="a table of the paper has its own verb",
             fix=f"rescene paper run {table} --plan, or rescene paper run {table} --only CELL",
+        )
+    elif name in RENAMED:
+        raise ConfigError(
+            "E101",
+            f"the recipe {name!r} is now called {RENAMED[name]!r}",
+            why="its old name promised more than it gives" if name.startswith("private") and "dp" not in name else None,
+            fix=f"rescene run {RENAMED[name]}",
         )
     else:
         close = did_you_mean(name, recipe_names())

@@ -278,8 +278,13 @@ def environment(experiment: Experiment) -> dict[str, Any]:
         "data": experiment.dataset.name,
         "data_notes": list(experiment.dataset.notes),
         "data_fingerprint": experiment.dataset.fingerprint() if experiment.has_images else "images are at the sites",
-        "normalisation": {"mean": experiment.dataset.transform.mean, "std": experiment.dataset.transform.std},
+        "normalisation": {"mean": _short(experiment.dataset.transform.mean), "std": _short(experiment.dataset.transform.std)},
     }
+
+
+def _short(values: tuple[float, ...]) -> tuple[float, ...]:
+    """One number in the place of thousands that are all the same, as a lens has them."""
+    return values[:1] if len(values) > 3 and len(set(values)) == 1 else values
 
 
 def _command() -> str:
