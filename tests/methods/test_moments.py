@@ -222,3 +222,25 @@ def test_a_site_that_was_away_comes_in_with_a_later_round():
     late = drive(Moments(), world, federation)
     assert torch.equal(late.model["head.weight"], punctual.model["head.weight"])
     assert all(isinstance(part, Sums) for part in late.parts) and [part.client for part in late.parts] == [1, 2, 3, 4]
+
+
+def test_exact_sums_are_refused_where_sites_hold_their_own_images():
+    from pydantic import ValidationError
+
+    from rescene.config import resolve
+    from rescene.config.schema import Recipe
+
+    plan = {"image_size": 32, "tasks": [{"classes": ["a", "b"], "rounds": 1}]}
+    exact = resolve("lens-cifar10").recipe.model_dump(mode="json") | {"sites": plan}
+    with pytest.raises(ValidationError, match="simulations only"):
+        Recipe.model_validate(exact)
+    Recipe.model_validate(resolve("lens-cifar10-dp").recipe.model_dump(mode="json") | {"sites": plan})
+
+
+@pytest.mark.parametrize("name", ["lens-cifar10", "lens-cifar100", "lens-tinyimagenet", "lens-office31"])
+def test_an_image_enters_one_noised_answer_in_the_whole_run(name):
+    from rescene.config import resolve
+
+    promise = resolve(f"{name}-dp", ["federation.num_rounds=7"]).recipe.promise(5)
+    assert promise.composition.participations == 1 and promise.epsilon() == pytest.approx(8, rel=1e-3)
+    assert resolve(name).recipe.promise(5) is None

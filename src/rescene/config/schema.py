@@ -262,6 +262,12 @@ class Recipe(Section):
             return self
         if self.tasks.scenario != "class":
             raise ValueError("tasks.scenario: with images at the sites tasks bring classes, not domains")
+        method = method_class(self.method["name"])
+        if method.needs_mechanism and self.privacy.mechanism == "none":
+            raise ValueError(
+                f"privacy.mechanism: {method.title} sends exact sums without one, from which images can be solved for, so it runs in "
+                "simulations only; privacy.mechanism=release privacy.epsilon=8 privacy.clip=1 privacy.covariance_weight=2"
+            )
         longest = max(task.rounds for task in self.sites.tasks)
         if self.privacy.mechanism != "none" and longest > self.federation.num_rounds:
             raise ValueError(

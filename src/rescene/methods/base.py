@@ -92,6 +92,7 @@ class Method(Hyperparameters):
     unprotected: ClassVar[str] = ""  # what no mechanism here covers, where leaves_site does not say it
     reuses_records: ClassVar[bool] = False  # clients train on real images of earlier tasks again
     releases_once: ClassVar[bool] = False  # each image enters one answer only, however many rounds there are
+    needs_mechanism: ClassVar[bool] = False  # at real sites; without one it is for simulations
     sends_pictures_only: ClassVar[bool] = False  # and their labels, so that a round's uploads can be screened
     scenarios: ClassVar[tuple[str, ...]] = ("class", "domain")  # what kinds of task sequence it can learn
 

@@ -69,6 +69,7 @@ class Moments(Method):
     mechanisms: ClassVar[tuple[str, ...]] = ("none", "release")
     open_ended: ClassVar[bool] = True
     releases_once: ClassVar[bool] = True
+    needs_mechanism: ClassVar[bool] = True
 
     ridge: float | None = hyper(
         None, "r", "[ours]", "in units of the mean variance; null: by generalised cross-validation on the sums", ge=0
