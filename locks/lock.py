@@ -32,7 +32,15 @@ HEADER = """\
 def compiled(extras: tuple[str, ...], *options: str) -> dict[str, str]:
     """The lines of the lock by package: those for several versions, one for each Python, belong together."""
     command = ["uv", "pip", "compile", "pyproject.toml", "-", "--quiet", "--universal", "--python-version", "3.11"]
-    command += ["--generate-hashes", "--no-header", "--no-annotate", "--no-emit-package", "torch", "-c", "constraints.txt"]
+    command += [
+        "--generate-hashes",
+        "--no-header",
+        "--no-annotate",
+        "--no-emit-package",
+        "torch",
+        "-c",
+        "constraints.txt",
+    ]
     command += [word for extra in extras for word in ("--extra", extra)]
     builders = "\n".join(PROJECT["build-system"]["requires"])
     done = subprocess.run([*command, *options], cwd=ROOT, input=builders, stdout=subprocess.PIPE, text=True, check=True)
