@@ -45,8 +45,8 @@ CHECKS = {
         "rescene data inspect images",
     ],
     "privacy": [
-        "rescene privacy private-dp-baselines --epsilon 8",
-        f"rescene run private-dp-baselines {SMALL} federation.num_clients=2 federation.per_round=2 --quiet --out private",
+        f"rescene privacy {PRIVATE} --epsilon 8",
+        f"rescene run {PRIVATE} {SMALL} --quiet --out private",
     ],
     "deploy": [f"rescene deploy rehearse {SMALL} --sites 2 --out rehearsal"],
     "docs": ["python -m sphinx -W -q -b html checkout/docs html"],
