@@ -2,7 +2,7 @@
 
     make lock        takes the newest releases that pyproject.toml allows; needs a package index
 
-The packages are chosen together, for Python 3.11 and newer on Linux (x86-64, arm64) and macOS, and written in four parts. Each part
+The packages are chosen together, for Python 3.11 and newer on Linux (x86-64, arm64) and macOS (arm64), and written in four parts. Each part
 begins with the part before it, so that whoever installs less still has the versions that were tested.
 """
 
