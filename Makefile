@@ -28,8 +28,8 @@ check: .venv/installed-dev lint types  ## everything: format, lint, types, slow 
 	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 --doctest-modules src/rescene tests
 
 lint: .venv/installed-dev
-	$(BIN)/ruff format --check src tests benchmarks docs examples
-	$(BIN)/ruff check src tests benchmarks docs examples
+	$(BIN)/ruff format --check src tests benchmarks docs examples locks
+	$(BIN)/ruff check src tests benchmarks docs examples locks
 
 types: .venv/installed-dev
 	$(BIN)/mypy
