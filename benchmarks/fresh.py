@@ -23,6 +23,7 @@ OUT = ROOT / "results" / "fresh"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 RELEASES = ("locked", "newest", "oldest")
 SMALL = "tasks.limit=1 federation.num_rounds=1"
+PRIVATE = "smoke method=fedavg privacy.mechanism=dp-sgd privacy.epsilon=8 privacy.sampling_rate=0.25 model.norm=group"
 NOTEBOOK = (
     "import nbclient, nbformat; book = nbformat.read('reading_a_run.ipynb', 4); nbclient.NotebookClient(book).execute()"
 )
