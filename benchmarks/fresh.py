@@ -32,8 +32,8 @@ NOTEBOOK = (
 def tracked(name: str) -> list[str]:
     return [
         f"python -c 'import {name}'",
-        f"rescene run smoke {SMALL} --log {name} --quiet --out {name}",
-        f'test -n "$(ls {name}/{name})"',
+        f"rescene run smoke {SMALL} --log {name} --quiet --out with-{name}",
+        f'test -n "$(ls with-{name}/{name})"',
     ]
 
 
