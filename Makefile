@@ -58,7 +58,7 @@ trust: .venv/installed-dev  ## what is promised about crashes and disks, checked
 
 audit: .venv/installed-dev  ## known vulnerabilities of what locks/ names; needs a network
 	$(INSTALL) pip-audit
-	@$(BIN)/pip-audit --strict --disable-pip --require-hashes -r locks/all.txt || { echo "FAILED: the lines above name a vulnerability, or say that it could not be looked up (offline nothing is audited)"; exit 1; }
+	@$(BIN)/pip-audit --strict --disable-pip --require-hashes $(addprefix -r locks/,base.txt deploy.txt dev.txt all.txt) || { echo "FAILED: the lines above name a vulnerability, or say that it could not be looked up (offline nothing is audited)"; exit 1; }
 
 clean:
 	rm -rf .venv build dist runs docs/_build docs/generated
