@@ -1,21 +1,21 @@
 # Everything a fresh machine needs: `make demo` and `make test` set up their own virtual environment.
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(shell command -v $(name) 2>/dev/null)))
 BIN := .venv/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: demo test check lint types docs dist bench mutations trust audit clean
+.PHONY: demo test check lint types docs lock fresh dist bench mutations trust audit clean
 
-.venv/installed: pyproject.toml constraints.txt
+# As tested: locks/ has versions and hashes, constraints.txt the version of torch, whose files differ between machines.
+.venv/installed: pyproject.toml constraints.txt locks/base.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	$(INSTALL) --no-deps --require-hashes -r locks/base.txt
+	$(INSTALL) -c constraints.txt torch
+	$(INSTALL) --no-deps --no-build-isolation -e .
 	touch $@
 
-.venv/installed-dev: .venv/installed
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
-	touch $@
-
-.venv/installed-docs: .venv/installed
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+.venv/installed-dev: .venv/installed locks/deploy.txt locks/dev.txt
+	$(INSTALL) --no-deps --require-hashes -r locks/dev.txt
 	touch $@
 
 demo: .venv/installed  ## FedAvg forgets, ReSCENE does not; the last line says where the report lies
@@ -28,21 +28,24 @@ check: .venv/installed-dev lint types  ## everything: format, lint, types, slow 
 	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 --doctest-modules src/rescene tests
 
 lint: .venv/installed-dev
-	$(BIN)/ruff format --check src tests benchmarks docs examples
-	$(BIN)/ruff check src tests benchmarks docs examples
+	$(BIN)/ruff format --check src tests benchmarks docs examples locks
+	$(BIN)/ruff check src tests benchmarks docs examples locks
 
 types: .venv/installed-dev
 	$(BIN)/mypy
 
-docs: .venv/installed-docs  ## the site, at docs/_build/html/index.html; the build fetches nothing and takes no warning
+docs: .venv/installed-dev  ## the site, at docs/_build/html/index.html; the build fetches nothing and takes no warning
 	$(BIN)/python -m sphinx -W -q -b html docs docs/_build/html
 
-dist: .venv/installed-dev  ## wheel and sdist in dist/; the wheel is installed with its dependencies into a new environment and runs there
-	rm -rf dist build/clean
+lock: .venv/installed-dev  ## the newest releases that pyproject.toml allows, into locks/; needs a package index
+	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python locks/lock.py
+
+fresh:  ## the wheel with base alone and with each extra, in new environments: locked, newest, oldest releases; needs a package index
+	$(PYTHON) benchmarks/fresh.py $(ONLY)
+
+dist: .venv/installed-dev  ## wheel and sdist in dist/; `make fresh` says whether the wheel works on a bare machine
+	rm -rf dist
 	$(BIN)/python -m hatchling build
-	$(PYTHON) -m venv build/clean
-	build/clean/bin/pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
-	cd build && clean/bin/rescene run smoke tasks.limit=1 federation.num_rounds=1 --out clean/run
 
 bench: .venv/installed  ## ratios measured in one run on this machine, written to results/bench/
 	$(BIN)/python benchmarks/bench.py
@@ -53,9 +56,9 @@ mutations: .venv/installed-dev  ## seeded bugs, each of which a test must catch
 trust: .venv/installed-dev  ## what is promised about crashes and disks, checked: one table; `make trust FULL=--full` for a night
 	$(ONE_THREAD) $(BIN)/python benchmarks/trust.py $(FULL)
 
-audit: .venv/installed-dev  ## known vulnerabilities of what requirements.lock names; needs a network
-	$(BIN)/pip install --quiet --disable-pip-version-check pip-audit
-	@$(BIN)/pip-audit --strict --disable-pip --require-hashes -r requirements.lock || { echo "FAILED: the lines above name a vulnerability, or say that it could not be looked up (offline nothing is audited)"; exit 1; }
+audit: .venv/installed-dev  ## known vulnerabilities of what locks/ names; needs a network
+	$(INSTALL) pip-audit
+	@$(BIN)/pip-audit --strict --disable-pip --require-hashes $(addprefix -r locks/,base.txt deploy.txt dev.txt all.txt) || { echo "FAILED: the lines above name a vulnerability, or say that it could not be looked up (offline nothing is audited)"; exit 1; }
 
 clean:
 	rm -rf .venv build dist runs docs/_build docs/generated

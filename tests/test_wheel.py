@@ -1,6 +1,6 @@
 """Wheel and sdist: built, installed into an environment of its own away from the checkout, and used there.
 
-Dependencies are those of this environment, so that the test needs no network; `make dist` installs them anew.
+Dependencies are those of this environment, so that the test needs no network; `make fresh` installs them anew.
 """
 
 import json
@@ -80,6 +80,6 @@ def test_the_sdist_is_whole(built):
     [archive] = built.glob("*.tar.gz")
     with tarfile.open(archive) as opened:
         names = {name.split("/", 1)[-1] for name in opened.getnames()}
-    assert {"README.md", "LICENSE", "Makefile", "constraints.txt", "pyproject.toml", "docs/conf.py", "tests/conftest.py",
+    assert {"README.md", "LICENSE", "Makefile", "constraints.txt", "locks/base.txt", "pyproject.toml", "docs/conf.py", "tests/conftest.py",
             "src/rescene/data/embedded/fashion-mini.npz", "examples/anchored.py"} <= names  # fmt: skip
     assert not [name for name in names if name.startswith((".venv", "runs/", "docs/_build", "docs/generated"))]

@@ -31,13 +31,26 @@ def test_it_has_no_root_no_open_port_and_nothing_of_the_folder_in_it():
 
 
 def test_it_installs_this_version_and_starts_a_command_that_exists():
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     installs = next(rest for word, rest in instructions() if rest.startswith("pip install"))
-    assert f'"rescene[deploy]=={rescene.__version__}"' in installs and "deploy" in project["optional-dependencies"]
+    assert f'--no-deps "rescene=={rescene.__version__}"' in installs
     program, *words = json.loads(dict(instructions())["ENTRYPOINT"])
-    assert program in project["scripts"]
+    assert program in project["project"]["scripts"]
     done = subprocess.run([sys.executable, "-m", "rescene", *words[:2], "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and all(word in done.stdout for word in words[3:])
+
+
+def test_all_but_torch_is_installed_from_the_lock_that_the_wheel_brings():
+    root = Path(__file__).parents[2]
+    wheel = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    brought = {inside: (root / outside).read_text() for outside, inside in wheel["force-include"].items()}
+    installs = next(rest for word, rest in instructions() if rest.startswith("pip install"))
+    script, lock = re.search(r"--no-deps --require-hashes -r\s+\"\$\((.*)\)/(\S+)\"", installs).groups()
+    place = subprocess.run(["sh", "-c", script.replace("python", sys.executable, 1)], capture_output=True, text=True)
+    assert Path(place.stdout.strip()) == Path(rescene.__file__).parent
+    assert "\nflwr==1.41" in brought[f"rescene/{lock}"]
+    for name in re.findall(r"^-r (\S+)", brought[f"rescene/{lock}"], re.M):
+        assert f"rescene/{Path(lock).parent / name}" in brought
 
 
 def test_the_health_check_follows_the_node(tmp_path):

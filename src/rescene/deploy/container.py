@@ -17,7 +17,10 @@ CONTAINERFILE = f"""\
 # In site.yaml:  data: {{path: /images}}.  This folder stays outside the image: it holds node.key, and state/ must outlive
 # the container. No port is published; the site calls the server, so let it out to that address alone.
 FROM python:3.11-slim
-RUN pip install --no-cache-dir "torch==2.13.0" "rescene[deploy]=={rescene.__version__}"
+RUN pip install --no-cache-dir --no-deps "rescene=={rescene.__version__}" \
+ && pip install --no-cache-dir --no-deps --require-hashes -r \
+    "$(python -c 'import rescene; print(rescene.__path__[0])')/locks/deploy.txt" \
+ && pip install --no-cache-dir "torch==2.13.0"
 RUN useradd --uid {UID} --no-create-home --home-dir /tmp --shell /usr/sbin/nologin site
 ENV HOME=/tmp PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 USER {UID}
