@@ -70,9 +70,7 @@ def test_the_privacy_demo_puts_leakage_and_guarantee_beside_accuracy(tmp_path, i
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
     rows = {line.split()[0]: line for line in lines[1:4]}
-    assert (
-        lines[0].startswith("recipe") and "near-copies" in lines[0] and list(rows) == ["demo", "waves", "waves-dp"]
-    )
+    assert lines[0].startswith("recipe") and "near-copies" in lines[0] and list(rows) == ["demo", "waves", "waves-dp"]
     # such pictures are all alike to the lens, and a draw that is near to one of them stays at home
     assert rows["waves"].rstrip().endswith(("0 %", "no images sent")) and rows["waves-dp"].rstrip().endswith("0 %")
     assert "waves: Not private" in result.output and "waves-dp: (8.00, 1e-05)-differentially" in result.output

@@ -30,7 +30,10 @@ def demo(
     out: Annotated[Path | None, typer.Option("--out", help="folder for the runs (default: runs/demo)")] = None,
     privacy: Annotated[
         bool,
-        typer.Option("--privacy", help="three ways to send less: near-copies (demo), drawn pictures (waves), a guarantee (waves-dp)"),
+        typer.Option(
+            "--privacy",
+            help="three ways to send less: near-copies (demo), drawn pictures (waves), a guarantee (waves-dp)",
+        ),
     ] = False,
     quiet: Quiet = False,
 ) -> None:

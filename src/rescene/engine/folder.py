@@ -278,7 +278,10 @@ def environment(experiment: Experiment) -> dict[str, Any]:
         "data": experiment.dataset.name,
         "data_notes": list(experiment.dataset.notes),
         "data_fingerprint": experiment.dataset.fingerprint() if experiment.has_images else "images are at the sites",
-        "normalisation": {"mean": _short(experiment.dataset.transform.mean), "std": _short(experiment.dataset.transform.std)},
+        "normalisation": {
+            "mean": _short(experiment.dataset.transform.mean),
+            "std": _short(experiment.dataset.transform.std),
+        },
     }
 
 
