@@ -17,6 +17,7 @@ SOURCE = Path(rescene.__file__).parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # The files of an extra. They are loaded when somebody uses the extra, never before.
 EXTRAS_OF = {
+    "deploy/executor.py": ["deploy"],
     "deploy/flower.py": ["deploy"],
     "deploy/keys.py": ["deploy"],
     "privacy/accounting.py": ["privacy"],

@@ -43,7 +43,7 @@ def lens_make(
     from rescene.lens.making import SMALL_MEASURING, Measuring, make_lens
 
     if out.suffix != ".safetensors":
-        raise ConfigError("E118", "a lens is one .safetensors file", where=str(out), fix="--out my-lens.safetensors")
+        raise ConfigError("E137", "a lens is one .safetensors file", where=str(out), fix="--out my-lens.safetensors")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     contrast, measuring = (SMALL, SMALL_MEASURING) if small else (Contrast(), Measuring())
     contrast = contrast.taking(steps) if steps else contrast

@@ -13,7 +13,6 @@ import ipaddress
 import re
 import shutil
 import sys
-import tomllib
 import unicodedata
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -22,7 +21,7 @@ from pathlib import Path
 import yaml
 
 from rescene.deploy.container import CONTAINERFILE, DOCKERIGNORE
-from rescene.documents import read_yaml
+from rescene.documents import parse_toml, read_yaml
 from rescene.errors import ConfigError, RunError
 
 NAME = re.compile(r"[a-z][a-z0-9-]{0,30}")
@@ -287,8 +286,8 @@ def _same(path: Path, text: str) -> bool:
     """Flower writes pyproject.toml anew, with the same meaning."""
     try:
         there = path.read_text(encoding="utf-8")
-        return tomllib.loads(there) == tomllib.loads(text) if path.suffix == ".toml" else there == text
-    except (OSError, ValueError):
+        return parse_toml(there, str(path)) == parse_toml(text, "the app") if path.suffix == ".toml" else there == text
+    except (OSError, ValueError, ConfigError):
         return False
 
 
