@@ -1,6 +1,7 @@
 """Moments: exact sums, the same head for every split and order, and the sensitivity that its mechanism promises."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from rescene.methods.moments import (
     exact_sums,
     in_steps,
     merged,
+    noise_eigenvalue,
     noised_sums,
     packed,
     possible_sums,
@@ -104,6 +106,19 @@ def test_images_that_came_later_are_told_of_later():
     assert second["counts"].tolist() == [1, 1]
 
 
+def test_behind_a_mechanism_a_site_answers_once_in_every_task_whether_it_has_images_or_not():
+    """An answer that came only with images would tell of a single one with certainty."""
+    pixels, every = torch.randint(1, 256, (6, D, 1, 1), dtype=torch.uint8), torch.tensor([0, 0, 1, 1, 1, 0])
+    model, state = {"model": Arch("linear", 1, channels=D).build(2).state_dict()}, None
+    for number, held in enumerate((torch.arange(3), torch.arange(0), torch.arange(3, 6))):
+        task = Task(number, (0, 1), 2, None, torch.arange(6), torch.arange(0))
+        shard = replace(shard_of(pixels, every, held, task), site=site_with())
+        upload, state = Moments().sum_up(model, shard, state, Rng(0))
+        assert upload["sums"].shape == (2, D + 1) and upload["second"].shape == (D * (D + 1) // 2,)
+        assert float(upload["sums"][:, -1].sum()) == pytest.approx(MECHANISM.kappa * len(held))
+        assert Moments().sum_up(model, shard, state, Rng(0)) == ({}, state)
+
+
 def head_of(parts):
     """Weights that the server solves for from these (client, z, y)."""
     sums = [received(k, exact_sums(z, y, 3), (0, 1, 2), None) for k, z, y in parts]
@@ -178,6 +193,16 @@ def test_noise_has_the_deviation_that_the_mechanism_states():
     assert float(empty["sums"].std()) == pytest.approx(MECHANISM.deviation, rel=0.2)
     assert float(empty["second"][~diagonal].std()) == pytest.approx(MECHANISM.deviation / math.sqrt(2), rel=0.1)
     assert float(empty["second"][diagonal].std()) == pytest.approx(MECHANISM.deviation, rel=0.3)
+
+
+def test_the_floor_knows_the_largest_eigenvalue_of_the_noise():
+    d, noise = 150, Noise(torch.Generator().manual_seed(0))
+    empty = [
+        noised_sums(torch.zeros(0, d), torch.zeros(0, dtype=torch.int64), 2, Site(MECHANISM, noise)) for _ in range(3)
+    ]
+    told = [received(0, one, (0, 1), MECHANISM) for one in empty]
+    matrix = unpacked(sum(one.second.double() for one in told), d) / STEPS**2
+    assert float(torch.linalg.eigvalsh(matrix)[-1]) == pytest.approx(noise_eigenvalue(MECHANISM, d, 3), rel=0.1)
 
 
 def test_the_server_reads_noised_sums_in_the_same_units():

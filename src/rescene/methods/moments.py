@@ -105,12 +105,16 @@ class Moments(Method):
         return self._solved(replace(state, parts=parts), mechanism)
 
     def sum_up(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
-        """Sums over the images the site has not told of before."""
+        """Sums over the images the site has not told of before.
+
+        Behind a mechanism it answers once in a task, with or without images: silence would say that it has none.
+        """
         told = client_state["told"] if client_state else shard.index[:0]
         fresh = shard.index[~torch.isin(shard.index, told)]
-        state = {"told": torch.cat([told, fresh])}
+        state = {"told": torch.cat([told, fresh]), "task": shard.task.index}
         formal = shard.site is not None
-        if not len(fresh) and not (formal and client_state is None):
+        answered = client_state is not None and client_state["task"] == shard.task.index
+        if answered if formal else not len(fresh):
             return {}, client_state
         net = shard.net(payload["model"])
         z = in_steps(embed(net, shard.images.pixels[fresh], shard.transform.normalise))
@@ -138,27 +142,23 @@ class Moments(Method):
 
     def _solved(self, state: MomentsState, mechanism: Mechanism | None) -> MomentsState:
         """The head from everything that is there."""
-        counts, sums, second = (
+        counts, sums, upper = (
             sum(getattr(part, name).double() for part in state.parts) for name in ("counts", "sums", "second")
         )
-        matrix, d = unpacked(second, sums.shape[1]), sums.shape[1]
-        counts, sums, matrix = counts, sums / STEPS, matrix / STEPS**2
-        floor = 0.0
+        d = sums.shape[1]
+        sums, second = sums / STEPS, unpacked(upper, d) / STEPS**2
+        ridge, floor = self.ridge, 0.0
         if mechanism is not None:
             releases = sum(part.num_releases for part in state.parts)
-            _, _, unit = scales(mechanism, d)
-            edge = (
-                math.sqrt(2 * d * releases) * mechanism.deviation / unit / STEPS**2
-            )  # largest eigenvalue of the noise
-            floor = FLOOR * edge / max(float(counts.clamp_min(0).sum()), 1.0)
-        ridge = self.ridge
-        if ridge is None:
-            ridge = cross_validated_ridge(counts, sums, matrix) if mechanism is None else 0.0
-        weight, bias = discriminant_head(counts, sums, matrix, ridge, floor)
+            floor = FLOOR * noise_eigenvalue(mechanism, d, releases) / max(float(counts.clamp_min(0).sum()), 1.0)
+            ridge = ridge or 0.0
+        elif ridge is None:
+            ridge = cross_validated_ridge(counts, sums, second)
+        weight, bias = discriminant_head(counts, sums, second, ridge, floor)
+        head = {"head.weight": weight, "head.bias": bias}
         kept = state.model["head.weight"]
-        head = {"head.weight": weight.to(kept), "head.bias": bias.to(kept)}
         notes = {"ridge": ridge, "floor": floor, "num_images": float(counts.sum())}
-        return replace(state, model=state.model | head, notes=notes)
+        return replace(state, model=state.model | {key: value.to(kept) for key, value in head.items()}, notes=notes)
 
 
 def in_steps(z: Tensor) -> Tensor:
@@ -216,6 +216,12 @@ def scales(m: Mechanism, d: int) -> tuple[float, float, float]:
     norm = STEPS * math.sqrt(d)
     a = m.clip / math.sqrt(1 + m.covariance_weight**2)
     return norm, a / norm, a * m.covariance_weight / norm**2
+
+
+def noise_eigenvalue(m: Mechanism, d: int, releases: int) -> float:
+    """The largest eigenvalue, in units, of the noise on a second moment of so many releases (Wigner's semicircle)."""
+    _, _, factor = scales(m, d)
+    return math.sqrt(2 * d * releases) * m.deviation / factor / STEPS**2
 
 
 def received(client: int, answer: Payload, classes: tuple[int, ...], mechanism: Mechanism | None) -> Sums:
