@@ -1,6 +1,6 @@
 """Does the package work on a bare machine? The wheel, alone and with each extra, in new environments; needs a package index.
 
-    python benchmarks/fresh.py [newest] [onnx] ...     writes results/fresh/<releases>.txt; without words, everything (make fresh)
+    python benchmarks/fresh.py [newest] [onnx] ...     without words everything (make fresh), and the tables go to results/fresh/
 
 locked: the versions of locks/, the base with hashes. newest: whatever the ranges in pyproject.toml allow today. oldest: the lower
 ends of these ranges. torch is always the one of constraints.txt. In each environment the commands below run, away from the
@@ -163,7 +163,7 @@ class Machine:
 
 
 def check(releases: str, parts: list[str], wheel: Path) -> bool:
-    """One table, printed and stored."""
+    """One table, printed, and stored if it is whole."""
     with tempfile.TemporaryDirectory() as folder:
         machine = Machine(releases, wheel, Path(folder))
         head = f"{releases}: Python {platform.python_version()}, {platform.system()} {platform.machine()}"
@@ -176,8 +176,9 @@ def check(releases: str, parts: list[str], wheel: Path) -> bool:
             print(lines[-1], flush=True)
             if part != "base":
                 shutil.rmtree(machine.folder / part, ignore_errors=True)
-    OUT.mkdir(parents=True, exist_ok=True)
-    (OUT / f"{releases}.txt").write_text("\n".join(lines) + "\n" + "".join(listed))
+    if {*CHECKS} - {"all"} <= {*parts}:  # a part of the table does not replace the whole one
+        OUT.mkdir(parents=True, exist_ok=True)
+        (OUT / f"{releases}.txt").write_text("\n".join(lines) + "\n" + "".join(listed))
     return not any("FAIL" in line for line in lines)
 
 
