@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from rescene.config.schema import Recipe
 from rescene.documents import NO_SYNTAX, parse_toml, parse_yaml, read_text
-from rescene.errors import ConfigError, did_you_mean
+from rescene.errors import ConfigError, command, did_you_mean
 from rescene.methods import method_class
 from rescene.steps import Training
 from rescene.versions import NEWER
@@ -156,7 +156,7 @@ def _read(name: str) -> tuple[dict[str, Any], str]:
             "E101",
             f"the recipe {name!r} is now called {RENAMED[name]!r}",
             why="its old name promised more than it gives" if name.startswith("private") and "dp" not in name else None,
-            fix=f"rescene run {RENAMED[name]}",
+            fix=command("run", RENAMED[name]),
         )
     else:
         close = did_you_mean(name, recipe_names())

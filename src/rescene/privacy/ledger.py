@@ -30,7 +30,6 @@ import hashlib
 import io
 import json
 import os
-import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields
@@ -41,7 +40,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from rescene.documents import read_yaml
-from rescene.errors import ConfigError, ResceneError, RunError
+from rescene.errors import ConfigError, ResceneError, RunError, command
 from rescene.privacy.accounting import Composition, total_epsilon
 from rescene.record import record
 
@@ -408,7 +407,7 @@ class Ledger:
         if self.mark_path is None:
             return "restore the file from a backup; without it the site cannot know what it has already released"
         newest = "if there is a newer copy of this file and of its mark, put back both"
-        return f"{newest}; then: rescene deploy recover-ledger {shlex.quote(str(self.mark_path.parent))}"
+        return f"{newest}; then: {command('deploy', 'recover-ledger', self.mark_path.parent)}"
 
 
 def _charges(rows: dict[str, Any]) -> dict[str, Charge]:
