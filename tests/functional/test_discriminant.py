@@ -1,0 +1,63 @@
+"""The discriminant from sums: against its definition on the images, and its ridge against leave-nothing-out brute force."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from rescene.functional.discriminant import RIDGES, cross_validated_ridge, discriminant_head, scatter_within
+
+C, D = 5, 12
+
+
+def images(n=60, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    means = torch.randn(C, D, generator=generator).double()
+    y = torch.randint(C, (n,), generator=generator)
+    return means[y] + 1.5 * torch.randn(n, D, generator=generator).double(), y
+
+
+def sums_of(z, y):
+    onehot = F.one_hot(y, C).double()
+    return onehot.sum(dim=0), onehot.T @ z, z.T @ z
+
+
+def test_the_covariance_within_classes_is_that_of_the_images():
+    z, y = images()
+    counts, sums, second = sums_of(z, y)
+    centred = z - (sums / counts[:, None])[y]
+    assert torch.allclose(scatter_within(counts, sums, second), centred.T @ centred / len(z))
+
+
+@pytest.mark.parametrize("n", [20, 60, 400])
+def test_the_ridge_is_the_one_that_generalised_cross_validation_picks_on_the_images(n):
+    z, y = images(n)
+    x, t = z - z.mean(dim=0), F.one_hot(y, C).double()
+    t = t - t.mean(dim=0)
+    errors = {}
+    for ridge in RIDGES:
+        penalty = ridge * (x.T @ x).diagonal().mean()
+        hat = x @ torch.linalg.solve(x.T @ x + penalty * torch.eye(D).double(), x.T)
+        errors[ridge] = float((t - hat @ t).square().sum() / n / (1 - hat.trace() / n) ** 2)
+    assert cross_validated_ridge(*sums_of(z, y)) == min(errors, key=errors.get)
+
+
+def test_a_floor_above_every_eigenvalue_leaves_the_nearest_mean():
+    z, y = images()
+    counts, sums, second = sums_of(z, y)
+    weight, bias = discriminant_head(counts, sums, second, ridge=0.0, floor=1e6)
+    nearest = torch.cdist(z, sums / counts[:, None]).argmin(dim=1)
+    assert torch.equal((z @ weight.T + bias).argmax(dim=1), nearest)
+
+
+def test_a_floor_below_every_eigenvalue_changes_nothing():
+    counts, sums, second = sums_of(*images())
+    plain = discriminant_head(counts, sums, second, ridge=0.01)
+    floored = discriminant_head(counts, sums, second, ridge=0.01, floor=1e-9)
+    assert all(torch.allclose(a, b) for a, b in zip(plain, floored, strict=True))
+
+
+def test_noise_that_makes_the_covariance_indefinite_is_raised_to_the_floor():
+    counts, sums, second = sums_of(*images())
+    noisy = second - 500 * torch.eye(D).double()
+    weight, bias = discriminant_head(counts, sums, noisy, ridge=0.0, floor=0.5)
+    assert weight.isfinite().all() and bias.isfinite().all() and float(bias.max()) <= 0
