@@ -1,5 +1,6 @@
 """Data through a lens: bytes in the range that its public constants promise, on every machine of a federation alike."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,7 @@ from rescene.errors import ConfigError
 from rescene.functional.starts import dead_leaves
 from rescene.functional.waves import wave_picture
 from rescene.lens.features import LeavesLens
-from rescene.lens.lens import CHUNK, Waves, open_lens, read_lens, through, write_lens
+from rescene.lens.lens import CHUNK, KEY, Waves, open_lens, read_lens, through, write_lens
 
 LENS = open_lens("waves")
 MEAN, DEVIATION, STEP = Waves.MEAN, Waves.DEVIATION, LENS.step
@@ -180,7 +181,10 @@ def test_what_is_no_lens_is_refused_with_a_reason(tmp_path):
 
     save_file({"weight": torch.zeros(2)}, tmp_path / "foreign.safetensors")
     (tmp_path / "cut.safetensors").write_bytes(b"12")
-    for name in ("foreign", "cut", "missing"):
+    lies = {**SMALL, "made_from": "", "num_patches": 10**9}  # would take terabytes
+    for name, told in (("lying", json.dumps(lies)), ("deep", "[" * 100_000), ("list", "[1]")):
+        save_file({"offsets": torch.zeros(2)}, tmp_path / f"{name}.safetensors", {KEY: told})
+    for name in ("foreign", "cut", "missing", "lying", "deep", "list"):
         with pytest.raises(ConfigError) as error:
             open_lens(str(tmp_path / f"{name}.safetensors"))
         assert error.value.code == "E118"

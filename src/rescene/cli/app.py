@@ -15,7 +15,7 @@ from rescene.cli.estimate_verbs import audit, bench, cost, privacy, scale
 from rescene.cli.examples import add_examples
 from rescene.cli.frame import warnings_for_people
 from rescene.cli.help import use_plain_help
-from rescene.cli.lens_verbs import data_draw, lens_app
+from rescene.cli.lens_verbs import lens_app
 from rescene.cli.look_verbs import doctor, list_things, quarantine, report, runs, show, theory
 from rescene.cli.method_verbs import explain, new_app
 from rescene.cli.papers import paper_app
@@ -71,5 +71,4 @@ app.command("list")(list_things)
 for one in (show, report, table, plot, export, predict, theory, quarantine, runs, doctor):
     app.command()(one)
 add_examples(app)
-data_app.command("draw")(data_draw)
 use_plain_help(app, data_app, lens_app, paper_app, deploy_app, new_app)

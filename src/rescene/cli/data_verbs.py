@@ -8,10 +8,12 @@ from typing import Annotated
 import typer
 
 from rescene.cli.frame import AsJson, verb
+from rescene.errors import ConfigError
 
 Layout = Annotated[
     str, typer.Option("--layout", help="classes or domains: what the first folders are, where they do not tell")
 ]
+COLUMNS, ROWS = 12, 8  # of a contact sheet
 data_app = typer.Typer(help="Look at, prepare and check image data.", no_args_is_help=True, rich_markup_mode=None)
 
 
@@ -69,3 +71,29 @@ def data_verify(
     print_rows(rows, as_json)
     if any(row.get("problem") for row in rows):
         raise typer.Exit(5)
+
+
+@data_app.command("draw")
+@verb
+def data_draw(
+    what: Annotated[str, typer.Argument(help="leaves: the procedural pictures that the lens was made from")],
+    out: Annotated[Path, typer.Option("--out", help="folder for the contact sheet")],
+    seed: Annotated[int, typer.Option(help="which pictures")] = 0,
+) -> None:
+    """A contact sheet of procedural pictures, to look at."""
+    import torch
+    from PIL import Image
+
+    from rescene.lens.leaves import VERSION, draw_leaves
+
+    if what != "leaves":
+        raise ConfigError("E109", f"cannot draw {what!r}", fix="rescene data draw leaves --out DIR")
+    out.mkdir(parents=True, exist_ok=True)
+    pictures = draw_leaves(COLUMNS * ROWS, torch.Generator().manual_seed(seed))
+    side = pictures.shape[-1]
+    sheet = (
+        pictures.reshape(ROWS, COLUMNS, 3, side, side).permute(0, 3, 1, 4, 2).reshape(ROWS * side, COLUMNS * side, 3)
+    )
+    path = out / f"leaves-v{VERSION}-seed{seed}.png"
+    Image.fromarray(sheet.numpy()).save(path)
+    print(f"{path}: {len(pictures)} pictures of {side} x {side} pixels")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import shlex
 from pathlib import Path
 from typing import Any
 
 from rescene.cli.listing import print_rows
 from rescene.data import inspect, load_readable, plan_tasks
-from rescene.errors import ResceneError
+from rescene.errors import ResceneError, command
 
 MOST_CLASSES = 40  # listed on a terminal; --json has them all
 
@@ -66,7 +65,7 @@ def _command(path: str, here: bool, layout: str, skip: bool, found: dict[str, An
     data = [f"data.path={path}" if here else f"data.name={path}"]
     data += [f"data.layout={layout}"] if layout != "auto" else []
     data += ["data.skip_unreadable=true"] if skip else []
-    return shlex.join(["rescene", "run", "demo", *data, *found["proposed_settings"]])
+    return command("run", "demo", *data, *found["proposed_settings"])
 
 
 def _size(found: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The verbs of `rescene lens`, and the contact sheet of procedural pictures."""
+"""The verbs of `rescene lens`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from rescene.errors import ConfigError
 lens_app = typer.Typer(
     help="Look at the lenses, or make one from procedural pictures.", no_args_is_help=True, rich_markup_mode=None
 )
-COLUMNS, ROWS = 12, 8
 
 
 @lens_app.command("list")
@@ -57,28 +56,3 @@ def lens_make(
     write_lens(lens, made_from, out)
     made = read_lens(out, out.stem)
     print(f"{out}: {made.num_bytes:,} bytes, SHA-256 {made.sha256}")
-
-
-@verb
-def data_draw(
-    what: Annotated[str, typer.Argument(help="leaves: the procedural pictures that the lens was made from")],
-    out: Annotated[Path, typer.Option("--out", help="folder for the contact sheet")],
-    seed: Annotated[int, typer.Option(help="which pictures")] = 0,
-) -> None:
-    """A contact sheet of procedural pictures, to look at."""
-    import torch
-    from PIL import Image
-
-    from rescene.lens.leaves import VERSION, draw_leaves
-
-    if what != "leaves":
-        raise ConfigError("E109", f"cannot draw {what!r}", fix="rescene data draw leaves --out DIR")
-    out.mkdir(parents=True, exist_ok=True)
-    pictures = draw_leaves(COLUMNS * ROWS, torch.Generator().manual_seed(seed))
-    side = pictures.shape[-1]
-    sheet = (
-        pictures.reshape(ROWS, COLUMNS, 3, side, side).permute(0, 3, 1, 4, 2).reshape(ROWS * side, COLUMNS * side, 3)
-    )
-    path = out / f"leaves-v{VERSION}-seed{seed}.png"
-    Image.fromarray(sheet.numpy()).save(path)
-    print(f"{path}: {len(pictures)} pictures of {side} x {side} pixels")

@@ -155,7 +155,7 @@ def _read(name: str) -> tuple[dict[str, Any], str]:
         raise ConfigError(
             "E101",
             f"the recipe {name!r} is now called {RENAMED[name]!r}",
-            why="its old name promised more than it gives" if name.startswith("private") and "dp" not in name else None,
+            why="the old names promised privacy, and not all of these recipes give it",
             fix=command("run", RENAMED[name]),
         )
     else:

@@ -60,8 +60,9 @@ def train_network(
 ) -> LensNet:
     """A network trained from ``seed``. The same seed gives the same weights on the same device and torch release."""
     rng = Rng(seed).at("lens")
-    torch.manual_seed(rng.at("weights").integer() % 2**31)
-    net, head = LensNet(settings.widths), Head(settings.widths[-1])
+    with torch.random.fork_rng(devices=[]):  # torch's layers draw their first weights from the global stream
+        torch.manual_seed(rng.at("weights").integer() % 2**31)
+        net, head = LensNet(settings.widths), Head(settings.widths[-1])
     both = nn.ModuleList([net, head]).to(device).train()
     net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     pictures = picture_pool(settings.num_pictures, rng.at("pictures").generator(device))
@@ -104,10 +105,9 @@ def contrast(z: Tensor, tau: float) -> Tensor:
 
 def picture_pool(num: int, generator: torch.Generator, chunk: int = 4096) -> Tensor:
     """``num`` procedural pictures, uint8 [num, 3, 64, 64], drawn in chunks."""
-    sizes = [chunk] * (num // chunk) + [num % chunk] * (num % chunk > 0)
     pool = torch.empty(num, 3, 64, 64, dtype=torch.uint8, device=generator.device)
-    for i, size in enumerate(sizes):
-        pool[i * chunk : i * chunk + size] = draw_leaves(size, generator)
+    for part in pool.split(chunk):
+        part.copy_(draw_leaves(len(part), generator))
     return pool
 
 

@@ -21,9 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from rescene.data.images import Dataset, Images, Transform
+from rescene.documents import parse_json
 from rescene.errors import ConfigError, did_you_mean
 from rescene.functional.waves import DIRECTIONS, wave_picture
 from rescene.lens.features import LeavesLens
+from rescene.nets.weights import read_weights
 
 BUILT_IN = ("waves", "leaves")
 LEAVES_FILE = Path(__file__).with_name("leaves.safetensors")
@@ -98,20 +100,24 @@ def open_lens(name: str) -> Lens:
 
 def read_lens(path: Path, name: str) -> Lens:
     """A lens of the architecture of ``leaves`` from a safetensors file; nothing in it can run code."""
-    from safetensors import SafetensorError, safe_open
-
     try:
-        with safe_open(path, "pt") as file:
-            told = json.loads((file.metadata() or {})[KEY])
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  (no mapping)
-        module = LeavesLens(told["widths"], told["num_patches"], told["modes"])
-        module.load_state_dict(tensors)
-    except (OSError, SafetensorError, KeyError, ValueError, TypeError, RuntimeError) as error:
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        fix = "a file that `rescene lens make` wrote"
-        raise ConfigError("E118", "this file is not a lens", where=str(path), why=why, fix=fix) from None
+        text, tensors = read_weights(path, KEY)
+        told = parse_json(text or "{}", str(path))
+        with torch.device("meta"):  # what the file says of its sizes takes no memory before its tensors agree with it
+            module = LeavesLens(told["widths"], told["num_patches"], told["modes"])
+        module.load_state_dict(tensors, assign=True)
+        module.float()
+    except ConfigError as error:
+        raise _no_lens(path, error.why or error.what) from None
+    except (KeyError, ValueError, TypeError, RuntimeError) as error:
+        raise _no_lens(path, str(error).splitlines()[0] if str(error) else type(error).__name__) from None
     num_bytes = sum(t.numel() * t.element_size() for t in tensors.values())
     return Lens(name, fingerprint(told, tensors), num_bytes, str(told["made_from"]), module, 16)
+
+
+def _no_lens(path: Path, why: str) -> ConfigError:
+    fix = "a file that `rescene lens make` wrote"
+    return ConfigError("E118", "this file is not a lens", where=str(path), why=why, fix=fix)
 
 
 def write_lens(module: LeavesLens, made_from: str, path: Path) -> None:

@@ -20,15 +20,15 @@ def load_weights(path: str | Path) -> dict[str, Tensor]:
     return read_weights(path)[1]
 
 
-def read_weights(path: str | Path) -> tuple[str | None, dict[str, Tensor]]:
-    """What a safetensors file says about itself, if anything, and its weights."""
+def read_weights(path: str | Path, key: str = KEY) -> tuple[str | None, dict[str, Tensor]]:
+    """What a safetensors file says about itself under ``key``, if anything, and its weights."""
     file = Path(path).expanduser()
     if not file.is_file():
         raise _bad_file(file, "there is no such file")
     try:
         with safe_open(file, "pt") as stored:
-            told = (stored.metadata() or {}).get(KEY)
-            return told, {key: stored.get_tensor(key) for key in stored.keys()}  # noqa: SIM118  (no mapping)
+            told = (stored.metadata() or {}).get(key)
+            return told, {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118  (no mapping)
     except (SafetensorError, OSError) as error:
         raise _bad_file(file, f"not a readable safetensors file ({error})") from error
 
