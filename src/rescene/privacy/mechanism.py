@@ -45,6 +45,7 @@ class Mechanism:
     covariance_colour: bool = field(
         default=False, repr=False
     )  # release, start coloured: joins the question where it is on
+    honest_sites: int | None = field(default=None, repr=False)  # H: a secure sum needs noise of so many sites
 
     @property
     def formal(self) -> bool:
@@ -57,9 +58,14 @@ class Mechanism:
         return release_bound(self.clip, self.kappa) if self.kind == "release" else self.clip
 
     @property
+    def share(self) -> float:
+        """Of the deviation, what each site adds: everything, or so much that H sites together add it."""
+        return 1.0 if self.honest_sites is None else self.honest_sites**-0.5
+
+    @property
     def deviation(self) -> float:
-        """Standard deviation of the noise on each coordinate."""
-        return self.sigma * self.sensitivity
+        """Standard deviation of a site's noise on each coordinate."""
+        return self.sigma * self.sensitivity * self.share
 
     @property
     def least_count(self) -> float:
