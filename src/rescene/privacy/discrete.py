@@ -61,6 +61,11 @@ def sampler_error(sigma: float) -> float:
     return found + _largest(variance) * 2.0**-_BITS
 
 
+def largest(sigma: float) -> int:
+    """No number drawn is larger than this, about 16 sigma; every smaller one can be."""
+    return sum(scale * (len(table.exact) - 1) for scale, table in _parts(_variance(sigma)))
+
+
 def _variance(sigma: float) -> Fraction:
     if not LEAST <= sigma <= MOST:
         raise ConfigError(

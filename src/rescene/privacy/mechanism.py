@@ -90,17 +90,22 @@ class Mechanism:
         fine = min(self.sensitivity, self.deviation) * 2.0**-30
         return float(2.0 ** math.floor(math.log2(max(fine, self.sensitivity * 2.0**-56))))
 
+    def steps(self, num_coordinates: int) -> float:
+        """Standard deviation of a site's noise in steps, if a record enters so many coordinates.
+
+        Rounding moves two neighbouring sums apart by at most a step on each coordinate. The noise grows with that, so epsilon stays.
+        """
+        return self.sigma * self.share * (self.sensitivity * (1 + ARITHMETIC) / self.step + math.sqrt(num_coordinates))
+
     def noised(self, units: Tensor, noise: Noise) -> Tensor:
         """Sums in whole steps [..., d] of which a record enters one row, with discrete noise: float64 on the CPU.
 
-        Noise is whole too, so what comes out is a function of whole numbers that every data set can give. Rounding moves two
-        neighbouring sums apart by at most a step on each coordinate; the deviation grows with that, and so epsilon stays.
+        Noise is whole too, so what comes out is a function of whole numbers that every data set can give.
         """
         units = units.cpu()
         if not self.sigma:  # an audit's broken site
             return units.double() * self.step
-        most = self.sensitivity * (1 + ARITHMETIC) / self.step + math.sqrt(units.shape[-1])
-        deviation = self.sigma * self.share * most
+        deviation = self.steps(units.shape[-1])
         check_grid(deviation, units.numel())
         return (units + discrete_gaussian(units.numel(), deviation, noise).reshape(units.shape)).double() * self.step
 
