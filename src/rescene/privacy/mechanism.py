@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -45,6 +46,7 @@ class Mechanism:
     covariance_colour: bool = field(
         default=False, repr=False
     )  # release, start coloured: joins the question where it is on
+    honest_sites: int | None = field(default=None, repr=False)  # H: sums over sites are secure; None: they are not
 
     @property
     def formal(self) -> bool:
@@ -60,6 +62,11 @@ class Mechanism:
     def deviation(self) -> float:
         """Standard deviation of the noise on each coordinate."""
         return self.sigma * self.sensitivity
+
+    @property
+    def share(self) -> float:
+        """The part of the deviation that one site adds: H honest ones together give the whole."""
+        return 1.0 if self.honest_sites is None else 1 / math.sqrt(self.honest_sites)
 
     @property
     def least_count(self) -> float:
