@@ -21,7 +21,8 @@ from rescene.record import record
 
 Values = Mapping[str, Tensor]
 WHOLE = (torch.int32, torch.int64)
-KEYS, SEALED, COMMITTED, SHARE = 192, 80, 64, 32  # bytes: a site's keys; two shares to another; their hashes; one share
+# bytes: a site's keys; two shares to another site; their hashes; one share; a signature
+KEYS, SEALED, COMMITTED, SHARE, SIGNATURE = 192, 80, 64, 32, 96
 
 
 @record
@@ -96,12 +97,12 @@ def added(parts: Iterable[Values]) -> dict[str, Tensor]:
 
 
 def protocol_bytes(num_sites: int) -> tuple[int, int]:
-    """What the protocol costs each of so many sites beside its numbers, up and down: keys, shares, opened shares.
+    """What the protocol costs each of so many sites beside its numbers, up and down: keys, shares, signatures, opened shares.
 
     >>> protocol_bytes(10)
-    (1872, 3280)
+    (2176, 5280)
     """
     if not num_sites:
         return 0, 0
-    dealt = SEALED * (num_sites - 1) + COMMITTED * num_sites
-    return KEYS + dealt + SHARE * num_sites, KEYS * num_sites + dealt
+    dealt = (SEALED + COMMITTED) * num_sites
+    return KEYS + dealt + 2 * SIGNATURE + SHARE * (num_sites + 1), (KEYS + 2 * SIGNATURE) * num_sites + dealt
