@@ -15,6 +15,7 @@ and FedCGS (Guan et al. 2025) on pretrained networks.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -25,11 +26,11 @@ from rescene.data import Shard
 from rescene.functional.discriminant import cross_validated_ridge, discriminant_head
 from rescene.functional.release import clip_rows
 from rescene.hyperparameters import hyper
-from rescene.methods.base import Federation, Method, Model, Payload, Uploads, weights_of
+from rescene.methods.base import Federation, Kept, Method, Model, Payload, Uploads, weights_of
 from rescene.methods.forms import NOTHING, Form, Place, both, either, fields, tensor
 from rescene.methods.registry import register
 from rescene.privacy.mechanism import Mechanism, Site, digest
-from rescene.record import Tree, record
+from rescene.record import Tree, num_bytes, record
 from rescene.rng import Rng
 from rescene.steps import embed
 
@@ -70,6 +71,8 @@ class Moments(Method):
     open_ended: ClassVar[bool] = True
     releases_once: ClassVar[bool] = True
     needs_mechanism: ClassVar[bool] = True
+    can_forget: ClassVar[bool] = True
+    forgets_exactly: ClassVar[bool] = True
 
     ridge: float | None = hyper(
         None, "r", "[ours]", "in units of the mean variance; null: by generalised cross-validation on the sums", ge=0
@@ -140,6 +143,18 @@ class Moments(Method):
         }
         return either(NOTHING, both(fields(exact), possible_sums, "holds sums that no images have"))
 
+    def kept(self, state: MomentsState) -> dict[int, Kept]:
+        return {
+            part.client: Kept(images_in(part), num_bytes((part.counts, part.sums, part.second))) for part in state.parts
+        }
+
+    def forget(
+        self, state: MomentsState, client: int, model: Model, num_rounds: int, federation: Federation, rng: Rng
+    ) -> MomentsState:
+        """Subtraction: the site's part is left out, and the head is solved from the others'."""
+        parts = tuple(part for part in state.parts if part.client != client)
+        return self._solved(replace(state, parts=parts), federation.mechanism)
+
     def _solved(self, state: MomentsState, mechanism: Mechanism | None) -> MomentsState:
         """The head from everything that is there."""
         counts, sums, upper = (
@@ -159,6 +174,12 @@ class Moments(Method):
         kept = state.model["head.weight"]
         notes = {"ridge": ridge, "floor": floor, "num_images": float(counts.sum())}
         return replace(state, model=state.model | {key: value.to(kept) for key, value in head.items()}, notes=notes)
+
+
+def images_in(part: Sums) -> Counter[tuple[int, int, str]]:
+    """How many images of each class a part is made of; behind a mechanism as its noised counts tell."""
+    counts = part.counts.double().round().long().tolist()
+    return Counter({(-1, label, "sums"): count for label, count in enumerate(counts) if count > 0})
 
 
 def in_steps(z: Tensor) -> Tensor:
