@@ -169,11 +169,17 @@ class Moments(Method):
             ridge = ridge or 0.0
         elif ridge is None:
             ridge = cross_validated_ridge(counts, sums, second)
-        weight, bias = discriminant_head(counts, sums, second, ridge, floor)
+        weight, bias = self._head(counts, sums, second, ridge, floor)
         head = {"head.weight": weight, "head.bias": bias}
         kept = state.model["head.weight"]
         notes = {"ridge": ridge, "floor": floor, "num_images": float(counts.sum())}
         return replace(state, model=state.model | {key: value.to(kept) for key, value in head.items()}, notes=notes)
+
+    def _head(
+        self, counts: Tensor, sums: Tensor, second: Tensor, ridge: float, floor: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        """Weights and biases from the sums: all that the neighbours ``afl`` and ``fedcgs`` do differently."""
+        return discriminant_head(counts, sums, second, ridge, floor)
 
 
 def images_in(part: Sums) -> Counter[tuple[int, int, str]]:
