@@ -117,18 +117,22 @@ def _compare(resolved: Resolved, client: int, folder: Path, place: Path, record:
 
 def _tell(record: Row, folder: Path, place: Path, never: Row | None, federation: Federation | None, done: bool) -> None:
     site = record["name"] or record["client"]
-    print(f"Removed of site {site}: {record['num_images']} images, {bytes_text(record['bytes'])}", end="")
+    exact = record.get("exact", False)
+    what = f"sums over {record['num_images']} images" if exact else f"{record['num_images']} images"
+    print(f"Removed of site {site}: {what}, {bytes_text(record['bytes'])}", end="")
     print(f"; {record['num_images_left']} of other sites remain.")
     if record["removed"]:
-        print_rows(
-            {"task": r["task"], "class": r["class"], "buffer": r["buffer"], "pool": r["pool"]}
-            for r in record["removed"]
-        )
+        print_rows(record["removed"])
     if record["classes_lost"]:
         print(f"Nobody else sent images of {', '.join(record['classes_lost'])}: the model has lost them.")
-    print(f"The model was trained from the run's first weights for {record['epochs']} epochs on what remains.")
+    if not exact:
+        print(f"The model was trained from the run's first weights for {record['epochs']} epochs on what remains.")
     print_rows(_accuracies(record, never))
-    print("Uploads are removed and the model is trained anew. This is no proof of unlearning; what may remain:")
+    print(
+        "The site's sums are subtracted and the model is solved anew: it is the model that never met the site. What remains:"
+        if exact
+        else "Uploads are removed and the model is trained anew. This is no proof of unlearning; what may remain:"
+    )
     for words in record["remains"]:
         print(f"  - {words}")
     print(f"  - {folder} still holds everything: remove it, its exports and its backups when you no longer need them")

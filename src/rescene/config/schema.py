@@ -205,7 +205,8 @@ class Recipe(Section):
             )
         if self.privacy.pool and self.method.get("start") != "coloured":
             raise ValueError("privacy.pool: sums are pooled for method.start=coloured only; privacy.pool=null")
-        if self.privacy.centre == "released" and not method.can_forget:
+        keeps_pictures = method.can_forget and not method.forgets_exactly
+        if self.privacy.centre == "released" and not keeps_pictures:
             raise ValueError(f"privacy.centre: {method.title} keeps nothing from earlier rounds; privacy.centre=none")
         if kind == "per-example" and not self.method["num_steps"]:
             raise ValueError("method.num_steps: per-example needs at least one step")

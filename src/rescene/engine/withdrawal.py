@@ -1,10 +1,11 @@
-"""Withdrawal: what a site uploaded leaves the server, and the model is trained anew on what remains.
+"""Withdrawal: what a site uploaded leaves the server, and the model is made anew from what remains.
 
 new run folder <- recipe of the run with the site in federation.exclude: it is never asked again
-pool, buffers  <- those of its newest checkpoint, without the site's pictures
-model          <- the run's first weights, trained on what remains for as many epochs as the run has trained
+server state   <- that of its newest checkpoint, without what the site sent (``Method.forget``)
+model          <- of pictures: the run's first weights, trained on what remains for as many epochs as the run has trained
+                  of sums: solved from what remains, which is the model that never met the site
 
-This is removal of uploads and training from scratch. It is no proof of unlearning: see ``REMAINS``.
+With pictures this is removal of uploads and training from scratch. It is no proof of unlearning: see ``REMAINS``.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from rescene.engine.loop import Run
 from rescene.engine.products import save_gallery
 from rescene.engine.watch import Progress, warnings_to
 from rescene.errors import ConfigError, RunError, command
-from rescene.methods.base import Model
+from rescene.methods.base import Kept, Model
 from rescene.nets import flops_to, grow_head
-from rescene.record import num_bytes, to_device
+from rescene.record import to_device
 from rescene.steps import class_scores
 
 REMAINS = (
@@ -36,7 +37,7 @@ REMAINS = (
     "which surrogates of finished tasks were kept was decided while its own were among them, and their places stay empty",
     "accuracies of earlier tasks' ends, in the matrix, are those measured before it left",
 )
-Parts = tuple[Any, ...]
+REMAINS_OF_SUMS = REMAINS[-1:]
 
 
 def forget(
@@ -89,6 +90,14 @@ def check_can_forget(resolved: Resolved, client: int, source: RunFolder) -> None
         raise ConfigError("E161", "no site would be left", where=str(source.path), fix="remove the run folder")
     if recipe.privacy.pool:
         what, why = "a site's part cannot be taken out again: all sites' sums were added up", "privacy.pool=true"
+    elif method.forgets_exactly and getattr(recipe.privacy, "honest_sites", None) is not None:
+        raise ConfigError(
+            "E230",
+            "nobody holds this site's part of the sums, so it cannot be taken out",
+            where=str(source.path),
+            why="privacy.honest_sites is set: under a secure sum the server sees the sum over sites alone",
+            fix=f"a new sum over the other sites, which costs each of their images its epsilon again: {again(resolved, client, source)}",
+        )
     elif not method.can_forget:
         what = f"{method.title} cannot take a site out of its model"
         why = f"its server keeps no uploads by site that could be removed; what sites send: {method.leaves_site}"
@@ -107,8 +116,8 @@ def again(resolved: Resolved, client: int, source: RunFolder) -> str:
 
 
 def _check_known(state: Any, client: int, resolved: Resolved, source: RunFolder) -> None:
-    """All pictures on the server must say who sent them, and some must be somebody else's."""
-    senders = {int(k) for part in (_parts(state) if state else ()) for k in part.clients.unique()}
+    """All that the server keeps must say who sent it, and some must be somebody else's."""
+    senders = set(resolved.recipe.build_method().kept(state)) if state else set()
     if -1 in senders:
         raise RunError(
             "E418",
@@ -120,7 +129,7 @@ def _check_known(state: Any, client: int, resolved: Resolved, source: RunFolder)
     if not senders - {client}:
         raise RunError(
             "E419",
-            "nothing would be left to train on",
+            "nothing would be left to learn from",
             where=str(source.path),
             why="the server holds no upload of another site",
             fix=f"train again without it: {again(resolved, client, source)}",
@@ -186,66 +195,56 @@ class Withdrawal(Run):
     def _write_down(
         self, client: int, name: str | None, step: int, held: int, before: Any, old: dict[str, Any], new: dict[str, Any]
     ) -> None:
-        removed = _counts(before, client)
-        rows, left = self._rows(removed), _counts(self.state, None)
+        method = self.experiment.method
+        own = method.kept(before).get(client, Kept(Counter(), 0))
+        left = sum((kept.images for kept in method.kept(self.state).values()), Counter())
         classes = self.experiment.dataset.classes
-        lost = sorted({label for _, label, _ in removed} - {label for _, label, _ in left})
-        sent = [p.images[p.clients == client] for p in _parts(before)]
+        lost = sorted({label for _, label, _ in own.images} - {label for _, label, _ in left})
+        epochs = 0 if method.forgets_exactly else held * self.experiment.recipe.train.server_epochs
         record = {
             "client": client,
             "name": name,
             "step": step,
             "task": self.place[0],
-            "num_images": sum(removed.values()),
-            "bytes": num_bytes(sent),
+            "num_images": sum(own.images.values()),
+            "bytes": own.num_bytes,
             "num_images_left": sum(left.values()),
-            "removed": rows,
+            "removed": self._rows(own.images),
             "classes_lost": [classes[label] for label in lost],
-            "epochs": held * self.experiment.recipe.train.server_epochs,
+            "epochs": epochs,
+            "exact": method.forgets_exactly,
             "accuracy_before": old["found"].overall if old["found"] else None,
             "accuracy_after": new["found"].overall if new["found"] else None,
             "per_task_before": old["found"].per_task if old["found"] else None,
             "per_task_after": new["found"].per_task if new["found"] else None,
             "own_images_before": old["own"],
             "own_images_after": new["own"],
-            "remains": list(REMAINS),
+            "remains": list(REMAINS_OF_SUMS if method.forgets_exactly else REMAINS),
         }
         self.facts.forgotten.append(record)
         if self.leakage.samples:
             save_gallery(self.folder, self.leakage)
-        told = (
-            f"site {name or client} left: {record['num_images']} of its images were removed, and the model trained anew"
+        done = (
+            f"its sums over {record['num_images']} images were subtracted, and the model solved anew"
+            if method.forgets_exactly
+            else f"{record['num_images']} of its images were removed, and the model trained anew"
         )
-        self.note("info", "I402", told, client=client)
+        self.note("info", "I402", f"site {name or client} left: {done}", client=client)
         if lost:
             names = ", ".join(record["classes_lost"])
             self.note("warning", "W404", f"nobody else sent images of {names}: the model has lost them")
 
     def _rows(self, removed: Counter[tuple[int, int, str]]) -> list[dict[str, Any]]:
-        """Per task and class, what lay in the buffer and what in the pool."""
+        """Per task and class, what lay in the buffer and what in the pool, or what the sums were made of."""
         classes, tasks = self.experiment.dataset.classes, self.experiment.tasks
         named = self.experiment.recipe.tasks.scenario == "class"
         rows: dict[tuple[int, int], dict[str, Any]] = {}
         for (number, label, kind), count in sorted(removed.items()):
             task = next(t.index for t in tasks if label in t.classes) if named else number
-            row = {"task": task, "class": classes[label], "buffer": 0, "pool": 0}
+            kinds = {"sums": 0} if kind == "sums" else {"buffer": 0, "pool": 0}
+            row = {"task": task if task >= 0 else "all", "class": classes[label], **kinds}
             rows.setdefault((task, label), row)[kind] += count
         return [rows[key] for key in sorted(rows)]
-
-
-def _parts(state: Any) -> Parts:
-    return (*state.buffers, *state.pool)
-
-
-def _counts(state: Any, client: int | None) -> Counter[tuple[int, int, str]]:
-    """Pictures on the server by place (buffer number), label and kind; of one client, or of all."""
-    found: Counter[tuple[int, int, str]] = Counter()
-    kinds = [(number, part, "buffer") for number, part in enumerate(state.buffers)]
-    kinds += [(len(state.buffers), part, "pool") for part in state.pool]
-    for number, part, kind in kinds:
-        labels = part.labels if client is None else part.labels[part.clients == client]
-        found.update((number, label, kind) for label in labels.tolist())
-    return found
 
 
 def _copy_history(source: RunFolder, out: RunFolder, saved: Saved, client: int) -> None:

@@ -41,15 +41,25 @@ def discriminant_head(
     means = torch.where(present[:, None], sums / counts.clamp_min(1e-12)[:, None], 0.0)
     within = scatter_within(counts, sums, second)
     variance = float(within.diagonal().mean().clamp_min(1e-12))
-    if floor > 0:
-        values, vectors = torch.linalg.eigh(within)
-        values = values.clamp_min(floor) + ridge * variance
-        solved = vectors @ ((vectors.T @ means.T) / values[:, None])
-    else:
-        within.diagonal().add_(ridge * variance)
-        solved = torch.linalg.solve(within, means.T)
+    solved = regularised_solve(within, means.T, ridge * variance, floor)
     bias = -0.5 * (means.T * solved).sum(dim=0)
     return solved.T.contiguous(), torch.where(present, bias, -1e9)
+
+
+def regularised_solve(matrix: Tensor, right: Tensor, ridge: float, floor: float = 0.0) -> Tensor:
+    """(matrix + ridge I)^-1 right for a symmetric matrix whose eigenvalues are first raised to ``floor``.
+
+    Without either a singular matrix (more features than images) has its pseudo-inverse.
+    """
+    if floor > 0:
+        values, vectors = torch.linalg.eigh(matrix)
+        values = values.clamp_min(floor) + ridge
+        solved: Tensor = vectors @ ((vectors.T @ right) / values[:, None])
+    elif ridge > 0:
+        solved = torch.linalg.solve(matrix + ridge * torch.eye(len(matrix)).to(matrix), right)
+    else:
+        solved = torch.linalg.pinv(matrix, hermitian=True) @ right
+    return solved
 
 
 def scatter_within(counts: Tensor, sums: Tensor, second: Tensor) -> Tensor:

@@ -17,13 +17,15 @@ change their arguments. Four conventions let the engine account for a method wit
 model under ``model``; pictures travel under ``images`` (normalised) with their ``labels``; numbers worth logging stand
 under ``notes`` in a state or an upload; a server that keeps pictures has those of the task under ``pool`` and those of
 finished tasks under ``buffers``, as records of ``images``, ``labels`` and ``rounds``; with ``clients``, who sent each one,
-it can also ``forget`` a client. One that closes buffers itself lists (label, 1-based round) of each under ``closings``.
+it can also ``forget`` a client (a server that keeps something else says so in ``kept``).
+One that closes buffers itself lists (label, 1-based round) of each under ``closings``.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -35,7 +37,7 @@ from rescene.methods.forms import Form, Place, anything
 from rescene.nets import grow_head
 from rescene.privacy.mechanism import Mechanism
 from rescene.privacy.totals import Total
-from rescene.record import Tree, record
+from rescene.record import Tree, num_bytes, record
 from rescene.rng import Rng
 from rescene.steps import Training
 
@@ -78,6 +80,16 @@ class ModelState:
     notes: dict[str, float]
 
 
+@dataclass(frozen=True)
+class Kept:
+    """What a server keeps of one client, for the case that it withdraws."""
+
+    images: Counter[
+        tuple[int, int, str]
+    ]  # number of a buffer (-1: of no task), label, kind (pool, buffer or sums) -> images
+    num_bytes: int
+
+
 def weights_of(net: nn.Module) -> Model:
     """The network's state as plain tensors, detached from it."""
     return {name: value.detach().clone() for name, value in net.state_dict().items()}
@@ -102,6 +114,7 @@ class Method(Hyperparameters):
     scenarios: ClassVar[tuple[str, ...]] = ("class", "domain")  # what kinds of task sequence it can learn
 
     can_forget: ClassVar[bool] = False  # its server keeps what each client sent, and can train on the rest
+    forgets_exactly: ClassVar[bool] = False  # without training: the model is the one that never met the client
 
     open_ended: ClassVar[bool] = False  # learns from a stream whose tasks nobody announces (tasks.drift)
 
@@ -143,6 +156,19 @@ class Method(Hyperparameters):
 
     def end_task(self, state: Any, task: Task, federation: Federation, rng: Rng) -> Any:
         return state
+
+    def kept(self, state: Any) -> dict[int, Kept]:
+        """What the server keeps, by client (-1: nobody wrote down whose). Here: the pictures of ``buffers`` and ``pool``."""
+        places = [(number, part, "buffer") for number, part in enumerate(state.buffers)]
+        places += [(len(state.buffers), part, "pool") for part in state.pool]
+        found: dict[int, Kept] = {}
+        for number, part, kind in places:
+            for client in part.clients.unique().tolist():
+                own = part.clients == client
+                mine = found.setdefault(client, Kept(Counter(), 0))
+                images = Counter((number, label, kind) for label in part.labels[own].tolist())
+                found[client] = Kept(mine.images + images, mine.num_bytes + num_bytes(part.images[own]))
+        return found
 
     def forget(self, state: Any, client: int, model: Model, num_rounds: int, federation: Federation, rng: Rng) -> Any:
         """The state without anything this client sent, its model trained from ``model``, which is fresh, on what remains.

@@ -104,9 +104,12 @@ def _privacy(run: Run) -> str:
     gone = [row for row in run.results.get("forgotten") or () if isinstance(row, dict)]
     if gone:
         names = ", ".join(_escaped(row.get("name") or row.get("client")) for row in gone)
-        lines.append(
-            f"Withdrawn: site {names}. Its uploads were removed and the model was trained anew; this is no proof of unlearning."
+        done = (
+            "Its sums were subtracted and the model was solved anew: it is the model that never met the site."
+            if all(row.get("exact") is True for row in gone)
+            else "Its uploads were removed and the model was trained anew; this is no proof of unlearning."
         )
+        lines.append(f"Withdrawn: site {names}. {done}")
     return "## Privacy\n\n" + "\n\n".join(lines)
 
 

@@ -22,6 +22,7 @@ class Withdrawal:
     words: str
     checked: bool
     accuracies: list[list[str]]
+    kinds: list[str]  # of what was removed: the columns after task and class
     removed: list[list[str]]
     remains: list[str]
 
@@ -39,10 +40,12 @@ def withdrawals(groups: Sequence[Group]) -> list[Withdrawal]:
 def _withdrawal(group: Group, run: Run, row: Row) -> Withdrawal:
     check = run.withdrawal if run.withdrawal.get("client") == row.get("client") else {}
     lost = [plain(name, 60) for name in row.get("classes_lost") or ()]
+    exact = row.get("exact") is True
+    kinds = {"sums": "In the sums"} if exact else {"buffer": "From the buffer", "pool": "From the pool"}
     words = (
-        f"{_count(row, 'num_images')} images ({bytes_text(number(row.get('bytes')))}) were removed, "
+        f"{'Sums over ' if exact else ''}{_count(row, 'num_images')} images ({bytes_text(number(row.get('bytes')))}) were removed, "
         f"{_count(row, 'num_images_left')} of other sites remained; "
-        f"{_count(row, 'epochs')} epochs from the run's first weights."
+        + ("solved anew without them." if exact else f"{_count(row, 'epochs')} epochs from the run's first weights.")
     ) + (f" Nobody else had sent images of {', '.join(lost)}." if lost else "")
     return Withdrawal(
         group=group,
@@ -51,8 +54,9 @@ def _withdrawal(group: Group, run: Run, row: Row) -> Withdrawal:
         words=words,
         checked=bool(check),
         accuracies=_accuracies(row, check),
+        kinds=list(kinds.values()),
         removed=[
-            [plain(cell.get(key, "?"), 60) for key in ("task", "class", "buffer", "pool")]
+            [plain(cell.get(key, "?"), 60) for key in ("task", "class", *kinds)]
             for cell in row.get("removed") or ()
             if isinstance(cell, dict)
         ],
