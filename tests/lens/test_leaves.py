@@ -9,10 +9,19 @@ import torch.nn.functional as F
 
 from rescene.lens import draw_leaves
 from rescene.lens.contrast import SMALL, contrast, draws, train_network, views
-from rescene.lens.features import halves
-from rescene.lens.making import Measuring, assembled, leading_directions
+from rescene.lens.features import (
+    PATCHES,
+    Directions,
+    by_rank,
+    cells_of,
+    cosines,
+    leading_directions,
+    parts_of,
+    waves_over,
+)
+from rescene.lens.making import Measuring, assembled
 from rescene.lens.network import LensNet, fold
-from rescene.lens.patches import FLOOR, SIDE, patch_deviation, sampled_dictionary
+from rescene.lens.patches import FLOOR, SIDE, THRESHOLD, areas, patch_deviation, patch_strengths, sampled_dictionary
 
 
 def pictures(n, seed=0, size=32):
@@ -87,37 +96,73 @@ def test_folding_changes_nothing_but_the_number_of_layers():
         assert torch.allclose(a, b, atol=1e-4)
 
 
-def test_halves_are_averages_over_quarters():
+def test_modes_are_cosine_waves_over_the_parts():
+    """The first is the sum; all of them together are the parts again."""
+    x = torch.randn(2, 5, 9, 9, generator=torch.Generator().manual_seed(0))
+    parts = parts_of(x, 3)
+    assert torch.allclose(parts[:, 4], x[..., 3:6, 3:6].mean(dim=(2, 3)), atol=1e-6), "the middle one"
+    modes = waves_over(parts)
+    assert torch.allclose(modes[:, 0], parts.sum(dim=1) / 3, atol=1e-6)
+    assert torch.allclose(cells_of(modes), parts, atol=1e-6)
+    across = modes[:, 1]  # left less right
+    assert torch.allclose(across, (parts[:, [0, 3, 6]] - parts[:, [2, 5, 8]]).sum(dim=1) / 6**0.5, atol=1e-6)
+    assert torch.allclose(cosines(4) @ cosines(4).T, torch.eye(16).double(), atol=1e-12)
+
+
+def test_parts_share_a_middle_row_where_they_must():
     x = torch.arange(25.0).reshape(1, 1, 5, 5)
-    assert torch.equal(halves(x), F.adaptive_avg_pool2d(x, 2))
-    assert torch.equal(halves(x[..., :4, :4]), F.adaptive_avg_pool2d(x[..., :4, :4], 2))
+    assert parts_of(x, 2).flatten().tolist() == [6.0, 8.0, 16.0, 18.0]
+    assert torch.allclose(areas(5, 2) @ x.flatten(), parts_of(x, 2).flatten())
 
 
 def test_strength_of_a_patch_by_its_definition():
     x = F.avg_pool2d(pictures(4, size=64).float() / 255, 2)
-    patches = sampled_dictionary(x, 7, 0.5, torch.Generator().manual_seed(0))
+    filters, offsets = sampled_dictionary(x, 7, torch.Generator().manual_seed(0))
     p = x[1, :, 3 : 3 + SIDE, 4 : 4 + SIDE].flatten()
     deviation = (p.var(unbiased=False) + FLOOR).sqrt()
     assert float(patch_deviation(x)[1, 0, 3, 4]) == pytest.approx(float(deviation), rel=1e-3)
-    s = patches.filters.flatten(1) @ ((p - p.mean()) / deviation) - patches.offsets
-    wanted = torch.cat([F.relu(s - 0.5), F.relu(-s - 0.5)])
-    assert torch.allclose(torch.cat(patches.maps(x), dim=1)[1, :, 3, 4], wanted, atol=1e-3)
+    s = filters.flatten(1) @ ((p - p.mean()) / deviation) - offsets
+    wanted = torch.cat([F.relu(s - THRESHOLD), F.relu(-s - THRESHOLD)]).sqrt()
+    places = x.shape[-1] - SIDE + 1
+    found = patch_strengths(x, filters, offsets, side=places)[1, 3 * places + 4]
+    assert torch.allclose(found, wanted, atol=1e-3)
+    quarters = patch_strengths(x, filters, offsets, side=2).square()
+    every = patch_strengths(x, filters, offsets, side=places).square().transpose(1, 2).unflatten(2, (places, places))
+    assert torch.allclose(quarters[:, 0], every[..., :14, :14].mean(dim=(2, 3)), atol=1e-4)
 
 
 def test_leading_directions_are_those_of_the_covariance():
-    rows = (
-        torch.randn(200, 5, 4, generator=torch.Generator().manual_seed(0))
-        * torch.tensor([3.0, 1, 0.5, 0.2, 2])[:, None]
-    )
-    found = leading_directions(list(rows.split(60)), 2)
+    rows = torch.randn(900, 5, generator=torch.Generator().manual_seed(0)) * torch.tensor([3.0, 1, 0.5, 0.2, 2])
+    found = leading_directions(rows + 50, 2)
     assert found.shape == (5, 2)
     assert abs(float(found[0, 0])) > 0.95 and abs(float(found[4, 1])) > 0.95
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_each_mode_keeps_its_own_number_of_directions(shared):
+    modes = torch.randn(300, 4, 6, generator=torch.Generator().manual_seed(0)) * torch.arange(1.0, 7)
+    directions = Directions(6, (3, 0, 2, 1), shared)
+    directions.fit(modes)
+    assert directions.basis.shape == (6, 3 if shared else 6) and directions.basis.dtype == torch.int8
+    found = directions(modes)
+    assert found.shape == (300, 6)
+    covariance = torch.cov(found[:, :3].T)
+    assert float((covariance - covariance.diagonal().diag()).abs().max()) < (0.3 if shared else 0.02) * float(
+        covariance.max()
+    )
+
+
+def test_features_come_in_order_of_their_rank():
+    order = by_rank((6, 2, 0, 3))
+    assert sorted(order) == list(range(11))
+    first = order[:5]  # of eleven: about half of each
+    assert sum(i < 6 for i in first) == 3 and 6 in first and sum(i >= 8 for i in first) == 1
 
 
 def test_a_small_lens_is_made_on_a_cpu_and_again_the_same():
     """The whole way, in its small form: train, draw patches, measure directions and deviations."""
     tiny = replace(SMALL, num_pictures=24, num_steps=2, num_pairs=8, widths=(4, 4, 8, 8), warm_up=1)
-    measuring = Measuring(num_pictures=24, num_patches=6, modes=(4, 2, 2, 2))
+    measuring = Measuring(num_pictures=24, num_patches=6, kept={PATCHES: (4, 2, 2, 2), "stage3": (3,)})
     made = [assembled(train_network(tiny, 0, torch.device("cpu")), measuring, 0, torch.device("cpu")) for _ in range(2)]
     for (name, a), b in zip(made[0].state_dict().items(), made[1].state_dict().values(), strict=True):
         assert torch.equal(a, b), name

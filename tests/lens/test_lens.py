@@ -113,7 +113,11 @@ def test_networks_for_photographs_say_what_to_use_instead(name):
     assert error.value.code == "E130" and error.value.fix == "model.name=linear or mlp"
 
 
-SMALL = {"widths": (4, 8, 12, 16), "num_patches": 10, "modes": (6, 4, 4, 2)}
+SMALL = {
+    "widths": (4, 8, 12, 16),
+    "num_patches": 10,
+    "kept": {"patches": (6, 4, 4, 2), "stage2": (8, 2, 2, 0), "stage4": (16,)},
+}
 
 
 def small_lens(seed=0):
@@ -134,7 +138,7 @@ def test_leaves_ships_in_eight_megabytes_and_says_what_it_was_made_from():
     assert lens.about().keys() == {"name", "sha256", "bytes", "made_from"}
     found = lens.look(pictures(2, size=32))
     assert found.dtype == torch.uint8 and found.shape == (2, 2816, 1, 1)
-    assert lens.look(pictures(1, size=64)).shape == (1, 4160, 1, 1)
+    assert lens.look(pictures(1, size=64)).shape == (1, 4272, 1, 1)
 
 
 def test_procedural_pictures_have_unit_variance_through_leaves():
@@ -160,7 +164,7 @@ def test_a_mirror_image_looks_the_same_and_grey_pictures_and_small_ones_can_be_s
 def test_pictures_above_32_pixels_are_seen_twice():
     lens = small_lens()
     z = lens(pictures(2, size=48))
-    assert z.shape[1] == lens.num_features(64) == lens.num_features(32) + 4 * 8 + 4 * 12 + 16
+    assert z.shape[1] == lens.num_features(64) == lens.num_features(32) + 12 + 16
 
 
 def test_a_lens_file_gives_the_lens_back_and_its_hash_follows_every_number(tmp_path):

@@ -29,7 +29,7 @@ SMALL, LARGE = 32, 64  # sides in pixels at which a picture is looked at
 NUM_PATCHES = 1280
 PATCHES = "patches"
 KEPT = {  # directions kept of each mode: across the picture changes fastest, down it slowest
-    PATCHES: (624, 288, 320, 128),
+    PATCHES: (608, 304, 320, 128),
     "stage1": (48, 0, 32, 32),
     "stage2": (96, 32, 64, 96, 0, 0, 64, 0, 32),
     "stage3": (192, 64, 96, 160, 32, 0, 128, 0, 0),
