@@ -172,7 +172,7 @@ def test_a_lens_file_gives_the_lens_back_and_its_hash_follows_every_number(tmp_p
     write_lens(lens, "a test", tmp_path / "mine.safetensors")
     back = open_lens(str(tmp_path / "mine.safetensors"))
     assert (back.name, back.made_from) == ("mine", "a test")
-    assert torch.allclose(back.module(x), lens(x), atol=0.05)  # stored in float16
+    assert torch.allclose(back.module(x), lens(x), rtol=0.02, atol=0.05)  # stored in float16
     write_lens(lens, "other words", tmp_path / "same.safetensors")
     assert read_lens(tmp_path / "same.safetensors", "same").sha256 == back.sha256
     lens.offsets[3] += 1e-3
