@@ -4,7 +4,7 @@
 
 A site has one image of a class, or none. The attacker knows both sums and the law of the noise. A release that no noise could
 make out of the sum without the image proves that the image was there. Floating-point noise: sum + deviation x normal number of
-52 random bits, as rescene had it up to version 1.5. Discrete noise: what ``Mechanism.noised`` does now. Each is looked at as
+52 random bits, as releases had it before. Discrete noise: what ``Mechanism.noised`` does now. Each is looked at as
 float64, as the site holds it, and as float32, as it is sent.
 
 Writes results/privacy/certain-proofs.json.
