@@ -4,7 +4,7 @@
 
 A site has one image of a class, or none. The attacker knows both sums and the law of the noise. A release that no noise could
 make out of the sum without the image proves that the image was there. Floating-point noise: sum + deviation x normal number of
-52 random bits, as rescene had it up to version 1.5. Discrete noise: what ``Mechanism.noised`` does now. Each is looked at as
+52 random bits, as releases had it before. Discrete noise: what ``Mechanism.noised`` does now. Each is looked at as
 float64, as the site holds it, and as float32, as it is sent.
 
 Writes results/privacy/certain-proofs.json.
@@ -55,8 +55,7 @@ def no_floating_noise(seen: Tensor, without: Tensor, m: Mechanism) -> Tensor:
     guess = (torch.special.ndtr((seen.double() - without) / m.deviation) * 2.0**52 - 0.5).round()
     words = guess.unsqueeze(-1) + torch.arange(-WINDOW, WINDOW + 1, dtype=torch.float64)
     words = words.clamp(0, 2.0**52 - 1)
-    normal = torch.erfinv(words.add(0.5).mul(2.0**-52).mul(2).sub(1)).mul(math.sqrt(2))
-    given = (without.unsqueeze(-1) + m.deviation * normal).to(seen.dtype)
+    given = (without.unsqueeze(-1) + m.deviation * _normal(words)).to(seen.dtype)
     between = (given[..., 0] < seen) & (seen < given[..., -1])  # otherwise the window is not the place to look
     return between & ~(given == seen.unsqueeze(-1)).any(dim=-1)
 
@@ -86,14 +85,23 @@ def proofs(releases: int, seed: int, noise: Noise) -> dict[str, int]:
     return found
 
 
-def floating_tail(count: int) -> dict[str, float]:
-    """Floating-point noise sent as float32: all its proofs lie in the tail, so only the tail is visited, word by word."""
-    m = mechanism_of()
-    words = torch.arange(count, dtype=torch.float64)
-    normal = torch.erfinv(words.add(0.5).mul(2.0**-52).mul(2).sub(1)).mul(math.sqrt(2))
-    seen = (torch.tensor(0.25, dtype=torch.float64) + m.deviation * normal).float()
-    proved = no_floating_noise(seen, torch.zeros(count, dtype=torch.float64), m)
-    return {"words": count, "proofs": int(proved.sum()), "chance_of_a_number": 2 * float(proved.sum()) * 2.0**-52}
+def floating_near_zero(count: int, seed: int = 0) -> dict[str, float]:
+    """Floating-point noise sent as float32. Near 0 float32 is finer than the noise, so that is where its proofs are.
+
+    ``count`` of the 2^28 random words that make a number of a site with the image almost 0 are looked at.
+    """
+    m, width = mechanism_of(), 2.0**28
+    added = torch.full((count,), 0.25, dtype=torch.float64)
+    middle = torch.special.ndtr(-added / m.deviation) * 2.0**52
+    words = (middle + width * (torch.rand(count, generator=torch.Generator().manual_seed(seed)).double() - 0.5)).round()
+    seen = (added + m.deviation * _normal(words)).float()
+    proved = float(no_floating_noise(seen, torch.zeros_like(added), m).sum())
+    return {"words": count, "proofs": int(proved), "chance_of_a_number": proved / count * width * 2.0**-52}
+
+
+def _normal(words: Tensor) -> Tensor:
+    """As ``Noise.normal`` makes a number of a word."""
+    return torch.erfinv(words.add(0.5).mul(2.0**-52).mul(2).sub(1)).mul(math.sqrt(2))
 
 
 def main() -> None:
@@ -112,7 +120,7 @@ def main() -> None:
         "epsilon": 8.0,
         "delta": 1e-5,
         "proofs": proofs(args.releases, args.seed, Noise()),
-        "floating-point noise, float32, tail": floating_tail(2**22),
+        "floating-point noise, float32, near 0": floating_near_zero(2**19),
         "machine": f"{platform.machine()}, 1 thread, torch {torch.__version__}",
         "seconds": round(time.time() - began),
     }

@@ -1,9 +1,10 @@
-"""Normal numbers from the operating system's entropy, as many as ResNet-18 has weights: before and now, in one run.
+"""Noise from the operating system's entropy, as many numbers as ResNet-18 has weights: before and now, in one run.
 
     python benchmarks/noise.py
 
 Before: every byte from the operating system, inversion in one piece. Now: blocks, a faster inverse, and a cipher under a key from
-the operating system, or (without the package ``cryptography``) its own bytes. One thread; the forms take turns, the median counts.
+the operating system, or (without the package ``cryptography``) its own bytes. Discrete: whole numbers of deviation 2^30, which is
+what mechanisms release with. One thread; the forms take turns, the median counts.
 Writes results/bench/noise.json.
 """
 
@@ -19,6 +20,7 @@ from unittest import mock
 import torch
 
 from rescene.privacy import noise
+from rescene.privacy.discrete import discrete_gaussian
 from rescene.privacy.noise import Noise
 
 OUT = Path(__file__).parents[1] / "results" / "bench" / "noise.json"
@@ -39,9 +41,13 @@ def without_cipher() -> torch.Tensor:
         return Noise().normal(COUNT)
 
 
+def discrete() -> torch.Tensor:
+    return discrete_gaussian(COUNT, 2.0**30, Noise())
+
+
 def main() -> None:
     torch.set_num_threads(1)
-    forms = {"before": before, "now": now, "now, no cipher": without_cipher}
+    forms = {"before": before, "now": now, "now, no cipher": without_cipher, "discrete": discrete}
     seconds: dict[str, list[float]] = {name: [] for name in forms}
     for _ in range(TURNS):
         for name, form in forms.items():

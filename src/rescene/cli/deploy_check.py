@@ -53,7 +53,7 @@ def _check_site(folder: Path, recipe: str, overrides: list[str], trial: bool, as
     from rescene.report.check_page import write_check
 
     resolved = resolve(recipe, overrides)
-    rows, found = check_site(folder), None
+    rows, found = check_site(folder, resolved.recipe), None
     if trial:
         from rescene.deploy.site import Site
         from rescene.deploy.trial import try_round

@@ -13,11 +13,11 @@ from rescene.config.privacy import Promise
 from rescene.engine.experiment import load_data, planned
 from rescene.errors import ConfigError, DataError
 from rescene.methods import method_class
-from rescene.privacy.accounting import NEIGHBOURS, check_target, epsilon_of, sigma_for
+from rescene.privacy.accounting import NEIGHBOURS, check_target, epsilon_of, replaced_epsilon, sigma_for
+from rescene.privacy.meaning import OUTSIDE, trust
 from rescene.privacy.mechanism import FORMAL
 
 SIGMAS, EPSILONS = (0.5, 1.0, 3.0, 5.0), (1.0, 2.0, 4.0, 8.0)
-ADVICE = "The clip, the learning rate and other settings chosen by looking at private images are not accounted for."
 
 
 def show_privacy(
@@ -48,6 +48,7 @@ def show_privacy(
         "leaves the site": method.leaving(promise.mechanism if kind in FORMAL else None),
         "statement": promise.words() if kind in FORMAL else f"Not private. With {promise.mechanism.kind} it would be:",
         "neighbours": NEIGHBOURS,
+        "trust": trust(promise.mechanism.honest_sites).removeprefix("Trust: "),
         "composition": promise.composition.words(),
         "delta": promise.delta,
     }
@@ -71,6 +72,7 @@ def _promise(resolved: Resolved, delta: float | None, num_tasks: int) -> Promise
 def _rows(promise: Promise, epsilon: float | None, sigma: float | None) -> list[dict[str, Any]]:
     whole, delta = promise.composition, promise.delta
     once = promise.mechanism.composition  # the ledger's entry for one round
+    factor = promise.mechanism.replaced / promise.mechanism.sensitivity
     sigmas = SIGMAS if sigma is None else (sigma,)
     epsilons = EPSILONS if epsilon is None else (epsilon,)
     pairs = [("given sigma", s) for s in sigmas if epsilon is None]
@@ -81,6 +83,7 @@ def _rows(promise: Promise, epsilon: float | None, sigma: float | None) -> list[
             "sigma": s,
             "epsilon, one participation": epsilon_of(s, once, delta),
             "epsilon, whole run": epsilon_of(s, whole, delta),
+            "epsilon, image replaced": replaced_epsilon(s, whole, delta, factor),
         }
         for direction, s in pairs
     ]
@@ -114,4 +117,4 @@ def _print(
     if rows:
         print()
         print_rows([{k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows])
-        print(ADVICE)
+        print(OUTSIDE)

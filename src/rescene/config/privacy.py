@@ -7,7 +7,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from rescene.privacy.accounting import NEIGHBOURS, Composition, check_target, epsilon_of, sigma_for
+from rescene.privacy.accounting import Composition, check_target, epsilon_of, replaced_epsilon, sigma_for
+from rescene.privacy.meaning import OUTSIDE, guarantee, trust
 from rescene.privacy.mechanism import FORMAL, Mechanism
 
 
@@ -119,6 +120,12 @@ class Promise:
     def epsilon(self) -> float | None:
         return epsilon_of(self.mechanism.sigma, self.composition, self.delta) if self.formal else None
 
+    def epsilon_replaced(self) -> float | None:
+        """The same where a record is replaced by another."""
+        m = self.mechanism
+        factor = m.replaced / m.sensitivity
+        return replaced_epsilon(m.sigma, self.composition, self.delta, factor) if self.formal else None
+
     def epsilon_per_round(self) -> float | None:
         """Of one participation, which is one upload."""
         each = self.mechanism.composition
@@ -130,13 +137,16 @@ class Promise:
             return f"Not private: the paper's experiment (sigma = {sigma:g}) is empirical and certifies nothing."
         if self.test_mode:
             return "Not private: test mode, the noise comes from the run's seed, which the server knows."
-        return (
-            f"({self.epsilon():.2f}, {self.delta:g})-differentially private for each record over the whole run, "
-            f"with noise multiplier {sigma:.4g}."
-        )
+        found, replaced = self.epsilon(), self.epsilon_replaced()
+        assert found is not None and replaced is not None  # it is formal
+        return f"{guarantee(found, replaced, self.delta)} Noise multiplier {sigma:.4g}."
+
+    def statement(self) -> str:
+        """All that is said of it."""
+        return f"{self.words()} {self.reasons()}" if self.formal else self.words()
 
     def reasons(self) -> str:
-        return f"Neighbours: {NEIGHBOURS}. Composition: {self.composition.words()}."
+        return f"{trust(self.mechanism.honest_sites)} {OUTSIDE} Composition: {self.composition.words()}."
 
 
 def promise_of(

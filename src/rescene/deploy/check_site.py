@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from rescene.config import Recipe
 from rescene.data import Dataset, content_rows
 from rescene.deploy.connection import authority_row, server_rows
 from rescene.deploy.findings import Row, app_row, key_row, machine_rows, part_rows, row
@@ -15,12 +16,14 @@ from rescene.deploy.processes import running
 from rescene.deploy.site import Site
 from rescene.engine.experiment import load_data, pick_device
 from rescene.errors import ResceneError, ResceneWarning, command
+from rescene.methods import method_class
+from rescene.privacy.meaning import limit
 
 PARTS = ("node", "executor")
 MOST_NAMES = 12  # of classes in one line
 
 
-def check_site(folder: Path) -> list[Row]:
+def check_site(folder: Path, recipe: Recipe | None = None) -> list[Row]:
     """Rows of the table; a site.yaml that cannot be read is one row, and the rest is still looked at."""
     try:
         site = Site.open(folder)
@@ -34,6 +37,7 @@ def check_site(folder: Path) -> list[Row]:
         authority_row(folder / "ca.crt"),
         *data_rows(site),
         _ledger(site),
+        *_privacy(site, recipe),
         _device(site),
         *machine_rows(folder),
         *(server_rows(server, folder / "ca.crt") if server else []),
@@ -82,6 +86,20 @@ def _ledger(site: Site) -> Row:
         return row("privacy ledger", f"{len(ledger_of(site.section, site.folder).charges())} participations")
     except ResceneError as error:
         return _failed("privacy ledger", error)
+
+
+def _privacy(site: Site, recipe: Recipe | None) -> list[Row]:
+    """The site's own limit, and what the recipe that is tried promises for its images."""
+    own = site.section.privacy
+    found = [] if own is None else [row("privacy limit", limit(own.epsilon_max, own.delta_max))]
+    if recipe is None:
+        return found
+    if recipe.tasks.limit is None and method_class(recipe.method["name"]).reuses_records:
+        words = "grows with the number of tasks, since images are used again: see rescene privacy"
+    else:
+        promise = recipe.promise(recipe.tasks.limit or 1)
+        words = "no mechanism: nothing is promised" if promise is None else promise.statement()
+    return [*found, row("privacy of the recipe", words)]
 
 
 def _device(site: Site) -> Row:

@@ -206,7 +206,7 @@ def _privacy(experiment: Experiment, leakage: dict[str, Any] | None) -> dict[str
     promise = experiment.recipe.promise(len(experiment.tasks))
     if promise is None:
         return {"private": False, "statement": _statement(experiment.method, leakage)}
-    words = f"{promise.words()} {promise.reasons()}" if promise.formal else promise.words()
+    words = promise.statement()
     if leakage is not None:
         images = "images that the server drew" if promise.mechanism.sends_sums else "uploaded images"
         words += f" {100 * leakage['near_copies']:.0f} % of the {images} are near-copies of a real training image."
@@ -220,6 +220,7 @@ def _privacy(experiment: Experiment, leakage: dict[str, Any] | None) -> dict[str
         "clip": promise.mechanism.clip,
         "sampling_rate": promise.composition.rate,
         "epsilon": promise.epsilon(),
+        "epsilon_replaced": promise.epsilon_replaced(),
         "epsilon_per_round": promise.epsilon_per_round(),
         "delta": promise.delta if promise.formal else None,
         "neighbours": NEIGHBOURS if promise.formal else None,

@@ -96,7 +96,7 @@ def total_epsilon(parts: Sequence[tuple[float, Composition]], delta: float) -> f
     if any(sigma == 0 for sigma, _ in parts):
         return math.inf
     grid = GRID_COST * sum(composition.releases for _, composition in parts)
-    return grid + _curve(parts)(delta * math.exp(-_SAMPLER_COST - grid))
+    return grid + _curve(tuple(parts))(delta * math.exp(-_SAMPLER_COST - grid))
 
 
 def replaced_epsilon(sigma: float, composition: Composition, delta: float, factor: float) -> float:
@@ -110,7 +110,7 @@ def replaced_epsilon(sigma: float, composition: Composition, delta: float, facto
     if composition.rate == 1 or not sigma:
         return plain
     grid = GRID_COST * composition.releases
-    curve, left = _curve([(sigma, composition)]), math.log(delta) - _SAMPLER_COST - grid
+    curve, left = _curve(((sigma, composition),)), math.log(delta) - _SAMPLER_COST - grid
 
     def excess(fall: float) -> float:  # fall: logarithm of how much smaller a delta
         epsilon = curve(math.exp(left - fall))
@@ -201,7 +201,8 @@ def _log_gaussian_delta(mu: float, epsilon: float) -> float:
     return first + math.log1p(-math.exp(ratio)) if ratio < 0 else -math.inf
 
 
-def _curve(parts: Sequence[tuple[float, Composition]]) -> Callable[[float], float]:
+@lru_cache(maxsize=8)
+def _curve(parts: tuple[tuple[float, Composition], ...]) -> Callable[[float], float]:
     """Epsilon of continuous noise as a function of delta."""
     if all(composition.rate == 1 for _, composition in parts):
         return partial(gaussian_epsilon, 1.0, sum(c.releases / sigma**2 for sigma, c in parts))

@@ -201,7 +201,7 @@ def departure(group: Group) -> Departure:
     share = group.spread(near_copies)
     privacy = [run.privacy for run in group.finished]
     private = bool(privacy) and all(entry.get("private") is True for entry in privacy)
-    told = next((plain(entry["statement"], 600) for entry in privacy if entry.get("statement")), "")
+    told = next((plain(entry["statement"], 1500) for entry in privacy if entry.get("statement")), "")
     fallback = "The run recorded no privacy statement; treat what was sent as readable by the server."
     return Departure(
         group=group,
@@ -230,6 +230,7 @@ def _mechanism(entry: Row) -> str:
     names = {
         "noise_multiplier": "σ", "clip": "C", "delta": "δ", "sampling_rate": "sampling rate",
         "epsilon_per_round": "ε of one upload, one in a round", "epsilon": "ε of the whole run",
+        "epsilon_replaced": "ε if an image is replaced",
     }  # fmt: skip
     figures = [(name, number(entry.get(key))) for key, name in names.items()]
     told = ", ".join(f"{name} = {value:.4g}" for name, value in figures if value is not None)
