@@ -25,6 +25,7 @@ NEWER = {
     ("privacy", "centre"): None,
     ("privacy", "covariance_colour"): None,
     ("privacy", "pool"): None,
+    ("privacy", "honest_sites"): None,
     ("model", "lens"): None,
     ("method", "step"): "fixed",
 }

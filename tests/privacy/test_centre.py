@@ -28,7 +28,7 @@ def test_a_centre_leaves_what_nobody_clips_as_it_is_and_saves_what_would_be_clip
     truth = torch.stack([psi[groups == c].double().mean(0) for c in (0, 1)])
 
     def means(clip, around):
-        sums = class_sums(psi, groups, 2, clip, 1.0, around)
+        sums = class_sums(psi, groups, 2, clip, 1.0, 2.0**-30, around).double() * 2.0**-30
         return noised_means(sums if around is None else moved_back(sums, around, 1.0), 1.0, 1.0)[0]
 
     assert torch.allclose(means(100.0, centre), means(100.0, None)) and torch.allclose(means(100.0, None), truth)

@@ -24,8 +24,8 @@ SENT = ["privacy.mechanism=release", "privacy.noise_multiplier=1", "privacy.send
 
 
 class Silent(Noise):
-    def normal(self, *shape):
-        return torch.zeros(shape, dtype=torch.float64)
+    def words(self):
+        return lambda count: torch.zeros(count, dtype=torch.int64)  # the middle of every law
 
 
 def sums_of(shards, noise=Silent):

@@ -25,8 +25,8 @@ RELEASE = Mechanism("release", 0.1, 2.0, Composition(1, 1), kappa=1.0, num_nets=
 class Silent(Noise):
     """No noise, every record sampled: what remains is the part that must be bounded."""
 
-    def normal(self, *shape):
-        return torch.zeros(shape, dtype=torch.float64)
+    def words(self):
+        return lambda count: torch.zeros(count, dtype=torch.int64)  # the middle of every law
 
 
 def at_site(shard, mechanism, noise=None):
@@ -49,9 +49,10 @@ def test_five_thousand_neighbours_never_move_a_sum_beyond_the_bound():
         if torch.rand((), generator=g) < 0.05:
             centre[0, 0] = torch.tensor([torch.inf, torch.nan, -3e38])[int(torch.randint(3, (), generator=g))]
         around = None if torch.rand((), generator=g) < 0.5 else centre
-        less = class_sums(psi[:n], label[:n], classes, clip, kappa, around)
-        more = class_sums(psi, label, classes, clip, kappa, around)
-        moved = float((more - less).norm()) / release_bound(clip, kappa)
+        step = 2.0**-40 * release_bound(clip, kappa)
+        less = class_sums(psi[:n], label[:n], classes, clip, kappa, step, around)
+        more = class_sums(psi, label, classes, clip, kappa, step, around)
+        moved = float((more - less).double().norm()) * 2.0**-40
         worst = max(worst, moved)
         assert moved <= 1 + 1e-9
     assert worst > 0.999, "the bound is reached, so a smaller one would be wrong"
@@ -84,11 +85,12 @@ def test_per_example_gradients_are_the_true_ones_clipped_one_by_one(tiny_world):
     rows = torch.stack(rows).double()
     clip = float(rows.norm(dim=1).median())  # half of them are clipped
     expected = (rows * (clip / rows.norm(dim=1, keepdim=True)).clamp(max=1)).sum(0).reshape(pixels.shape)
-    found = clipped_gradient_sum(net, pixels, real, clip, SETTINGS)
+    step = clip * 2.0**-30
+    found = clipped_gradient_sum(net, pixels, real, clip, step, SETTINGS).double() * step
     assert torch.allclose(found, expected, rtol=1e-4, atol=1e-6 * float(expected.abs().max()))
-    without = clipped_gradient_sum(net, pixels, real[1:], clip, SETTINGS)
+    without = clipped_gradient_sum(net, pixels, real[1:], clip, step, SETTINGS).double() * step
     assert float((found - without).norm()) <= clip * (1 + 1e-6)
-    assert torch.equal(clipped_gradient_sum(net, pixels, real[:0], clip, SETTINGS), torch.zeros_like(expected))
+    assert not clipped_gradient_sum(net, pixels, real[:0], clip, step, SETTINGS).any()
 
 
 def test_five_thousand_neighbours_never_move_a_per_example_sum_beyond_the_bound():
@@ -104,14 +106,14 @@ def test_five_thousand_neighbours_never_move_a_per_example_sum_beyond_the_bound(
         real = torch.randn(5, 3, 16, 16, generator=g) * 10 ** (6 * torch.rand(5, 1, 1, 1, generator=g) - 2)
         clip = float(10 ** (4 * torch.rand((), generator=g) - 2))
         sums = {
-            chosen: clipped_gradient_sum(net, pixels, real[list(chosen)], clip, SETTINGS)
+            chosen: clipped_gradient_sum(net, pixels, real[list(chosen)], clip, clip * 2.0**-30, SETTINGS)
             for size in range(6)
             for chosen in itertools.combinations(range(5), size)
         }
         for chosen in sums:
             for i in chosen:
                 less = sums[tuple(j for j in chosen if j != i)]
-                moved = float((sums[chosen] - less).norm()) / clip
+                moved = float((sums[chosen] - less).double().norm()) * 2.0**-30
                 pairs, worst = pairs + 1, max(worst, moved)
                 assert moved <= 1 + 1e-5, "float32 embeddings change in their last digit with the size of the batch"
     assert pairs >= 5000 and worst > 0.999, "the bound is reached, so a smaller one would be wrong"
@@ -249,7 +251,9 @@ def test_batch_norm_in_train_mode_is_refused(tiny_world):
     net.train()
     for look in (
         lambda: embeddings(net, shard, [theta], SETTINGS),
-        lambda: clipped_gradient_sum(net, shard.pictures(shard.index[:2]), shard.pictures(shard.index), 1.0, SETTINGS),
+        lambda: clipped_gradient_sum(
+            net, shard.pictures(shard.index[:2]), shard.pictures(shard.index), 1.0, 2.0**-30, SETTINGS
+        ),
     ):
         with pytest.raises(ConfigError) as caught:
             look()

@@ -55,6 +55,12 @@ class PrivacySection(BaseModel):
         None,
         description="release, send sums, start coloured: surrogates are drawn from the sum of all sites' sums; null: false",
     )
+    honest_sites: int | None = Field(
+        None,
+        ge=2,
+        description="release: H; the server learns only sums over sites, and each site adds noise of deviation sigma / sqrt(H): "
+        "H honest sites must be in every sum; null: each site adds the whole noise and trusts no other site",
+    )
     sampling_rate: float = Field(1.0, gt=0, le=1, description="per-example, dp-sgd: a record's chance to enter a step")
     typical_count: float = Field(
         100.0,
@@ -76,6 +82,11 @@ class PrivacySection(BaseModel):
             raise ValueError("centre: only sums can be taken around a centre from the server; privacy.send=sums")
         if self.pool and self.send != "sums":
             raise ValueError("pool: only sums can be added up on the server; privacy.send=sums")
+        if self.honest_sites is not None and self.mechanism != "release":
+            raise ValueError(
+                f"honest_sites: under mechanism {self.mechanism} there are no noised sums to add up; "
+                "privacy.mechanism=release, or privacy.honest_sites=null"
+            )
         if self.mechanism == "none":
             return self
         if self.mechanism == "paper-experiment":
@@ -152,6 +163,7 @@ def promise_of(
         kind, sigma, clip, each, privacy.delta, privacy.count_weight * clip, privacy.num_nets, privacy.threshold,
         privacy.typical_count, privacy.mean_grid, privacy.covariance_grid, privacy.covariance_weight, num_tasks > 1,
         privacy.send == "sums", privacy.centre == "released", bool(privacy.pool), bool(privacy.covariance_colour),
+        privacy.honest_sites,
     )  # fmt: skip
     return Promise(mechanism, whole, privacy.delta, privacy.noise == "seeded")
 

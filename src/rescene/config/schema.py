@@ -11,6 +11,7 @@ from rescene.config.plan import SitesSection
 from rescene.config.privacy import PrivacySection, Promise, promise_of
 from rescene.lens import BUILT_IN
 from rescene.methods import Method, method_class, method_names
+from rescene.privacy.totals import threshold
 from rescene.steps import Training
 from rescene.versions import as_it_was
 
@@ -215,6 +216,27 @@ class Recipe(Section):
             )
         if kind == "paper-experiment" and self.method.get("clip", 5) is None:
             raise ValueError("method.clip: the paper's experiment clips each class's gradient; method.clip=5")
+        return self
+
+    @model_validator(mode="after")
+    def _sums_are_secure(self) -> Recipe:
+        honest, method, federation = self.privacy.honest_sites, method_class(self.method["name"]), self.federation
+        if honest is None:
+            return self
+        if not method.sums_securely:
+            able = ", ".join(n for n in method_names() if method_class(n).sums_securely) or "none of the methods here"
+            raise ValueError(
+                f"privacy.honest_sites: {method.title} sends what cannot be added up over sites; "
+                f"privacy.honest_sites=null, or one of: {able}"
+            )
+        there = federation.num_clients - len(federation.exclude or ())
+        least = threshold(federation.num_clients, federation.quorum, honest)
+        if least > there:
+            raise ValueError(
+                f"privacy.honest_sites: a sum needs {least} sites (federation.quorum={federation.quorum:g} of "
+                f"federation.num_clients={federation.num_clients}, and no fewer than honest_sites={honest}), "
+                f"and only {there} are there"
+            )
         return self
 
     @model_validator(mode="after")

@@ -1,8 +1,9 @@
-"""The federation inside one process: ``ask`` calls the clients' verbs directly, all in one pass where a method can."""
+"""The federation inside one process: ``ask`` and ``total`` call the clients' verbs directly, all in one pass where a method can."""
 
 from __future__ import annotations
 
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -17,8 +18,10 @@ from rescene.engine.ledger import Ledger
 from rescene.engine.streams import Streams, attempt
 from rescene.errors import ResceneError, RunError, is_out_of_memory
 from rescene.methods import Method, Payload, Uploads
+from rescene.methods.forms import Form, Misfit, Place, check_form
 from rescene.nets import Arch
 from rescene.privacy.mechanism import Mechanism
+from rescene.privacy.totals import Total, added, check_part, layout, protocol_bytes, threshold
 from rescene.record import Tree, check_tree, num_bytes, tensors
 from rescene.rng import Rng
 
@@ -62,6 +65,7 @@ class InProcess:
         self._shard_of, self._rng, self._form, self._quorum = shard_of, rng, form, quorum
         self._streams: Streams | None = None
         self._wire = wire
+        self._num_sites = num_clients  # also those that left
         self.mechanism = mechanism
 
     def move(self, task: Task, round: int | None, participants: Sequence[int] | None = None) -> None:
@@ -83,14 +87,87 @@ class InProcess:
 
     def ask(self, clients: Sequence[int], verb: str, payload: Payload) -> Uploads:
         """Call ``verb`` on these clients; answers come back in client order, failures are noted and left out."""
+        rng = self._begin(verb, payload)
+        answers = self._collected(sorted(clients), verb, payload, rng)
+        self._remember(answers)
+        messages = {client: self._sent(upload) for client, (upload, _) in answers.items()}
+        self._meter(sorted(clients), payload, messages)
+        self._require_quorum(len(messages), len(clients), verb)
+        uploads = {k: self._received(message) for k, message in messages.items()}
+        uploads = dict(self.method.opened(uploads, payload, self, rng))
+        self.observe(uploads)
+        return uploads
+
+    def total(self, clients: Sequence[int], verb: str, payload: Payload) -> Total:
+        """Call ``verb`` on these clients and add up what they answer; nobody else sees a part (``privacy.totals``).
+
+        A site that answers nothing takes no part. Below the threshold nothing is opened, and the sites remember nothing of it.
+        """
+        answers = self._collected(sorted(clients), verb, payload, self._begin(verb, payload))
+        parts = {client: upload for client, (upload, _) in answers.items() if upload}
+        for part in parts.values():
+            check_part(part, self._num_sites)
+        self._meter(sorted(clients), payload, {k: upload for k, (upload, _) in answers.items()}, len(parts))
+        self._require_quorum(len(answers), len(clients), verb)
+        agreed = self._agreed({client: layout(part) for client, part in parts.items()}, verb)
+        opened = self._enough(agreed, verb)
+        self._remember({k: answer for k, answer in answers.items() if not answer[0] or k in opened})
+        return self._checked(Total(added(parts[k] for k in opened) if opened else {}, opened), verb, payload)
+
+    def _agreed(self, layouts: Mapping[int, Any], verb: str) -> tuple[int, ...]:
+        """Sites whose numbers have the names, types and shapes that most have; the others are named."""
+        most = Counter(layouts.values()).most_common(1)
+        agreed = tuple(client for client in sorted(layouts) if layouts[client] == most[0][0])
+        for client in sorted(layouts.keys() - set(agreed)):
+            words = f"site {client} sent numbers of another shape than the others to {verb}; left out"
+            self.note("error", "E437", words, client=client)
+        return agreed
+
+    @property
+    def _least(self) -> int:
+        return threshold(self._num_sites, self._quorum, self.mechanism.honest_sites if self.mechanism else None)
+
+    def _enough(self, clients: tuple[int, ...], verb: str) -> tuple[int, ...]:
+        """These clients, or nobody."""
+        if 0 < len(clients) < self._least:
+            words = f"the sum of {verb} is not opened: {len(clients)} sites are in it, and {self._least} must be"
+            self.note("warning", "W435", words)
+            return ()
+        return clients
+
+    def _checked(self, total: Total, verb: str, payload: Payload) -> Total:
+        """The sum, if it can be one. Which site is to blame nobody can tell."""
+        if not total.clients:
+            return total
+        try:
+            check_form(self._form_of(verb, payload), total.values)
+        except Misfit as misfit:
+            raise RunError(
+                "E438",
+                f"the sum of {verb} over {len(total.clients)} sites is none that the method can give: {misfit}",
+                where=f"task {self.task.index}",
+                why="a site sent wrong numbers; in a secure sum nobody can see which one",
+                fix="leave sites out (federation.exclude) until it fits",
+            ) from None
+        return total
+
+    def _form_of(self, verb: str, payload: Payload) -> Form:
+        place = Place(self.task, self.arch.image_size, self._wire != "float32", self.mechanism, self.arch.channels)
+        return self.method.expects(verb, payload, place)
+
+    def _begin(self, verb: str, payload: Payload) -> Rng:
+        """The stream of the next exchange."""
         check_tree(payload, f"payload of {verb}")
         rng, self._exchanges = self._place.at(verb, self._exchanges), self._exchanges + 1
-        clients = sorted(clients)
+        return rng
+
+    def _collected(self, clients: Sequence[int], verb: str, payload: Payload, rng: Rng) -> dict[int, Answer]:
+        """The answers of those that are there and in time, as far as their numbers are finite."""
         lost, late = self.absent(clients)
         with self.ledger.meter.on("client"), self.phase():
             answers = self._answers([k for k in clients if k not in lost], verb, payload, rng)
         answers = {k: answer for k, answer in answers.items() if k not in late}  # they worked, but for nothing
-        for client, (upload, state) in list(answers.items()):
+        for client, (upload, _) in list(answers.items()):
             check_tree(upload, f"upload of client {client} to {verb}")
             if not _finite(upload):
                 self.note(
@@ -100,27 +177,30 @@ class InProcess:
                     client=client,
                 )
                 del answers[client]
-            elif state is not None:
+        return answers
+
+    def _remember(self, answers: Mapping[int, Answer]) -> None:
+        for client, (_, state) in answers.items():
+            if state is not None:
                 self.client_states[client] = state
             else:
                 self.client_states.pop(client, None)  # what is kept grows with those who remember, not with all
-        messages = {client: self._sent(upload) for client, (upload, _) in answers.items()}
-        turns = len(set(clients) - self.traffic_of.keys()) if self.round >= 0 else None
-        up, down = self.ledger.exchange(payload, list(messages.values()), len(clients), turns)
-        self.traffic = [self.traffic[0] + up, self.traffic[1] + down]
-        self._meter_clients(clients, payload, messages)
-        self._require_quorum(len(messages), len(clients), verb)
-        uploads = {k: self._received(message) for k, message in messages.items()}
-        uploads = dict(self.method.opened(uploads, payload, self, rng))
-        self.observe(uploads)
-        return uploads
 
-    def _meter_clients(self, clients: Sequence[int], payload: Payload, messages: Mapping[int, Payload]) -> None:
-        down = num_bytes(payload)
+    def _meter(
+        self, clients: Sequence[int], payload: Payload, messages: Mapping[int, Payload], num_summed: int = 0
+    ) -> None:
+        """Bytes up and down of one exchange; ``num_summed`` sites also exchange keys and shares for their sum."""
+        turns = len(set(clients) - self.traffic_of.keys()) if self.round >= 0 else None
+        more_up, more_down = protocol_bytes(num_summed)
+        up, down = self.ledger.exchange(
+            payload, list(messages.values()), len(clients), turns, num_summed * more_up, num_summed * more_down
+        )
+        self.traffic = [self.traffic[0] + up, self.traffic[1] + down]
+        to_each = num_bytes(payload)
         for client in clients:
-            own = self.traffic_of.setdefault(client, [0, 0])
-            own[0] += num_bytes(messages[client]) if client in messages else 0
-            own[1] += down
+            own, summed = self.traffic_of.setdefault(client, [0, 0]), bool(num_summed and messages.get(client))
+            own[0] += (num_bytes(messages[client]) if client in messages else 0) + summed * more_up
+            own[1] += to_each + summed * more_down
 
     def traffic_by_site(self) -> dict[str, list[int]]:
         """Client -> its bytes up and down since the last move, as JSON has it."""

@@ -75,13 +75,17 @@ class Ledger:
         self.client_state_bytes = 0
         self.server_state_bytes = 0
 
-    def exchange(self, down: Tree, ups: list[Tree], num_asked: int, turns: int | None) -> tuple[int, int]:
-        """Enter one call of ``ask``: the payload went to everybody asked, the answers came back. Returns (up, down).
+    def exchange(
+        self, down: Tree, ups: list[Tree], num_asked: int, turns: int | None, more_up: int = 0, more_down: int = 0
+    ) -> tuple[int, int]:
+        """Enter one call of ``ask`` or ``total``: the payload went to everybody asked, the answers came back; with keys and
+        shares of a secure sum ``more`` of both. Returns (up, down).
 
         ``turns``: of those asked, the sites that had not been asked in this round before; None outside rounds. A round may
         have several exchanges, and what a site sends and receives in a round is the sum over them.
         """
-        down_bytes, up_bytes = num_bytes(down) * num_asked, sum(num_bytes(up) for up in ups)
+        down_bytes = num_bytes(down) * num_asked + more_down
+        up_bytes = sum(num_bytes(up) for up in ups) + more_up
         self.sums["downlink_bytes"] += down_bytes
         self.sums["uplink_bytes"] += up_bytes
         if turns is not None:

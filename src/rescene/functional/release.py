@@ -4,7 +4,7 @@
     u(x) = (clip_C(psi(x) - a_c), kappa) ||u|| <= D = sqrt(C^2 + kappa^2): adding or removing a record moves one sum by that
     a_c     centre of the class, 0 or anything that was public before the noise is drawn: the bound holds for every a_c
 
-Sums are float64: rounding stays fifteen digits below the bound.
+Sums are whole numbers of grid steps, each record's part rounded by itself, so no order of adding changes them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-TAIL = 9.0  # the largest normal number from 52 random bits is 8.2
+TAIL = 9.0  # deviations; noise exceeds them once in 10^18 numbers
 
 
 def clip_rows(rows: Tensor, max_norm: float) -> Tensor:
@@ -39,15 +39,25 @@ def release_bound(clip: float, kappa: float) -> float:
 
 
 def class_sums(
-    psi: Tensor, groups: Tensor, num_groups: int, clip: float, kappa: float, centre: Tensor | None = None
+    psi: Tensor, groups: Tensor, num_groups: int, clip: float, kappa: float, step: float, centre: Tensor | None = None
 ) -> Tensor:
-    """Sum of u(x) over each group: psi [n, d], groups [n], centre [num_groups, d] -> [num_groups, d + 1].
+    """Sum of u(x) over each group in whole steps: psi [n, d], groups [n], centre [num_groups, d] -> int64 [num_groups, d + 1].
 
     An empty group has sum 0.
     """
     psi = psi if centre is None else psi.double() - centre.double()[groups]
     u = torch.cat([clip_rows(psi, clip), torch.full((len(psi), 1), kappa, dtype=torch.float64, device=psi.device)], 1)
-    return u.new_zeros(num_groups, u.shape[1]).index_add(0, groups, u)
+    units = in_steps(u, step)
+    return units.new_zeros(num_groups, units.shape[1]).index_add(0, groups, units)
+
+
+def in_steps(rows: Tensor, step: float) -> Tensor:
+    """Rounded to whole steps, int64.
+
+    >>> in_steps(torch.tensor([0.3, -1.0]), 0.25).tolist()
+    [1, -4]
+    """
+    return (rows.double() / step).round().long()
 
 
 def moved_back(sums: Tensor, centre: Tensor, kappa: float) -> Tensor:
@@ -61,7 +71,7 @@ def honest_sums(
 ) -> bool:
     """Whether a site that follows the protocol could have sent these noised sums [g, d + 1] as not suppressed.
 
-    No normal number drawn here is larger than ``TAIL``. So the true count is at most the noised one plus so many deviations,
+    Noise is taken to be at most ``TAIL`` deviations. So the true count is at most the noised one plus so many deviations,
     and no coordinate of the sum exceeds what so many clipped records and the noise add up to. The centre may be that of an
     earlier round, so it counts twice.
     """

@@ -104,7 +104,7 @@ def read_lens(path: Path, name: str) -> Lens:
         text, tensors = read_weights(path, KEY)
         told = parse_json(text or "{}", str(path))
         with torch.device("meta"):  # what the file says of its sizes takes no memory before its tensors agree with it
-            module = LeavesLens(told["widths"], told["num_patches"], told["modes"])
+            module = LeavesLens(told["widths"], told["num_patches"], told["kept"])
         module.load_state_dict(tensors, assign=True)
         module.float()
     except ConfigError as error:
@@ -127,7 +127,7 @@ def write_lens(module: LeavesLens, made_from: str, path: Path) -> None:
     told = {
         "widths": list(module.widths),
         "num_patches": len(module.offsets),
-        "modes": list(module.modes),
+        "kept": {name: list(counts) for name, counts in module.kept.items()},
         "made_from": made_from,
     }
     tensors = {key: _stored(key, value) for key, value in module.state_dict().items()}
@@ -142,7 +142,7 @@ def _stored(key: str, value: Tensor) -> Tensor:
 def fingerprint(told: dict[str, Any], tensors: dict[str, Tensor]) -> str:
     """SHA-256 over the architecture and every tensor, whatever else the file says."""
     digest = hashlib.sha256(
-        json.dumps({k: told[k] for k in ("widths", "num_patches", "modes")}, sort_keys=True).encode()
+        json.dumps({k: told[k] for k in ("widths", "num_patches", "kept")}, sort_keys=True).encode()
     )
     for key in sorted(tensors):
         digest.update(f"{key} {tensors[key].dtype} {list(tensors[key].shape)}".encode())

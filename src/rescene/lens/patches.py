@@ -9,28 +9,36 @@ The patches d_k and the whitening come from procedural pictures only.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rescene.record import record
-
 SIDE = 6
 FLOOR = 1e-3  # added to a patch's variance (pixels in [0, 1]): flat patches stay flat
+THRESHOLD = 0.5  # h
 
 
-@record
-class Patches:
-    """K filters [K, 3, SIDE, SIDE] and offsets [K], which hold dictionary and whitening, and the threshold h."""
+def patch_strengths(x: Tensor, filters: Tensor, offsets: Tensor, side: int) -> Tensor:
+    """f of side x side parts: pixels in [0, 1], [n, 3, s, s] -> [n, parts, 2K], the K patches first, then their negatives.
 
-    filters: Tensor
-    offsets: Tensor
-    threshold: float
+    ``filters`` [K, 3, SIDE, SIDE] and ``offsets`` [K] hold dictionary and whitening. One product for all places is twice as
+    fast on a CPU as a convolution.
+    """
+    deviation = patch_deviation(x)
+    p = F.unfold(x, SIDE) / deviation.flatten(2)
+    s = p.transpose(1, 2) @ filters.flatten(1).T - offsets  # [n, places, K]
+    area = areas(deviation.shape[-1], side).to(x)
+    like, unlike = (area @ F.relu(t - THRESHOLD) for t in (s, -s))
+    return torch.cat([like, unlike], dim=2).sqrt()
 
-    def maps(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Strengths at every place, of the patches and of their negatives: pixels in [0, 1], [n, 3, s, s] -> [n, K, s - 5, s - 5]."""
-        s = F.conv2d(x, self.filters) / patch_deviation(x) - self.offsets[None, :, None, None]
-        return F.relu(s - self.threshold), F.relu(-s - self.threshold)
+
+@lru_cache
+def areas(places: int, side: int) -> Tensor:
+    """What averages over side x side parts of places x places: [parts, all places]. Parts share a middle row where they must."""
+    one = F.adaptive_avg_pool1d(torch.eye(places)[:, None], side)[:, 0].T
+    return torch.kron(one, one)
 
 
 def patch_deviation(x: Tensor) -> Tensor:
@@ -40,8 +48,8 @@ def patch_deviation(x: Tensor) -> Tensor:
     return (square - mean.square() + FLOOR).clamp_min(FLOOR).sqrt()
 
 
-def sampled_dictionary(pictures: Tensor, num: int, threshold: float, generator: torch.Generator) -> Patches:
-    """``num`` whitened patches, drawn at random from these pictures, pixels in [0, 1], [n, 3, s, s].
+def sampled_dictionary(pictures: Tensor, num: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Filters and offsets of ``num`` whitened patches, drawn at random from these pictures, pixels in [0, 1], [n, 3, s, s].
 
     Means of k-means clusters in their place were worse (79.9 against 81.4 % on a validation part of CIFAR-10).
     """
@@ -53,7 +61,7 @@ def sampled_dictionary(pictures: Tensor, num: int, threshold: float, generator: 
     filters = d @ whitening  # <d, V (p - m)> = <V d, p> - <V d, m>; V is symmetric
     offsets = filters @ centre
     filters = filters - filters.mean(dim=1, keepdim=True)  # takes the patch's mean away
-    return Patches(filters.reshape(num, 3, SIDE, SIDE), offsets, threshold)
+    return filters.reshape(num, 3, SIDE, SIDE), offsets
 
 
 def sample_patches(pictures: Tensor, num: int, generator: torch.Generator) -> Tensor:

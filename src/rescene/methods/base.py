@@ -36,6 +36,7 @@ from rescene.hyperparameters import Hyperparameters
 from rescene.methods.forms import Form, Place, anything
 from rescene.nets import grow_head
 from rescene.privacy.mechanism import Mechanism
+from rescene.privacy.totals import Total
 from rescene.record import Tree, num_bytes, record
 from rescene.rng import Rng
 from rescene.steps import Training
@@ -60,6 +61,9 @@ class Federation(Protocol):
 
     def ask(self, clients: Sequence[int], verb: str, payload: Payload) -> Uploads:
         """Call a client verb, by name, on these clients: the only way to reach them; bytes are metered here."""
+
+    def total(self, clients: Sequence[int], verb: str, payload: Payload) -> Total:
+        """Call a client verb that answers whole numbers, and get their sum without seeing a part (``privacy.totals``)."""
 
     def net(self, model: Model) -> nn.Module:
         """The network with (a copy of) these weights, on the federation's device."""
@@ -105,6 +109,7 @@ class Method(Hyperparameters):
     reuses_records: ClassVar[bool] = False  # clients train on real images of earlier tasks again
     releases_once: ClassVar[bool] = False  # each image enters one answer only, however many rounds there are
     needs_mechanism: ClassVar[bool] = False  # at real sites; without one it is for simulations
+    sums_securely: ClassVar[bool] = False  # what its mechanism releases, it releases through ``federation.total``
     sends_pictures_only: ClassVar[bool] = False  # and their labels, so that a round's uploads can be screened
     scenarios: ClassVar[tuple[str, ...]] = ("class", "domain")  # what kinds of task sequence it can learn
 

@@ -11,6 +11,17 @@ server chooses who takes part, so being left out of a round amplifies nothing.
 
 With q = 1 the sum is a Gaussian mechanism again and has a closed form (Balle & Wang 2018, Theorem 8). With q < 1 the privacy
 loss distribution is composed numerically by dp-accounting, rounded towards more loss.
+
+Noise is discrete, and the accountant counts it as continuous. Let P be the discrete Gaussian of deviation s steps on D numbers,
+and Q the continuous one rounded to whole numbers, which is as private as the continuous one. On every number k
+
+    exp(-1 / (24 s^2)) <= Q(k) / P(k) <= (1 + 2^-99) exp(k^2 / (24 s^4))        by Jensen's inequality, and sinh(y) <= y exp(y^2 / 6)
+
+So P <= e^(D / 24 s^2) Q everywhere, and Q <= e^(D / 12 s^2) P where the squares k^2 / s^2 add up to at most 2 D. They do not with
+a probability below 2^-200 (D is counted as 1024 at least). Together: if Q keeps a record within (epsilon, delta), P keeps it
+within (epsilon + D / 8 s^2, e^(D / 24 s^2) delta), up to e^epsilon 2^-200. Every grid is so fine that D / 8 s^2 <= ``GRID_COST``
+for one release (:func:`check_grid`), and this is added for each. The sampler's own error counts (1 + e^epsilon) times for each
+number: below a millionth of delta for an epsilon up to 60, and a larger one promises nothing anyway.
 """
 
 from __future__ import annotations
@@ -18,7 +29,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
@@ -27,6 +38,8 @@ from rescene.errors import ConfigError
 NEIGHBOURS = "one record of one site added or removed"
 _GRID = 1e-3  # discretisation of the privacy loss; a tenth of it changes epsilon by less than 1e-3 (tests)
 _MAX_EPSILON = 1e5
+GRID_COST = 1e-7  # in epsilon, for one release: noise is discrete, and counted as continuous
+_SAMPLER_COST = 1e-6  # of delta
 _SIGMA_TOLERANCE = 1e-6  # relative
 
 
@@ -82,9 +95,42 @@ def total_epsilon(parts: Sequence[tuple[float, Composition]], delta: float) -> f
             raise ConfigError("E171", f"noise multiplier {sigma:g} is not possible", fix="a number above 0")
     if any(sigma == 0 for sigma, _ in parts):
         return math.inf
-    if all(composition.rate == 1 for _, composition in parts):
-        return gaussian_epsilon(1.0, sum(c.releases / sigma**2 for sigma, c in parts), delta)
-    return _pld_epsilon(parts, delta, _GRID)
+    grid = GRID_COST * sum(composition.releases for _, composition in parts)
+    return grid + _curve(parts)(delta * math.exp(-_SAMPLER_COST - grid))
+
+
+def replaced_epsilon(sigma: float, composition: Composition, delta: float, factor: float) -> float:
+    """The same for neighbours one of whose records is replaced by another.
+
+    ``factor``: how much more that changes than to add or remove a record. If every record enters each release, this is noise of
+    so much smaller a multiplier. With sampling it is also bounded by removing a record and adding the other: twice epsilon at a
+    smaller delta, where delta = (1 + e^epsilon) smaller delta.
+    """
+    plain = total_epsilon([(sigma / factor, replace(composition, rate=1.0))], delta)
+    if composition.rate == 1 or not sigma:
+        return plain
+    grid = GRID_COST * composition.releases
+    curve, left = _curve([(sigma, composition)]), math.log(delta) - _SAMPLER_COST - grid
+
+    def excess(fall: float) -> float:  # fall: logarithm of how much smaller a delta
+        epsilon = curve(math.exp(left - fall))
+        return epsilon + math.log1p(math.exp(-epsilon)) - fall
+
+    most = left + 32  # below a delta of e^-32 the numerical curve ends
+    return plain if excess(most) > 0 else min(plain, grid + 2 * curve(math.exp(left - _root(excess, 0.0, most, 1e-6))))
+
+
+def check_grid(deviation: float, num_numbers: int) -> None:
+    """Refuse a grid on which discrete noise of this deviation (in steps) cannot be counted as continuous."""
+    cost = max(num_numbers, 1024) / (8 * deviation**2)
+    if not (cost <= GRID_COST and num_numbers <= 2**32):
+        raise ConfigError(
+            "E431",
+            f"the grid is too coarse: {num_numbers:,} numbers with discrete noise of {deviation:.4g} steps each",
+            why=f"they would cost {cost:.1g} in epsilon beside what is accounted for; {GRID_COST:g} is allowed",
+            fix=f"a deviation of at least {math.sqrt(max(num_numbers, 1024) / (8 * GRID_COST)):.3g} steps: "
+            "a larger noise multiplier or a finer grid",
+        )
 
 
 @lru_cache
@@ -150,7 +196,14 @@ def _log_gaussian_delta(mu: float, epsilon: float) -> float:
     return first + math.log1p(-math.exp(ratio)) if ratio < 0 else -math.inf
 
 
-def _pld_epsilon(parts: Sequence[tuple[float, Composition]], delta: float, grid: float) -> float:
+def _curve(parts: Sequence[tuple[float, Composition]]) -> Callable[[float], float]:
+    """Epsilon of continuous noise as a function of delta."""
+    if all(composition.rate == 1 for _, composition in parts):
+        return partial(gaussian_epsilon, 1.0, sum(c.releases / sigma**2 for sigma, c in parts))
+    return _pld_curve(parts, _GRID)
+
+
+def _pld_curve(parts: Sequence[tuple[float, Composition]], grid: float) -> Callable[[float], float]:
     try:
         import dp_accounting
         from dp_accounting import pld
@@ -169,7 +222,7 @@ def _pld_epsilon(parts: Sequence[tuple[float, Composition]], delta: float, grid:
         if composition.rate < 1:
             event = dp_accounting.PoissonSampledDpEvent(composition.rate, event)
         accountant.compose(event, composition.releases)
-    return float(accountant.get_epsilon(delta))
+    return lambda delta: float(accountant.get_epsilon(delta))
 
 
 def _root(falling: Callable[[float], float], low: float, high: float, tolerance: float) -> float:

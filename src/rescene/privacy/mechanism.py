@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -12,10 +13,12 @@ from torch import Tensor, nn
 
 from rescene.errors import ConfigError, ResceneWarning
 from rescene.functional.release import release_bound
-from rescene.privacy.accounting import Composition
+from rescene.privacy.accounting import Composition, check_grid
+from rescene.privacy.discrete import discrete_gaussian
 from rescene.privacy.ledger import Charge, Declined, Ledger
 from rescene.privacy.noise import Noise
 
+ARITHMETIC = 2.0**-10  # room for float32: images of one batch may change each other's last digits
 FORMAL = ("release", "per-example", "dp-sgd")  # these promise an epsilon; "paper-experiment" promises nothing
 
 
@@ -45,6 +48,7 @@ class Mechanism:
     covariance_colour: bool = field(
         default=False, repr=False
     )  # release, start coloured: joins the question where it is on
+    honest_sites: int | None = field(default=None, repr=False)  # H: a secure sum needs noise of so many sites
 
     @property
     def formal(self) -> bool:
@@ -57,9 +61,53 @@ class Mechanism:
         return release_bound(self.clip, self.kappa) if self.kind == "release" else self.clip
 
     @property
+    def share(self) -> float:
+        """Of the deviation, what each site adds: everything, or so much that H sites together add it."""
+        return 1.0 if self.honest_sites is None else self.honest_sites**-0.5
+
+    @property
     def deviation(self) -> float:
-        """Standard deviation of the noise on each coordinate."""
-        return self.sigma * self.sensitivity
+        """Standard deviation of a site's noise on each coordinate."""
+        return self.sigma * self.sensitivity * self.share
+
+    @property
+    def replaced(self) -> float:
+        """Largest change of the noised quantity when one record takes another's place.
+
+        With another label it leaves one class and enters another: at most sqrt(2) times the sensitivity. What classes share
+        are second moments, and two of these never point in opposite directions. With the same label its count stays, and its
+        clipped part may turn round: 2 C. A gradient has no class of its own: 2 C again.
+        """
+        return max(math.sqrt(2) * self.sensitivity, 2 * self.clip)
+
+    @property
+    def step(self) -> float:
+        """Of the grid on which sums are noised: 2^-30 of the noise or of a record's part, as a power of two.
+
+        So a million coordinates of a record, each rounded, add a millionth to its part. Whole numbers of 64 bits that run over
+        after all start again from below, which is a function of the noised number: it costs use, not privacy.
+        """
+        fine = min(self.sensitivity, self.deviation) * 2.0**-30
+        return float(2.0 ** math.floor(math.log2(max(fine, self.sensitivity * 2.0**-56))))
+
+    def steps(self, num_coordinates: int) -> float:
+        """Standard deviation of a site's noise in steps, if a record enters so many coordinates.
+
+        Rounding moves two neighbouring sums apart by at most a step on each coordinate. The noise grows with that, so epsilon stays.
+        """
+        return self.sigma * self.share * (self.sensitivity * (1 + ARITHMETIC) / self.step + math.sqrt(num_coordinates))
+
+    def noised(self, units: Tensor, noise: Noise) -> Tensor:
+        """Sums in whole steps [..., d] of which a record enters one row, with discrete noise: float64 on the CPU.
+
+        Noise is whole too, so what comes out is a function of whole numbers that every data set can give.
+        """
+        units = units.cpu()
+        if not self.sigma:  # an audit's broken site
+            return units.double() * self.step
+        deviation = self.steps(units.shape[-1])
+        check_grid(deviation, units.numel())
+        return (units + discrete_gaussian(units.numel(), deviation, noise).reshape(units.shape)).double() * self.step
 
     @property
     def least_count(self) -> float:

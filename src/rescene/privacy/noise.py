@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_BLOCK = 2**15  # numbers at a time: they stay in the processor's cache
+BLOCK = 2**15  # numbers at a time: they stay in the processor's cache
 _KEEP = (1 << 52) - 1  # 52 bits of each word, so that the half below is exact too
 
 
@@ -37,12 +37,12 @@ class Noise:
         return self.uniform(count) < rate
 
     def _drawn(self, count: int, law: Callable[[Tensor], Tensor]) -> Tensor:
-        found, words = torch.empty(count, dtype=torch.float64), self._words()
-        for block in found.split(_BLOCK) if count else ():
+        found, words = torch.empty(count, dtype=torch.float64), self.words()
+        for block in found.split(BLOCK) if count else ():
             block.copy_(law((words(len(block)) & _KEEP).double().add_(0.5).mul_(2.0**-52)))
         return found
 
-    def _words(self) -> Callable[[int], Tensor]:
+    def words(self) -> Callable[[int], Tensor]:
         """A source of 64 random bits at a time: [count] int64."""
         if self.generator is not None:
             return lambda count: torch.randint(-(2**63), 2**63 - 1, (count,), generator=self.generator)

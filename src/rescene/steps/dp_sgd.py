@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from rescene.data import Shard
 from rescene.errors import ConfigError
+from rescene.functional.release import in_steps
 from rescene.nets import count_passes
 from rescene.privacy.mechanism import Site, digest, refuse_batch_statistics
 from rescene.steps.sgd import Batch, Loss, Training, cross_entropy_from
@@ -72,7 +73,10 @@ def _descend(net: nn.Module, shard: Shard, settings: Training, generator: torch.
     for chosen, expected in _batches(shard, settings, generator):
         sampled += len(chosen)
         total = clipped_sum(watched, shard, chosen, settings, generator, loss, mechanism.clip).cpu()
-        total = (total + mechanism.deviation * noise.normal(len(total))) / expected
+        if mechanism.formal:
+            total = mechanism.noised(in_steps(total, mechanism.step), noise) / expected
+        else:
+            total = (total + mechanism.deviation * noise.normal(len(total))) / expected
         for p, part in zip(parameters, total.split([p.numel() for p in parameters]), strict=True):
             p.grad = part.reshape(p.shape).to(p)
         optimiser.step()
@@ -122,7 +126,7 @@ def _sum_of_clipped(watched: Any, parameters: list[nn.Parameter], batch: Batch, 
     """Two passes back: the first gives the norm of each record's gradient, the second the sum of the clipped ones.
 
     So the gradients of single records need not be held (ghost clipping, Li et al., ICLR 2022). A record whose gradient is not
-    finite is left out. Norms and sum are float32, which may exceed the bound in the sixth digit; the noise is no finer either.
+    finite is left out. Norms and sum are float32, which may exceed the bound in the sixth digit: the noise leaves room for it.
     """
     losses = record_losses(loss, watched(batch.x), batch)
     _backward(losses.sum(), retain_graph=True)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from rescene.data import Shard
 from rescene.functional import perturbed
-from rescene.functional.release import clip_rows
+from rescene.functional.release import clip_rows, in_steps
 from rescene.nets import count_passes
 from rescene.privacy.mechanism import Site, refuse_batch_statistics
 from rescene.rng import Rng, seeded_generator
@@ -66,14 +66,17 @@ def _from_tensors(found: dict[str, Tensor], shard: Shard) -> Surrogates:
     return Surrogates(images, labels, start, loss, int(fallbacks), int(withheld))
 
 
-def clipped_gradient_sum(net: nn.Module, pixels: Tensor, real: Tensor, clip: float, settings: Condensation) -> Tensor:
+def clipped_gradient_sum(
+    net: nn.Module, pixels: Tensor, real: Tensor, clip: float, step: float, settings: Condensation
+) -> Tensor:
     """Sum over records x_i of clip_C(2 J^T (mu_s - psi(x_i))), J the Jacobian of the surrogates' mean embedding.
 
     Features and logits are one vector, clipped jointly. Norms are exact: each record has a vector-Jacobian product of its
-    own. pixels [m, 3, H, W], real [b, 3, H, W] -> as pixels, float64; no record gives 0.
+    own. pixels [m, 3, H, W], real [b, 3, H, W] -> as pixels, int64 in whole steps, each record rounded by itself; no record
+    gives 0.
     """
     refuse_batch_statistics(net)
-    total = torch.zeros(pixels.numel(), dtype=torch.float64, device=pixels.device)
+    total = torch.zeros(pixels.numel(), dtype=torch.int64, device=pixels.device)
     if not len(real):
         return total.reshape(pixels.shape)
     with torch.no_grad():
@@ -82,7 +85,7 @@ def clipped_gradient_sum(net: nn.Module, pixels: Tensor, real: Tensor, clip: flo
     mean = row_of(net, x, settings).mean(dim=0)
     for part in (2.0 * (mean.detach() - psi)).split(_VECTORS):
         (rows,) = torch.autograd.grad(mean, x, part, is_grads_batched=True, retain_graph=True)
-        total += clip_rows(rows.flatten(1), clip).sum(dim=0)
+        total += in_steps(clip_rows(rows.flatten(1), clip), step).sum(dim=0)
     count_passes(net, len(pixels) * (len(real) - 1))  # a backward pass for each record; hooks of the network saw one
     return total.reshape(pixels.shape)
 
@@ -101,8 +104,8 @@ def _per_example(net: nn.Module, shard: Shard, rng: Rng, settings: Condensation,
         for label, block in zip(shard.task.classes, pixels.split(settings.ipc), strict=True):
             members = own.get(label, shard.index[:0])
             chosen = members[site.noise.chosen(len(members), m.composition.rate).to(members.device)]
-            total = clipped_gradient_sum(net, block, shard.pictures(chosen), m.clip, settings)
-            sums.append(total + m.deviation * site.noise.normal(*block.shape).to(block.device))
+            total = clipped_gradient_sum(net, block, shard.pictures(chosen), m.clip, m.step, settings)
+            sums.append(m.noised(total.flatten(), site.noise).reshape(block.shape).to(block.device))
         gradient = torch.cat(sums) / (m.composition.rate * m.typical_count)
         velocity = settings.image_momentum * velocity + gradient.to(pixels.dtype)
         pixels = pixels - settings.image_lr * velocity

@@ -107,18 +107,18 @@ def embedded(
 def noised_sums(
     parts: Iterable[Tensor], shard: Shard, mechanism: Mechanism, noise: Noise, centre: Tensor | None = None
 ) -> Tensor:
-    """The one look at the data: a noised clipped sum and count for EVERY class of the task, [classes, d + 1].
+    """The one look at the data: a noised clipped sum and count for EVERY class of the task, float64 [classes, d + 1].
 
     ``parts`` [n_k, d] are the embeddings of the shard's records, in its order, and never needed all at once.
     """
     classes = torch.tensor(shard.task.classes, device=shard.device)
     groups = (shard.labels.unsqueeze(1) == classes).long().argmax(dim=1)
-    first, sums = 0, torch.zeros((), dtype=torch.float64, device=shard.device)
+    first, units = 0, torch.zeros((), dtype=torch.int64, device=shard.device)
     for psi in parts:
         own = groups[first : first + len(psi)]
-        sums = sums + class_sums(psi, own, len(classes), mechanism.clip, mechanism.kappa, centre)
+        units = units + class_sums(psi, own, len(classes), mechanism.clip, mechanism.kappa, mechanism.step, centre)
         first += len(psi)
-    sums = sums.cpu() + mechanism.deviation * noise.normal(*sums.shape)
+    sums = mechanism.noised(units, noise)
     return sums if centre is None else moved_back(sums, centre, mechanism.kappa)
 
 

@@ -1,0 +1,226 @@
+"""The course of a secure sum between server and sites: who is asked what in which step, and who is left out.
+
+:func:`hold` is the server's side and :func:`answer` a site's; what stands in between brings a payload to each site and the
+uploads back. The cryptography is ``privacy.secure_sum``'s. Until a site masks its numbers, too few sites mean that nothing is
+opened and nothing was used. After that the numbers are in this sum or in none, so the server waits for the sites to come back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rescene.errors import RunError
+from rescene.methods.forms import Form, Misfit, Sizes, fields, tensor
+from rescene.privacy import secure_sum as sums
+from rescene.privacy.secure_sum import Blobs, Party, Sign, Verify, blob, raw
+from rescene.privacy.totals import COMMITTED, KEYS, SEALED, SHARE, SIGNATURE, Values, layout
+from rescene.record import Tree, map_tensors
+
+DEAL, RECEIVE, MASK, AGREE, REVEAL = STEPS = ("sum-deal", "sum-receive", "sum-mask", "sum-agree", "sum-reveal")
+ROW = SEALED + COMMITTED
+
+Ask = Callable[
+    [str, Mapping[int, dict[str, Tree]], Form], dict[int, dict[str, Tree]]
+]  # step, payloads, form -> uploads
+Decide = Callable[
+    [str, Sequence[int]], list[int]
+]  # step, clients -> the same, or those of the first time it was decided
+Note = Callable[..., None]
+
+
+def byte(*shape: int) -> Form:
+    return tensor(torch.uint8, *shape, low=0, high=255)
+
+
+KEYS_FORM: Form = fields({"keys": byte(KEYS)})
+
+
+@dataclass(frozen=True)
+class Sum:
+    """One sum, as the server holds it."""
+
+    session: str
+    least: int
+    verify: Verify
+    ask: Ask
+    decide: Decide
+    note: Note
+
+    def hold(self, keys: Blobs, form: Form) -> tuple[dict[str, Tensor], list[int]]:
+        """The sum and who is in it; nothing and nobody if too few sites got as far as masking.
+
+        ``keys`` are what the sites showed of themselves, ``form`` is that of their numbers.
+        """
+        wrong = sums.wrong_keys(self.session, keys, self.verify)
+        self._name(wrong)
+        clients = self.decide("keys", [k for k in sorted(keys) if k not in wrong])
+        shown = {"clients": clients, "keys": _table([keys[k] for k in clients], KEYS)}
+        found = self._asked(DEAL, dict.fromkeys(clients, shown), fields({"dealt": byte(len(clients), ROW)}))
+        dealt = {k: raw(upload["dealt"]) for k, upload in found.items()}
+        dealers = self.decide(DEAL, sorted(dealt))
+        group = self.decide(RECEIVE, self._group(clients, {k: dealt[k] for k in dealers}))
+        if len(group) < self.least:
+            return {}, []
+        masked = self._masked(clients, keys, group, form)
+        signatures = self._signatures(clients, keys, group, {k: part[0] for k, part in masked.items()})
+        values = self._opened(clients, keys, dealt, group, {k: part[1] for k, part in masked.items()}, signatures)
+        return values, sorted(masked)
+
+    def _asked(self, step: str, payloads: Mapping[int, dict[str, Tree]], form: Form) -> dict[int, dict[str, Tree]]:
+        """Nobody is asked on behalf of too few."""
+        return self.ask(step, payloads, form) if len(payloads) >= self.least else {}
+
+    def _group(self, clients: Sequence[int], dealt: Blobs) -> list[int]:
+        """Those whose shares enough others could open, so that they may go away from now on."""
+        payloads = {}
+        for client in dealt:
+            rows = sums.column(dealt, clients, client)
+            payloads[client] = {"clients": sorted(rows), "dealt": _table([rows[k] for k in sorted(rows)], ROW)}
+        form = fields({"fits": tensor(torch.bool, len(dealt), low=0, high=1)})
+        found = self._asked(RECEIVE, payloads, form)
+        good = {k: upload["fits"].tolist() for k, upload in found.items()}
+        group = []
+        for place, dealer in enumerate(sorted(dealt)):
+            doubtful = [k for k in sorted(good) if not good[k][place]]
+            if len(good) - len(doubtful) >= self.least:
+                group += [dealer] if dealer in good else []
+                for k in doubtful:
+                    self.note("warning", "W436", f"site {k} cannot open the shares that site {dealer} dealt to it")
+            elif len(good) >= self.least:
+                self._name({dealer: f"its shares cannot be opened by {len(doubtful)} of {len(good)} sites"})
+        return group
+
+    def _masked(
+        self, clients: Sequence[int], keys: Blobs, group: Sequence[int], form: Form
+    ) -> dict[int, tuple[bytes, dict[str, Tensor]]]:
+        """Signature and masked numbers of those who masked, as far as they have the same shapes."""
+        answer = fields({"signature": byte(SIGNATURE), "values": shapes_only(form)})
+        found = self._asked(MASK, dict.fromkeys(group, {"clients": list(group)}), answer)
+        signatures = {k: raw(upload["signature"]) for k, upload in found.items()}
+        wrong = self._unsigned("group", keys, clients, group, (), signatures)
+        self._name(dict.fromkeys(wrong, "it has not signed the group it masks for"))
+        shapes = {k: layout(upload["values"]) for k, upload in found.items() if k not in wrong}
+        most = max(shapes.values(), key=list(shapes.values()).count, default=())
+        self._name({k: "its numbers have another shape than the others'" for k in shapes if shapes[k] != most})
+        masked = self._needed(MASK, [k for k in sorted(shapes) if shapes[k] == most])
+        return {k: (signatures[k], found[k]["values"]) for k in masked}
+
+    def _signatures(self, clients: Sequence[int], keys: Blobs, group: Sequence[int], groups: Blobs) -> dict[int, bytes]:
+        """Those under the list of who masked."""
+        shown = {"clients": sorted(groups), "signatures": _table([groups[k] for k in sorted(groups)], SIGNATURE)}
+        found = self._asked(AGREE, dict.fromkeys(sorted(groups), shown), fields({"signature": byte(SIGNATURE)}))
+        given = {k: raw(upload["signature"]) for k, upload in found.items()}
+        wrong = self._unsigned("list", keys, clients, group, sorted(groups), given)
+        self._name(dict.fromkeys(wrong, "it has not signed the list of those who masked"))
+        signers = self._needed(AGREE, [k for k in sorted(given) if k not in wrong])
+        return {k: given[k] for k in signers}
+
+    def _opened(
+        self,
+        clients: Sequence[int],
+        keys: Blobs,
+        dealt: Blobs,
+        group: Sequence[int],
+        masked: Mapping[int, dict[str, Tensor]],
+        signatures: Blobs,
+    ) -> dict[str, Tensor]:
+        signers = sorted(signatures)
+        shown = {"clients": signers, "signatures": _table([signatures[k] for k in signers], SIGNATURE)}
+        num = len(group)
+        form = fields({"seed": byte(SHARE), "has": tensor(torch.bool, num, low=0, high=1), "shares": byte(num, SHARE)})
+        found = self._asked(REVEAL, dict.fromkeys(signers, shown), form)
+        seeds = {k: raw(upload["seed"]) for k, upload in found.items()}
+        told = {
+            k: {other: raw(upload["shares"][i]) for i, other in enumerate(group) if bool(upload["has"][i])}
+            for k, upload in found.items()
+        }
+        among = {k: keys[k] for k in clients}
+        outcome = sums.opened(self.session, self.least, among, dealt, group, masked, seeds, told)
+        self._name(dict.fromkeys(outcome.liars, "it lied about a share"))
+        if outcome.values is None:
+            raise self._stuck(f"the masks of {_sites(outcome.closed)} cannot be taken away with {len(found)} answers")
+        return outcome.values
+
+    def _unsigned(
+        self, step: str, keys: Blobs, clients: Sequence[int], group: Sequence[int], masked: Sequence[int], given: Blobs
+    ) -> list[int]:
+        among = {k: keys[k] for k in clients}
+        return sums.unsigned_by(step, self.session, self.least, among, group, masked, given, self.verify)
+
+    def _needed(self, step: str, clients: list[int]) -> list[int]:
+        """Enough sites, or the run stops here: numbers that were masked go into this sum or into none."""
+        if len(clients) < self.least:
+            raise self._stuck(f"{len(clients)} sites have answered {step}, and {self.least} must")
+        return self.decide(step, clients)
+
+    def _stuck(self, why: str) -> RunError:
+        return RunError(
+            "E445",
+            "the sum over sites cannot be opened",
+            why=why,
+            fix="start the sites that are away and resume the run: it goes on with this sum; events.jsonl names them",
+        )
+
+    def _name(self, wrong: Mapping[int, str]) -> None:
+        for client, why in sorted(wrong.items()):
+            self.note("error", "E441", f"site {client} is left out of the sum: {why}", client=client)
+
+
+def answer(
+    party: Party, values: Callable[[], Values], step: str, payload: Mapping[str, Tree], sign: Sign, verify: Verify
+) -> tuple[Party, dict[str, Tree]]:
+    """A site's answer to one step, and what it has to keep for the next. ``values`` reads its numbers, once in a sum."""
+    clients = _clients(payload)
+    if step == DEAL:
+        party = sums.deal(party, _rows(clients, payload["keys"], KEYS), verify)
+        return party, {"dealt": party.dealt}
+    if step == RECEIVE:
+        party = sums.receive(party, _rows(clients, payload["dealt"], ROW))
+        return party, {"fits": torch.tensor(sums.fits(party))}
+    if step == MASK:
+        party, masked = sums.mask(party, values(), clients, sign)
+        return party, {"signature": party.signed["group"], "values": masked}
+    given = _rows(clients, payload["signatures"], SIGNATURE)
+    if step == AGREE:
+        party = sums.agree(party, given, sign, verify)
+        return party, {"signature": party.signed["list"]}
+    seed, told = sums.reveal(party, given, verify)
+    shares = _table([told.get(other, bytes(SHARE)) for other in party.group], SHARE)
+    return party, {"seed": blob(seed), "has": torch.tensor([k in told for k in party.group]), "shares": shares}
+
+
+def shapes_only(form: Form) -> Form:
+    """The form without its bounds on values, of a dict that is not empty: masked numbers may be anything."""
+
+    def check(value: Any, name: str, sizes: Sizes) -> None:
+        if not value:
+            raise Misfit(f"{name} is empty")
+        form(map_tensors(lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), value), name, sizes)
+
+    return check
+
+
+def _clients(payload: Mapping[str, Tree]) -> list[int]:
+    found = payload["clients"]
+    if not isinstance(found, list) or not all(type(k) is int for k in found) or sorted(set(found)) != found:
+        raise RunError("E442", "the list of sites is not one of numbers in order", where="secure sum")
+    return found
+
+
+def _table(rows: Collection[bytes], width: int) -> Tensor:
+    return blob(b"".join(rows)).reshape(len(rows), width)
+
+
+def _rows(clients: Sequence[int], table: Tensor, width: int) -> dict[int, bytes]:
+    if not isinstance(table, Tensor) or table.dtype != torch.uint8 or tuple(table.shape) != (len(clients), width):
+        raise RunError("E442", "the message does not have a row for each site", where="secure sum")
+    return {client: raw(row) for client, row in zip(clients, table, strict=True)}
+
+
+def _sites(clients: Sequence[int]) -> str:
+    return f"site{'s' * (len(clients) > 1)} {', '.join(map(str, clients))}"
