@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from rescene.data import Shard
+from rescene.data import Shard, Task
 from rescene.functional.discriminant import cross_validated_ridge, discriminant_head
 from rescene.functional.release import clip_rows
 from rescene.hyperparameters import hyper
@@ -56,6 +56,7 @@ class MomentsState:
     model: Model
     parts: tuple[Sums, ...]  # by site, ascending
     notes: dict[str, float]
+    answered: tuple[int, ...] = ()  # sites whose noised answer of this task is in: they are not asked again
 
 
 @register
@@ -87,6 +88,9 @@ class Moments(Method):
     def init(self, net: nn.Module, rng: Rng) -> MomentsState:
         return MomentsState(model=weights_of(net), parts=(), notes={})
 
+    def begin_task(self, state: MomentsState, task: Task, federation: Federation, rng: Rng) -> MomentsState:
+        return replace(super().begin_task(state, task, federation, rng), answered=())
+
     def broadcast(self, state: MomentsState, round: int, federation: Federation, rng: Rng) -> Payload:
         return {}
 
@@ -98,14 +102,19 @@ class Moments(Method):
         self, state: MomentsState, uploads: Uploads, round: int, federation: Federation, rng: Rng
     ) -> MomentsState:
         head = {key: state.model[key][:1] for key in ("head.weight", "head.bias")}  # the site needs the body alone
-        answers = federation.ask(federation.clients, "sum_up", {"model": state.model | head})
+        answers = federation.ask(
+            [client for client in federation.clients if client not in state.answered],
+            "sum_up",
+            {"model": state.model | head},
+        )
         sent = {client: answer for client, answer in answers.items() if "sums" in answer}
         if not sent:
             return state
         classes, mechanism = federation.task.classes, federation.mechanism
         new = [received(client, answer, classes, mechanism) for client, answer in sent.items()]
         parts = merged(state.parts, new, federation.task.num_seen)
-        return self._solved(replace(state, parts=parts), mechanism)
+        answered = (*state.answered, *sent) if mechanism is not None else ()
+        return self._solved(replace(state, parts=parts, answered=answered), mechanism)
 
     def sum_up(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
         """Sums over the images the site has not told of before.
