@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[1]
 MARKED = re.compile(r"(<!-- benchmarks/frontier.py -->\n).*?(<!-- end -->)", re.DOTALL)
 FOLDERS = (
     "results/frontier/*",
+    "results/lens/fashion-mini-*",
     *(f"results/private/dp/{name}-*" for name in ("fedavg", "fedcbdr", "refed")),
 )
 

@@ -77,6 +77,19 @@ def test_the_privacy_demo_puts_leakage_and_guarantee_beside_accuracy(tmp_path, i
     assert (tmp_path / "d" / "report.html").is_file()
 
 
+def test_the_demo_has_three_lines_and_claims_no_guarantee(tmp_path, image_folder):
+    few = [f"data.path={image_folder}", "federation.num_clients=2", "federation.per_round=2", "tasks.limit=2"]
+    few += ["federation.num_rounds=1", "model.width=4", "train.server_epochs=1", "train.local_epochs=1"]
+    result = invoke(app, ["demo", *few, "--out", str(tmp_path / "d"), "--quiet"])
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    assert [line.split()[0] for line in lines[1:4]] == ["fedavg", "rescene", "moments"]
+    (told,) = (line for line in lines if line.startswith("moments: "))
+    assert told.startswith("moments: Simulation, exact sums. Not private") and "epsilon" not in told
+    page = (tmp_path / "d" / "report.html").read_text()
+    assert all(name in page for name in ("FedAvg", "ReSCENE", "Moments"))
+
+
 def test_another_plan_of_tasks_replaces_the_recipes(tmp_path, image_folder):
     def tasks(*overrides):
         found = invoke(app, ["run", "demo", f"data.path={image_folder}", *overrides, "--dry-run", "--json"])

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from rescene.cli.app import app
@@ -37,15 +38,22 @@ def test_the_command_that_inspect_proposes_runs_to_a_report(shapes, tmp_path):
     assert found["warnings"] == [] and [t["brings"] for t in found["tasks"]][0] == "circle, cross"
     program, *words = shlex.split(found["command"])
     assert program == "rescene"
-    result = invoke(app, [*words, *QUICK, "--out", str(tmp_path / "r"), "-q"])
+    assert words[:2] == ["run", "own"] and "model.lens=waves" in words  # 56 images of a class
+    result = invoke(app, [*words, "--out", str(tmp_path / "r"), "-q"])
     assert result.exit_code == 0, result.output
     values = json.loads((tmp_path / "r" / "results.json").read_text())
+    assert (
+        values["privacy"]["epsilon"] == pytest.approx(8, rel=1e-3) and "(8.00, 1e-05)-differentially" in result.output
+    )
+    exact = shlex.split(found["simulation"])[1:]
+    plan = invoke(app, [*exact, "--dry-run", "--json"])
+    assert plan.exit_code == 0 and json.loads(plan.output)["method"] == "Moments"
     assert [task["classes"] for task in values["tasks"]] == [
         ["circle", "cross"],
         ["ring", "square"],
         ["star", "triangle"],
     ]
-    assert values["leakage"]["num_images"] > 0  # something left the sites
+    assert values["leakage"] is None and values["cost"]["measured"]["uplink_bytes"] > 0  # sums left the sites, no image
     assert (tmp_path / "r" / "report.html").is_file() and (tmp_path / "r" / "MODEL_CARD.md").is_file()
 
 
@@ -90,7 +98,7 @@ def test_inspect_warns_and_still_answers(shapes, tmp_path):
     )
     assert "data.skip_unreadable=true" in found["command"]
     told = invoke(app, ["data", "inspect", str(folder)]).output
-    assert "broken.png" in told and "run it: rescene run demo" in told
+    assert "broken.png" in told and "run it: rescene run own" in told and "noise: a typical class has" in told
 
 
 def test_a_run_in_which_nothing_leaves_the_sites_says_so(shapes, tmp_path, blank_figures):
@@ -151,3 +159,28 @@ def test_a_class_folder_that_is_not_utf8_stops_every_command_with_a_code(shapes,
     for words in (["data", "inspect", str(tmp_path / "images")], ["run", "demo", f"data.path={tmp_path / 'images'}"]):
         result = invoke(app, words)
         assert result.exit_code == 3 and "error[E217]" in result.output
+
+
+@pytest.mark.parametrize(
+    ("count", "lens", "said"), [(30, "waves", "too few"), (60, "waves", "few"), (150, "leaves", "enough")]
+)
+def test_inspect_says_what_noise_leaves_of_so_many_images(count, lens, said):
+    from rescene.config import resolve
+    from rescene.data import Dataset, Images, Transform
+    from rescene.data.checks import noise_words, propose_settings
+
+    images = Images(torch.zeros(2 * count, 3, 8, 8, dtype=torch.uint8), torch.arange(2 * count) % 2)
+    dataset = Dataset("two", ("a", "b"), images, images, Transform((0.5,) * 3, (0.25,) * 3, 1))
+    assert said in noise_words(dataset) and f"{count} images" in noise_words(dataset)
+    assert resolve("own", propose_settings(dataset)).recipe.model.lens == lens
+
+
+def test_the_recipe_for_own_images_promises_epsilon_8_for_the_whole_run():
+    from rescene.config import resolve
+
+    recipe = resolve("own").recipe
+    promise = recipe.promise(5)
+    assert (
+        promise.formal and promise.epsilon() == pytest.approx(8, rel=1e-3) and promise.composition.participations == 1
+    )
+    assert resolve("own", ["privacy.mechanism=none"]).recipe.promise(5) is None

@@ -97,3 +97,13 @@ def test_sums_are_no_centre_for_surrogates():
     """privacy.centre needs pictures of earlier rounds, which a server of sums has none of."""
     with pytest.raises(ConfigError, match="privacy.centre"):
         resolve("smoke", SETTING | NOISE | {"privacy.send": "sums", "privacy.centre": "released"})
+
+
+def test_where_no_task_is_announced_every_image_is_told_of_at_most_once(images, tmp_path):
+    """tasks.drift: classes fade in and out over the rounds, and sites tell of an image when they first hold it."""
+    drifting = {"tasks.drift": 1, "federation.num_rounds": 3, "federation.per_round": 4}
+    found = run(images, tmp_path / "run", **drifting)
+    state = RunFolder(found.folder).checkpoints.load().tree["state"]
+    counts = sum(part.counts for part in state.parts)
+    assert counts.tolist() == [40] * 4, "all images, each once"
+    assert found.aa > 50

@@ -61,3 +61,21 @@ def test_noise_that_makes_the_covariance_indefinite_is_raised_to_the_floor():
     noisy = second - 500 * torch.eye(D).double()
     weight, bias = discriminant_head(counts, sums, noisy, ridge=0.0, floor=0.5)
     assert weight.isfinite().all() and bias.isfinite().all() and float(bias.max()) <= 0
+
+
+def test_known_noise_on_the_sums_is_taken_off_the_biases():
+    """On average over the noise, a bias is what it is without; otherwise small classes would lose."""
+    generator = torch.Generator().manual_seed(0)
+    d, counts, variance = 8, torch.tensor([5.0, 40.0], dtype=torch.float64), torch.tensor([3.0, 3.0])
+    sums = counts[:, None] * torch.randn(2, d, generator=generator, dtype=torch.float64)
+    second = (sums / counts.sqrt()[:, None]).T @ (sums / counts.sqrt()[:, None]) + 45 * torch.eye(d)  # W = I
+    floor = 1e3  # above W, so that the noise on the sums leaves the system to be solved as it is
+    wanted = discriminant_head(counts, sums, second, 0.0, floor)[1]
+    draws = [sums + 3**0.5 * torch.randn(2, d, generator=generator, dtype=torch.float64) for _ in range(3000)]
+    plain, mended = (
+        torch.stack([discriminant_head(counts, one, second, 0.0, floor, noise)[1] for one in draws]).mean(dim=0)
+        for noise in (None, variance)
+    )
+    gain = variance / counts.square() * d / floor / 2
+    assert torch.allclose(plain, wanted - gain, atol=0.1 * float(gain[0]))
+    assert torch.allclose(mended, wanted, atol=0.1 * float(gain[0]))

@@ -103,3 +103,13 @@ def test_they_send_what_moments_sends(method):
     for a, b in zip(own.parts, moments.parts, strict=True):
         assert a.client == b.client and torch.equal(a.second, b.second) and torch.equal(a.sums, b.sums)
     assert not torch.equal(own.model["head.weight"], moments.model["head.weight"])
+
+
+def test_fedcgs_survives_float32_where_features_are_far_from_zero():
+    """Fewer images than features: the part that all classes share would swallow the digits that tell them apart."""
+    generator = torch.Generator().manual_seed(0)
+    y = torch.arange(20) % 2
+    z = 4 + torch.randn(20, 60, generator=generator, dtype=torch.float64) + 3 * y[:, None] * (torch.arange(60) < 9)
+    onehot = torch.nn.functional.one_hot(y, 2).double()
+    weight, bias = gaussian_head(onehot.sum(dim=0), onehot.T @ z, z.T @ z, ridge=1e-9)
+    assert ((z.float() @ weight.float().T + bias.float()).argmax(dim=1) == y).all()

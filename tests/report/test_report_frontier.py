@@ -128,3 +128,15 @@ def test_what_ships_is_readable_and_covers_every_mode() -> None:
     assert all(isinstance(point, Point) and point.stored and 0 <= point.aa <= 100 for point in found)
     assert len({(point.setting, point.method, point.mode) for point in found}) == len(found)
     assert {point.method for point in found} >= {"rescene", "fedavg", "fedcbdr", "refed"}
+
+
+def test_sums_are_named_after_their_lens():
+    """Exact ones are a simulation, and say so; noised ones say epsilon."""
+    from pathlib import Path
+
+    from rescene.report import load_run
+    from rescene.report.plots_frontier import mode_of
+
+    stored = Path(__file__).parents[2] / "results" / "lens"
+    assert mode_of(load_run(stored / "cifar10-beta0.5-s0")) == "leaves, exact sums"
+    assert mode_of(load_run(stored / "cifar10-eps8-s0")) == "leaves ε=8"

@@ -7,12 +7,13 @@ import typer
 EXAMPLES = {
     "demo": ["rescene demo", "rescene demo seed=1 --out runs/second"],
     "run": [
-        "rescene run demo data.path=./images --out runs/mine",
+        "rescene run own data.path=./images --out runs/mine",
         "rescene run cifar10 method=fedavg federation.beta=0.1 --dry-run",
         "rescene run my-recipe.yaml seed=3 --json",
     ],
     "sweep": [
         "rescene sweep demo method=all --plan",
+        "rescene sweep lens method=fedavg,rescene,afl,fedcgs,moments",
         "rescene sweep demo method=rescene,fedavg federation.beta=0.1,0.5 --seeds 0,1,2",
     ],
     "resume": ["rescene resume runs/demo/rescene"],

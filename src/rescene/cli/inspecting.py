@@ -10,6 +10,7 @@ from rescene.cli.listing import print_rows
 from rescene.data import inspect, load_readable, plan_tasks
 from rescene.errors import ResceneError, command
 
+WITHOUT_NOISE = "privacy.mechanism=none model.lens=leaves"
 MOST_CLASSES = 40  # listed on a terminal; --json has them all
 
 
@@ -19,6 +20,7 @@ def show_inspection(path: str, layout: str, as_json: bool) -> None:
     found = inspect(dataset, told)
     found["tasks"] = _tasks(dataset, found)
     found["command"] = _command(path, here, layout, any(warning.code == "W203" for warning in told), found)
+    found["simulation"] = f"{found['command']} {WITHOUT_NOISE}"
     if as_json:
         print(json.dumps(found))
         return
@@ -37,7 +39,9 @@ def show_inspection(path: str, layout: str, as_json: bool) -> None:
     print("\nproposed tasks")
     print_rows(found["tasks"])
     print("\nwarnings" + (": none" if not found["warnings"] else "".join(f"\n  {text}" for text in found["warnings"])))
-    print(f"\nrun it: {found['command']}")
+    print(f"\nnoise: {found['noise']}")
+    print(f"run it: {found['command']}")
+    print(f"as a simulation, with exact sums and no guarantee: {found['simulation']}")
 
 
 def _tasks(dataset: Any, found: dict[str, Any]) -> list[dict[str, Any]]:
@@ -65,7 +69,7 @@ def _command(path: str, here: bool, layout: str, skip: bool, found: dict[str, An
     data = [f"data.path={path}" if here else f"data.name={path}"]
     data += [f"data.layout={layout}"] if layout != "auto" else []
     data += ["data.skip_unreadable=true"] if skip else []
-    return command("run", "demo", *data, *found["proposed_settings"])
+    return command("run", "own", *data, *found["proposed_settings"])
 
 
 def _size(found: dict[str, Any]) -> str:

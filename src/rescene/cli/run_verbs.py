@@ -37,7 +37,7 @@ def demo(
     ] = False,
     quiet: Quiet = False,
 ) -> None:
-    """FedAvg forgets, ReSCENE does not: both on embedded real images, minutes on a laptop, with a report."""
+    """FedAvg forgets, ReSCENE and Moments do not: all on embedded real images, minutes on a laptop, with a report."""
     from rescene.cli.running import run_demo
 
     interruptible(lambda: run_demo(list(overrides or []), out, quiet, privacy), "the same command")

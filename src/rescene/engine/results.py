@@ -231,7 +231,8 @@ def _privacy(experiment: Experiment, leakage: dict[str, Any] | None) -> dict[str
 
 def _statement(method: Method, leakage: dict[str, Any] | None) -> str:
     if leakage is None:
-        return f"{NO_GUARANTEE} What leaves a site: {method.leaves_site}."
+        simulated = "Simulation, exact sums. " if method.needs_mechanism else ""
+        return f"{simulated}{NO_GUARANTEE} What leaves a site: {method.leaves_site}."
     share = f"{100 * leakage['near_copies']:.0f} %"
     return f"{NO_GUARANTEE} {share} of the uploaded images are near-copies (PSNR > 30 dB) of a real training image."
 

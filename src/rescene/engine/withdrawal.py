@@ -90,7 +90,7 @@ def check_can_forget(resolved: Resolved, client: int, source: RunFolder) -> None
         raise ConfigError("E161", "no site would be left", where=str(source.path), fix="remove the run folder")
     if recipe.privacy.pool:
         what, why = "a site's part cannot be taken out again: all sites' sums were added up", "privacy.pool=true"
-    elif method.forgets_exactly and getattr(recipe.privacy, "honest_sites", None) is not None:
+    elif method.forgets_exactly and recipe.privacy.honest_sites is not None:
         raise ConfigError(
             "E230",
             "nobody holds this site's part of the sums, so it cannot be taken out",

@@ -42,6 +42,7 @@ def gaussian_head(
     total = (second - n * mean.outer(mean)) / (n - 1).clamp_min(1.0)
     variance = float(total.diagonal().mean().clamp_min(1e-12))
     means = torch.where(present[:, None], sums / counts.clamp_min(1e-12)[:, None], 0.0)
-    solved = regularised_solve(total, means.T, ridge * variance, floor)
-    bias = (counts.clamp_min(1e-12) / n).log() - 0.5 * (means.T * solved).sum(dim=0)
+    # m' T^-1 z and its bias are the same for all classes; they are left out, because they dwarf the rest with few images
+    solved = regularised_solve(total, (means - mean).T, ridge * variance, floor)
+    bias = (counts.clamp_min(1e-12) / n).log() - 0.5 * ((means + mean).T * solved).sum(dim=0)
     return solved.T.contiguous(), torch.where(present, bias, -1e9)

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rescene.data import Shard
+from rescene.data import Shard, Task
 from rescene.functional.discriminant import cross_validated_ridge, discriminant_head
 from rescene.hyperparameters import hyper
 from rescene.methods.base import Federation, Kept, Method, Model, Payload, Uploads, weights_of
@@ -62,6 +62,7 @@ class MomentsState:
     model: Model
     parts: tuple[Sums, ...]  # by site, ascending
     notes: dict[str, float]
+    answered: tuple[int, ...] = ()  # sites whose noised answer of this task is in: they are not asked again
 
 
 @register
@@ -101,6 +102,9 @@ class Moments(Method):
     def init(self, net: nn.Module, rng: Rng) -> MomentsState:
         return MomentsState(model=weights_of(net), parts=(), notes={})
 
+    def begin_task(self, state: MomentsState, task: Task, federation: Federation, rng: Rng) -> MomentsState:
+        return replace(super().begin_task(state, task, federation, rng), answered=())
+
     def broadcast(self, state: MomentsState, round: int, federation: Federation, rng: Rng) -> Payload:
         return {}
 
@@ -113,18 +117,25 @@ class Moments(Method):
     ) -> MomentsState:
         head = {key: state.model[key][:1] for key in ("head.weight", "head.bias")}  # the site needs the body alone
         question, mechanism = {"model": state.model | head}, federation.mechanism
+        waiting = [client for client in federation.clients if client not in state.answered]
         if mechanism is not None and mechanism.honest_sites is not None:
-            total = federation.total(federation.clients, "sum_up", question)
-            answers, noises = {EVERYBODY: total.values}, len(total.clients) / mechanism.honest_sites
+            total = federation.total(waiting, "sum_up", question)
+            answers, heard = {EVERYBODY: total.values}, total.clients
+            noises = len(heard) / mechanism.honest_sites
         else:
-            answers, noises = dict(federation.ask(federation.clients, "sum_up", question)), float(mechanism is not None)
+            answers = dict(federation.ask(waiting, "sum_up", question))
+            heard, noises = (
+                tuple(client for client in answers if "sums" in answers[client]),
+                float(mechanism is not None),
+            )
         sent = {client: answer for client, answer in answers.items() if "sums" in answer}
         if not sent:
             return state
         classes = federation.task.classes
         new = [received(client, answer, classes, mechanism, noises) for client, answer in sent.items()]
         parts = merged(state.parts, new, federation.task.num_seen)
-        return self._solved(replace(state, parts=parts), mechanism)
+        answered = (*state.answered, *heard) if mechanism is not None else ()
+        return self._solved(replace(state, parts=parts, answered=answered), mechanism)
 
     def sum_up(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
         """Sums over the images the site has not told of before.

@@ -45,7 +45,7 @@ class Look:
         return {INK: "var(--ink)", BROWN: "var(--brown)", SLATE: "var(--slate)"}.get(self.colour, self.colour)
 
 
-_IMAGES, _WEIGHTS, _SUMS = "surrogate images with labels", "model weights", "counts and sums of features"
+_IMAGES, _WEIGHTS, SUMS = "surrogate images with labels", "model weights", "counts and sums of features"
 _KNOWN = {
     "rescene": Look("ReSCENE", BLUE, "o", _IMAGES),
     "fedavg": Look("FedAvg", SLATE, "s", _WEIGHTS),
@@ -57,9 +57,9 @@ _KNOWN = {
     "refed": Look("Re-Fed", ORANGE, "*", _WEIGHTS),
     "feddm": Look("FedDM", INK, "<", _IMAGES),
     "fedaf": Look("FedAF", YELLOW, ">", "surrogate images, class-mean logits and soft labels"),
-    "moments": Look("Moments", VERMILLION, "D", _SUMS),
-    "afl": Look("AFL", GREEN, "^", _SUMS),
-    "fedcgs": Look("FedCGS", PURPLE, "s", _SUMS),
+    "moments": Look("Moments", VERMILLION, "D", SUMS),
+    "afl": Look("AFL", GREEN, "^", SUMS),
+    "fedcgs": Look("FedCGS", PURPLE, "s", SUMS),
     "joint": Look("joint (upper bound)", GREY, "P", "all its images"),
     "local": Look("local (lower bound)", GREY, "v", "nothing"),
     "rawupload": Look("raw upload (control)", GREY, "D", "real images with labels"),

@@ -12,17 +12,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib.resources import files
 from itertools import groupby
+from pathlib import PurePath
 from typing import Any
 
 from rescene.report.canvas import Plot, legend_above, percent_axis
 from rescene.report.groups import Group, guaranteed, near_copies
-from rescene.report.look import CARD, INK, MUTED, REFERENCES, is_ours, key_of, look_of, plain
+from rescene.report.look import CARD, INK, MUTED, REFERENCES, SUMS, is_ours, key_of, look_of, plain
 from rescene.report.runs import Run, number, table
 
 _STARTS = {"real": "real start", "noise": "white noise", "leaves": "dead leaves", "coloured": "class moments"}
 _KINDS = {"release": "release", "per-example": "per-example", "dp-sgd": "DP-SGD"}
 NO_NOISE = "no noise"  # weights as they are
-WAVES = "waves"  # moments as the lens sees them
 _LINE = 5.0  # height of a label's line on the accuracy axis, percent
 _LETTER = 0.019  # width of a letter, as a share of the axis
 
@@ -53,8 +53,10 @@ def mode_of(run: Run) -> str:
     kind = str(run.privacy.get("mechanism") or "none")
     start = table(run.config, "method").get("start")
     epsilon, sigma = guaranteed(run), number(run.privacy.get("noise_multiplier"))
-    seen = WAVES if table(run.config, "model").get("lens") else ""
-    words = seen or "moments" if (kind, start) == ("release", "coloured") else _KINDS.get(kind, plain(kind, 20))
+    lens = table(run.config, "model").get("lens")
+    seen = plain(PurePath(str(lens)).stem, 20) if lens else ""  # what sums are made of: what the lens sees
+    sums = (kind, start) == ("release", "coloured") or look_of(run.method).sends == SUMS
+    words = seen or "moments" if sums else _KINDS.get(kind, plain(kind, 20))
     if epsilon is not None:
         return f"{words} ε={epsilon:g}"
     if kind == "paper-experiment":
@@ -64,7 +66,7 @@ def mode_of(run: Run) -> str:
     if key_of(run.method) in REFERENCES:
         return seen
     if near_copies(run) is None:
-        return NO_NOISE
+        return f"{seen}, exact sums" if look_of(run.method).sends == SUMS else NO_NOISE
     norm = " (GN)" if table(run.config, "model").get("norm") == "group" else ""
     return seen if seen and start == "coloured" else _STARTS.get(str(start), "surrogates") + norm
 
