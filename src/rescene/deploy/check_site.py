@@ -15,6 +15,7 @@ from rescene.deploy.processes import running
 from rescene.deploy.site import Site
 from rescene.engine.experiment import load_data, pick_device
 from rescene.errors import ResceneError, ResceneWarning, command
+from rescene.lens import open_lens
 
 PARTS = ("node", "executor")
 MOST_NAMES = 12  # of classes in one line
@@ -33,6 +34,7 @@ def check_site(folder: Path) -> list[Row]:
         key_row(folder),
         authority_row(folder / "ca.crt"),
         *data_rows(site),
+        _lens(site),
         _ledger(site),
         _device(site),
         *machine_rows(folder),
@@ -82,6 +84,14 @@ def _ledger(site: Site) -> Row:
         return row("privacy ledger", f"{len(ledger_of(site.section, site.folder).charges())} participations")
     except ResceneError as error:
         return _failed("privacy ledger", error)
+
+
+def _lens(site: Site) -> Row:
+    """The lens of site.yaml, or the one of this release that most runs look through: the operator can compare its hash."""
+    try:
+        return row("lens", open_lens(site.section.lens or "leaves").words())
+    except ResceneError as error:
+        return _failed("lens", error)
 
 
 def _device(site: Site) -> Row:
