@@ -13,7 +13,10 @@ from rescene.config import resolve
 from rescene.data import load
 from rescene.deploy.check_site import check_site
 from rescene.deploy.message import unpack_message
+from rescene.deploy.site import Site
+from rescene.deploy.trial import try_round
 from rescene.engine.experiment import prepare
+from rescene.errors import ConfigError
 from rescene.lens import lens as lenses
 from rescene.lens.features import LeavesLens
 from rescene.lens.lens import open_lens, write_lens
@@ -95,8 +98,9 @@ def test_the_server_does_not_take_a_site_at_its_word(tmp_path):
             greets = isinstance(upload, dict) and "lens" in upload and node == 998
             return changed(data, upload=upload | {"lens": name}) if greets else data
 
-        run = tmp_path / code
-        post = LocalPost(own_sites(tmp_path, lens=ours), change=change)
+        run, place = tmp_path / code / "run", tmp_path / code
+        place.mkdir()
+        post = LocalPost(own_sites(place, lens=ours), change=change)
         run_plan(plan_of((NAMES, 1)), run, None, [*SEEN, f"model.lens={ours}"], post=post)
         told = [e["message"] for e in events(run) if e["code"] == code]
         assert told and all("a line of text" not in words for words in told)
@@ -109,6 +113,17 @@ def test_images_are_compared_before_the_lens(tmp_path):
     experiment = prepare(resolve("smoke", settings).recipe)
     assert experiment.dataset.pictures == load(path=images, image_size=16).fingerprint()
     assert experiment.dataset.pictures != experiment.dataset.fingerprint()
+
+
+def test_a_trial_at_a_site_looks_through_its_lens(tmp_path):
+    settings = ["method=moments", "model.name=linear", "train.augment=false", "device=cpu", "federation.num_clients=1",
+                "federation.per_round=1", "privacy.mechanism=release", "privacy.epsilon=8"]  # fmt: skip
+    (folder, *_) = own_sites(tmp_path, lens=small_lens(tmp_path / "ours.safetensors"))
+    for lens in ("waves", "/at/the/operator.safetensors"):
+        assert try_round(Site.open(folder), resolve("smoke", [*settings, f"model.lens={lens}"])).num_bytes > 0
+    (folder, *_) = own_sites(tmp_path)
+    with pytest.raises(ConfigError, match="E222"):
+        try_round(Site.open(folder), resolve("smoke", [*settings, "model.lens=/at/the/operator.safetensors"]))
 
 
 def test_the_check_of_a_site_names_its_lens(tmp_path):

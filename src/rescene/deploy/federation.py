@@ -8,6 +8,7 @@ not asked again. An answer that is refused is as good as none, and the letter is
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -18,7 +19,7 @@ import torch
 import rescene
 from rescene.data import Task
 from rescene.deploy.contract import GREETING, Question, open_reply, tally_form
-from rescene.deploy.holding import OTHER_LENS, other_lens
+from rescene.deploy.holding import OTHER_LENS, hash_of, other_lens
 from rescene.deploy.journal import Ends, Journal
 from rescene.deploy.letters import (
     EVALUATE,
@@ -76,7 +77,7 @@ class GridFederation(InProcess):
         self._asked = ""  # when the letters of the exchange under way were sent
         self._heard: dict[int, str] = {}  # when each node last answered
         self.fingerprint = ""  # of the images that all sites split between them
-        self.lens = ""  # SHA-256 of the lens that all look through
+        self.lens = hash_of((json.loads(recipe).get("model") or {}).get("lens"))  # of the lens that all look through
         self._known: dict[tuple[int, str], frozenset[str]] = {}  # what a site keeps of the last message of a verb
 
     def move(self, task: Task, round: int | None, participants: Sequence[int] | None = None) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from rescene.config import Resolved
 from rescene.deploy.federation import GridFederation
-from rescene.deploy.holding import OWN, hash_of
+from rescene.deploy.holding import OWN
 from rescene.deploy.journal import Ends, Journal
 from rescene.deploy.letters import Patience, Post
 from rescene.deploy.plan import is_closed
@@ -63,7 +63,6 @@ def run_across(
         assert isinstance(federation, GridFederation)
         dataset = going.experiment.dataset
         federation.fingerprint = OWN if recipe.sites else dataset.pictures or dataset.fingerprint()
-        federation.lens = hash_of(recipe.model.lens)
         if plan is not None:
             going.closed = lambda task: is_closed(plan, task.index)
         federation.waiting = lambda facts: write_json(folder.path / "waiting.json", facts, sync="none")

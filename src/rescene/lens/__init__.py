@@ -2,6 +2,17 @@
 
 from rescene.lens.keeping import Kept, users_own
 from rescene.lens.leaves import draw_leaves
-from rescene.lens.lens import BUILT_IN, Lens, no_such_lens, open_lens, sized, through
+from rescene.lens.lens import BUILT_IN, Lens, absolute, no_such_lens, open_lens, sized, through
 
-__all__ = ["BUILT_IN", "Kept", "Lens", "draw_leaves", "no_such_lens", "open_lens", "sized", "through", "users_own"]
+__all__ = [
+    "BUILT_IN",
+    "Kept",
+    "Lens",
+    "absolute",
+    "draw_leaves",
+    "no_such_lens",
+    "open_lens",
+    "sized",
+    "through",
+    "users_own",
+]

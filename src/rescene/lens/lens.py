@@ -126,6 +126,18 @@ def no_such_lens(name: str) -> str | None:
     return f"there is no lens {name!r}; {choice}"
 
 
+def absolute(name: str) -> str:
+    """The same lens for a process that works in another folder.
+
+    >>> absolute("leaves"), absolute("timm:resnet18@/my/weights.pth")
+    ('leaves', 'timm:resnet18@/my/weights.pth')
+    """
+    if name in BUILT_IN:
+        return name
+    before, at, file = name.partition("@") if name.startswith(TIMM) else ("", "", name)
+    return f"{before}{at}{Path(file).expanduser().absolute()}"
+
+
 def read_lens(path: Path, name: str) -> Lens:
     """A lens from a safetensors file; nothing in it can run code."""
     try:
