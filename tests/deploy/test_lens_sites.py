@@ -16,7 +16,7 @@ from rescene.deploy.message import unpack_message
 from rescene.deploy.site import Site
 from rescene.deploy.trial import try_round
 from rescene.engine.experiment import prepare
-from rescene.errors import ConfigError
+from rescene.errors import DataError
 from rescene.lens import lens as lenses
 from rescene.lens.features import LeavesLens
 from rescene.lens.lens import open_lens, write_lens
@@ -122,7 +122,7 @@ def test_a_trial_at_a_site_looks_through_its_lens(tmp_path):
     for lens in ("waves", "/at/the/operator.safetensors"):
         assert try_round(Site.open(folder), resolve("smoke", [*settings, f"model.lens={lens}"])).num_bytes > 0
     (folder, *_) = own_sites(tmp_path)
-    with pytest.raises(ConfigError, match="E222"):
+    with pytest.raises(DataError, match="E222"):
         try_round(Site.open(folder), resolve("smoke", [*settings, "model.lens=/at/the/operator.safetensors"]))
 
 

@@ -12,7 +12,7 @@ import rescene
 from rescene.cli.app import app
 from rescene.config import resolve
 from rescene.data import load
-from rescene.errors import ConfigError
+from rescene.errors import ConfigError, DataError
 from rescene.lens import backbone, draw_leaves
 from rescene.lens import lens as lenses
 from rescene.lens.lens import fingerprint, open_lens, read_lens, take, write_content
@@ -128,7 +128,7 @@ def test_what_is_no_network_of_timm_is_refused(checkpoint, name, change, code):
         torch.save({"state_dict": print}, checkpoint)  # a pickle that names a function
     if change == "gone":
         checkpoint.unlink()
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(DataError) as error:
         open_lens(f"timm:{name}@{checkpoint}")
     assert error.value.code == code
 
@@ -137,7 +137,7 @@ def test_what_is_missing_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(backbone, "find_spec", lambda name: None)
     for name, extra in ((f"timm:{NET}@{tmp_path / 'x.pth'}", "timm"), (str(tmp_path / "x.onnx"), "onnx")):
         (tmp_path / name.split("@")[-1]).write_bytes(b"x")
-        with pytest.raises(ConfigError, match=rf"rescene\[{extra}\]") as error:
+        with pytest.raises(DataError, match=rf"rescene\[{extra}\]") as error:
             open_lens(name)
         assert error.value.code == "E223"
 
@@ -192,7 +192,7 @@ def test_an_onnx_program_is_a_lens(tmp_path, dtype, batch):
 def test_floats_are_normalised_as_the_user_says(tmp_path):
     file, out = program(tmp_path / "mine.onnx"), tmp_path / "lens.safetensors"
     found = CliRunner().invoke(
-        app, ["lens", "take", str(file), "--out", str(out), "--mean", "0.5,0.5,0.5", "--std", "2,2,2"]
+        app, ["lens", "take", str(file), "--out", str(out), *["--mean", "0.5", "0.5", "0.5", "--std", "2", "2", "2"]]
     )
     assert found.exit_code == 0, found.output
     x = pixels(size=16)
@@ -211,7 +211,7 @@ def test_floats_are_normalised_as_the_user_says(tmp_path):
 def test_a_program_that_is_no_lens_is_refused_before_a_run(tmp_path, form, why):
     file = tmp_path / "mine.onnx"
     file.write_bytes(b"nothing of the kind") if form is None else program(file, **form)
-    with pytest.raises(ConfigError, match=why) as error:
+    with pytest.raises(DataError, match=why) as error:
         open_lens(str(file))
     assert error.value.code == "E226"
 
@@ -287,7 +287,7 @@ def test_one_file_holds_lens_and_head_and_computes_what_the_run_does(checkpoint,
 def test_a_model_behind_an_onnx_lens_fits_into_safetensors_only(images, tmp_path):
     lens = program(tmp_path / "mine.onnx")
     run = learned(tmp_path / "run", lens, images)
-    with pytest.raises(ConfigError, match="ONNX lens") as error:
+    with pytest.raises(DataError, match="ONNX lens") as error:
         export(run.folder, ["safetensors", "pt2"], tmp_path / "out")
     assert error.value.code == "E228" and not (tmp_path / "out").exists()
     original = open_model(run.folder)

@@ -59,27 +59,18 @@ def lens_take(
     made_from: Annotated[
         str | None, typer.Option(help="which images made the network; reports and model cards repeat it")
     ] = None,
-    mean: Annotated[str, typer.Option(help="of each channel, for an ONNX program that takes floats")] = "0,0,0",
-    std: Annotated[str, typer.Option(help="of each channel, likewise")] = "1,1,1",
+    mean: Annotated[
+        tuple[float, float, float], typer.Option(help="of each channel, for an ONNX program that takes floats")
+    ] = (0, 0, 0),
+    std: Annotated[tuple[float, float, float], typer.Option(help="of each channel, likewise")] = (1, 1, 1),
     trust: Annotated[bool, typer.Option("--trust", help="open a .pt2 file, which can run code")] = False,
 ) -> None:
     """Make a lens of a frozen network of your own. The file goes to every site."""
     from rescene.lens.lens import read_lens, take, write_content
 
     _check_out(out)
-    write_content(take(source, made_from, trust, _three(mean, "--mean"), _three(std, "--std")), out)
+    write_content(take(source, made_from, trust, mean, std), out)
     print(f"{out}: {read_lens(out, out.stem).words()}")
-
-
-def _three(text: str, where: str) -> list[float]:
-    try:
-        values = [float(part) for part in text.split(",")]
-        if len(values) != 3 or (where == "--std" and min(values) <= 0):
-            raise ValueError
-    except ValueError:
-        fix = f"{where} 0.485,0.456,0.406"
-        raise ConfigError("E224", f"{where} needs three numbers, one for each channel", where=text, fix=fix) from None
-    return values
 
 
 def _check_out(out: Path) -> None:

@@ -19,7 +19,7 @@ import torch
 import rescene
 from rescene.data import Task
 from rescene.deploy.contract import GREETING, Question, open_reply, tally_form
-from rescene.deploy.holding import OTHER_LENS, hash_of, other_lens
+from rescene.deploy.holding import hash_of, other_lens
 from rescene.deploy.journal import Ends, Journal
 from rescene.deploy.letters import (
     EVALUATE,
@@ -122,7 +122,7 @@ class GridFederation(InProcess):
         if reply.upload["fingerprint"] != self.fingerprint:
             return "E347", "it has other images than this run; see `data` in its site.yaml"
         if reply.upload["lens"] != self.lens:
-            return OTHER_LENS, other_lens(reply.upload["lens"], self.lens)
+            return "E221", other_lens(reply.upload["lens"], self.lens)
         if self._nodes.setdefault(reply.client, node) != node:
             return "E344", "another site has this number; see `client` in its site.yaml"
         return None

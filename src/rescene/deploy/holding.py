@@ -21,7 +21,6 @@ from rescene.errors import DataError, RunError
 from rescene.lens import BUILT_IN, Kept, open_lens
 from rescene.privacy.ledger import Declined, End, Floor, Ledger
 
-OTHER_LENS = "E221"
 OWN = "own images"  # in the place of the fingerprint that sites with a common data set must share
 
 
@@ -107,7 +106,7 @@ def hash_of(name: str | None) -> str:
 def check_lens(name: str | None, wanted: str) -> None:
     """This site's lens must be the one that the run looks through: sums seen through two lenses do not add up."""
     if hash_of(name) != wanted:
-        raise RunError(OTHER_LENS, other_lens(hash_of(name), wanted))
+        raise DataError("E221", other_lens(hash_of(name), wanted))
 
 
 def other_lens(here: str, wanted: str) -> str:

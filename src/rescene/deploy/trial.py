@@ -27,7 +27,7 @@ from rescene.deploy.message import unpack_message
 from rescene.deploy.site import Site
 from rescene.engine import RunFolder
 from rescene.engine.loop import Run
-from rescene.errors import ConfigError, DataError, RunError
+from rescene.errors import DataError, RunError
 from rescene.privacy import NEAR_COPY_DB, nearest_real, psnr
 
 SHOWN = 10
@@ -115,7 +115,7 @@ def _at_site(site: Site, resolved: Resolved) -> Resolved:
     model = recipe.model.model_copy(update={"lens": lens_of(site.section, recipe.model.lens)})
     if model.lens is None and recipe.model.lens is not None:
         fix = "lens: FILE in site.yaml, the file that the operator gives out"
-        raise ConfigError("E222", "the run looks through a lens file, and this site has none", fix=fix)
+        raise DataError("E222", "the run looks through a lens file, and this site has none", fix=fix)
     own = {"data": site.section.data, "device": site.section.device, "federation": federation, "model": model}
     if site.section.holds == "own":
         own["sites"] = _own_plan(site, recipe.federation.num_rounds)

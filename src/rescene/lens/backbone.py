@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rescene.errors import ConfigError, did_you_mean
+from rescene.errors import DataError, did_you_mean
 from rescene.lens.features import resized
 from rescene.lens.leaves import draw_leaves
 from rescene.nets.weights import read_weights
@@ -145,6 +145,8 @@ def take_onnx(
 ) -> Content:
     """An ONNX program whose input is one batch of RGB pictures, [n, 3, side, side]: uint8, or float32 normalised as said."""
     net = Program(data, where)
+    if min(pixel_std) <= 0:
+        raise no_program(where, "--std must be above zero")
     if net.takes_bytes and (any(pixel_mean) or any(value != 1 for value in pixel_std)):
         raise no_program(where, "it takes bytes, which are not normalised; leave --mean and --std out")
     told = {"kind": "onnx", "size": net.size, "pixel_mean": list(pixel_mean), "pixel_std": list(pixel_std)}
@@ -195,7 +197,7 @@ def timm_network(name: str, where: str) -> nn.Module:
     if not name.replace("_", "").isalnum() or not timm.is_model(name):
         guess = did_you_mean(name, timm.list_models())
         fix = f"did you mean {TIMM}{guess}?" if guess else "python -c 'import timm; print(timm.list_models())'"
-        raise ConfigError("E224", f"timm has no model {name!r}", where=where, fix=fix)
+        raise DataError("E224", f"timm has no model {name!r}", where=where, fix=fix)
     net: nn.Module = timm.create_model(name, pretrained=False, num_classes=0)
     return net.eval()
 
@@ -226,24 +228,24 @@ def fitting(state: Mapping[str, Tensor], wanted: Any, file: Path, name: str) -> 
     return {key: state[key] for key in wanted}
 
 
-def misfit(file: Path, name: str, why: str) -> ConfigError:
+def misfit(file: Path, name: str, why: str) -> DataError:
     fix = f"the checkpoint of {name} as timm names its tensors"
-    return ConfigError("E225", f"these weights are not those of {name}", where=str(file), why=why, fix=fix)
+    return DataError("E225", f"these weights are not those of {name}", where=str(file), why=why, fix=fix)
 
 
-def _no_checkpoint(file: Path, why: str) -> ConfigError:
+def _no_checkpoint(file: Path, why: str) -> DataError:
     fix = "a .safetensors file, or a .pth file with weights and nothing else"
-    return ConfigError("E225", "no weights can be read there", where=str(file), why=why, fix=fix)
+    return DataError("E225", "no weights can be read there", where=str(file), why=why, fix=fix)
 
 
-def no_program(where: str, why: str) -> ConfigError:
+def no_program(where: str, why: str) -> DataError:
     fix = "one input, RGB pictures [n, 3, side, side] in uint8 or float32; one output, [n, features]"
-    return ConfigError("E226", "this program is not a lens", where=where, why=why, fix=fix)
+    return DataError("E226", "this program is not a lens", where=where, why=why, fix=fix)
 
 
 def need(module: str, extra: str) -> None:
     if find_spec(module) is None:
-        raise ConfigError(
+        raise DataError(
             "E223",
             f"this lens needs {module}",
             why="it is not part of the plain installation",

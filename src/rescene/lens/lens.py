@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from rescene.data.catalog import cache_folder
 from rescene.data.images import Dataset, Images, Transform
 from rescene.documents import parse_json
-from rescene.errors import ConfigError, did_you_mean
+from rescene.errors import ConfigError, DataError, did_you_mean
 from rescene.functional.waves import DIRECTIONS, wave_picture
 from rescene.lens.backbone import IDENTITY, TIMM, Content, backbone, onnx_of_pt2, take_onnx, take_timm
 from rescene.lens.features import LeavesLens
@@ -144,7 +144,7 @@ def read_lens(path: Path, name: str) -> Lens:
         text, tensors = read_weights(path, KEY)
         return lens_of((parse_json(text or "{}", str(path)), tensors), name, str(path))
     except ConfigError as error:
-        raise error if error.code in ("E223", "E226") else _no_lens(path, error.why or error.what) from None
+        raise _no_lens(path, error.why or error.what) from None
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
         raise _no_lens(path, str(error).splitlines()[0] if str(error) else type(error).__name__) from None
 
@@ -154,6 +154,9 @@ def lens_of(content: Content, name: str, where: str) -> Lens:
     told, tensors = content
     if not isinstance(told, dict):
         raise ValueError("it does not say what kind of lens it is")
+    found = fingerprint(told, tensors)
+    if told.get("sha256", found) != found:
+        raise ValueError(f"it was changed: SHA-256 {found[:16]}, it says {str(told['sha256'])[:16]}")
     if told.get("kind") in IDENTITY:
         module: nn.Module = backbone(told, tensors, where)
     else:
@@ -161,9 +164,6 @@ def lens_of(content: Content, name: str, where: str) -> Lens:
             module = LeavesLens(told["widths"], told["num_patches"], told["modes"])
         module.load_state_dict(tensors, assign=True)
         module.float()
-    found = fingerprint(told, tensors)
-    if told.get("sha256", found) != found:
-        raise ValueError(f"it was changed: SHA-256 {found[:16]}, it says {str(told['sha256'])[:16]}")
     num_bytes = sum(t.numel() * t.element_size() for t in tensors.values())
     return Lens(name, found, num_bytes, str(told["made_from"]), module, content=content)
 
@@ -177,7 +177,7 @@ def take(
 ) -> Content:
     """What the lens file of a user's network holds: ``timm:NAME@CHECKPOINT``, FILE.onnx or, trusted, FILE.pt2."""
     if fault := no_such_lens(source) if not source.endswith(".pt2") else None:
-        raise ConfigError("E224", fault, where=source)
+        raise DataError("E224", fault, where=source)
     if source.startswith(TIMM):
         name, _, file = source.removeprefix(TIMM).partition("@")
         return _signed(take_timm(name, Path(file).expanduser(), made_from))
@@ -185,9 +185,9 @@ def take(
     if not path.is_file() or path.suffix not in (".onnx", ".pt2"):
         fix = "timm:NAME@CHECKPOINT, FILE.onnx or FILE.pt2"
         why = "it is no network" if path.exists() else "there is no such file"
-        raise ConfigError("E224", "no lens can be made of this", where=source, why=why, fix=fix)
+        raise DataError("E224", "no lens can be made of this", where=source, why=why, fix=fix)
     if path.suffix == ".pt2" and not trust:
-        raise ConfigError(
+        raise DataError(
             "E227",
             "this .pt2 file is not opened: it could run code of whoever made it",
             where=source,
@@ -206,19 +206,18 @@ def _signed(content: Content) -> Content:
 def _taken_before(source: str) -> Lens:
     """A user's network as a lens, measured on procedural pictures once and kept in the cache folder under its file's hash."""
     if fault := no_such_lens(source):
-        raise ConfigError("E224", fault, where="model.lens")
+        raise DataError("E224", fault, where="model.lens")
     name, _, file = source.removeprefix(TIMM).partition("@") if source.startswith(TIMM) else ("", "", source)
     path = Path(file).expanduser()
     if not path.is_file():
-        raise ConfigError("E224", "the file of this lens is not there", where=str(path))
+        raise DataError("E224", "the file of this lens is not there", where=str(path))
     parts = [name, hashlib.sha256(path.read_bytes()).hexdigest(), torch.__version__, source_hash("lens")]
     kept = lens_folder() / f"{hashlib.sha256(repr(parts).encode()).hexdigest()}.safetensors"
     if kept.is_file():
         try:
             return read_lens(kept, name or path.stem)
-        except ConfigError as error:
-            if error.code != "E118":
-                raise
+        except ConfigError:
+            pass  # damaged: it is made again below
     content = take(source)
     kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     handle, draft = tempfile.mkstemp(suffix=".tmp", dir=kept.parent)

@@ -51,7 +51,7 @@ def _check_lens(kinds: Sequence[str], lens: Lens | None) -> None:
     """A program that onnxruntime runs cannot be traced into another one; in a safetensors file it lies as it is."""
     traced = [kind for kind in kinds if kind != "safetensors"]
     if traced and lens is not None and isinstance(getattr(lens.module, "net", None), Program):
-        raise ConfigError(
+        raise DataError(
             "E228",
             f"a model behind an ONNX lens cannot be exported to {' or '.join(traced)}",
             where="--to",
