@@ -38,6 +38,8 @@ def compiled(extras: tuple[str, ...], *options: str) -> dict[str, str]:
         "--no-annotate",
         "--no-emit-package",
         "torch",
+        "--no-emit-package",
+        "torchvision",  # of timm; built for one build of torch
         "-c",
         "constraints.txt",
     ]

@@ -11,7 +11,8 @@ import typer.testing
 
 from rescene.data import Images, Shard, Task, Transform
 from rescene.data.sources import fashion_mini
-from rescene.lens import lens
+from rescene.engine import experiment
+from rescene.lens import keeping, lens
 from rescene.nets import Arch
 from rescene.report import canvas
 from rescene.rng import Rng
@@ -27,6 +28,15 @@ def images_are_read_and_looked_at_once():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fashion_mini, "read", functools.cache(fashion_mini.read))
         patch.setattr(lens, "_looked", functools.lru_cache(maxsize=4)(lens._looked))  # two data sets
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def features_are_kept_elsewhere(tmp_path_factory):
+    """Not in the cache folder of whoever runs the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        kept = keeping.Kept(tmp_path_factory.mktemp("seen"))
+        patch.setattr(experiment, "users_own", lambda: kept)
         yield
 
 

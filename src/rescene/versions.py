@@ -6,6 +6,7 @@ command.txt, metrics.jsonl, events.jsonl, csv/. The JSON files have their own ``
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -60,3 +61,11 @@ def as_it_was(config: dict[str, Any]) -> dict[str, Any]:
     if isinstance(method, dict) and method.keys() >= {"literal", "reduction", "precision"}:
         return config | {"method": {"step": NEWER["method", "step"]} | method}
     return config
+
+
+def source_hash(*folders: str) -> str:
+    """SHA-256 of the package's source, or of these folders of it: says what a commit does not, whether something was changed."""
+    root, digest = Path(__file__).parent, hashlib.sha256()
+    for path in sorted(path for part in folders or (".",) for path in (root / part).rglob("*.py")):
+        digest.update(f"{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes())
+    return digest.hexdigest()

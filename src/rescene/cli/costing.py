@@ -12,7 +12,7 @@ from rescene.cli.listing import print_rows
 from rescene.config import Resolved
 from rescene.config.schema import DataSection
 from rescene.data import Dataset, has_stand_in, stand_in
-from rescene.engine import Experiment, prepare, use_all_cores
+from rescene.engine import Experiment, prepare_sizes, use_all_cores
 from rescene.engine.experiment import load_data
 from rescene.engine.forecast import Forecast, forecast
 from rescene.engine.forecast.rates import Rates, mean_latency, measured_rates
@@ -44,7 +44,7 @@ def price(resolved: Resolved) -> Priced:
     """Forecast a run; a known data set that is not here is replaced by its published sizes."""
     use_all_cores()
     dataset, missing = load_or_stand_in(resolved.recipe.images)
-    experiment = prepare(resolved.recipe, dataset)
+    experiment = prepare_sizes(resolved.recipe, dataset)
     found = forecast(experiment)
     if found is None:
         raise ConfigError(

@@ -12,7 +12,7 @@ from rescene.cli.live import watch
 from rescene.cli.livepage import live_page
 from rescene.config import Resolved, resolve
 from rescene.data import LazySplit
-from rescene.engine import prepare
+from rescene.engine import prepare_sizes
 from rescene.engine.nominal import nominal_cost
 from rescene.report import write_report
 from rescene.report.model_card import write_card
@@ -71,7 +71,7 @@ def plan_run(resolved: Resolved, out: Path | None, as_json: bool) -> None:
     """What a run would do: tasks, sites, sizes, bytes. Loads the data, trains nothing."""
     from rescene.cli.listing import print_rows
 
-    experiment = prepare(resolved.recipe)
+    experiment = prepare_sizes(resolved.recipe)
     federation = resolved.recipe.federation
     cost = nominal_cost(experiment)
     facts: dict[str, Any] = {

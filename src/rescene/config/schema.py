@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from rescene.config.faults import FaultsSection
 from rescene.config.plan import SitesSection
 from rescene.config.privacy import PrivacySection, Promise, promise_of
-from rescene.lens import BUILT_IN
+from rescene.lens import no_such_lens
 from rescene.methods import Method, method_class, method_names
 from rescene.privacy.totals import threshold
 from rescene.steps import Training
@@ -86,7 +86,8 @@ class ModelSection(Section):
     width: int | None = Field(None, ge=1, description="base channels of convnet, hidden units of mlp")
     lens: str | None = Field(
         None,
-        description="what every image is looked at through first: leaves, waves, or the file of a lens; with linear or mlp",
+        description="what every image is looked at through first: leaves, waves, the file of a lens (.safetensors, .onnx) or "
+        "timm:NAME@CHECKPOINT; with linear or mlp",
     )
     init: str | None = Field(
         None, description="safetensors file of a model to start from: its body, and its classes by name"
@@ -244,10 +245,8 @@ class Recipe(Section):
         if self.model.lens is None:
             return self
         method = method_class(self.method["name"])
-        if self.model.lens not in BUILT_IN and not self.model.lens.endswith(".safetensors"):
-            raise ValueError(
-                f"model.lens: there is no lens {self.model.lens!r}; {', '.join(BUILT_IN)} or a .safetensors file"
-            )
+        if fault := no_such_lens(self.model.lens):
+            raise ValueError(f"model.lens: {fault}")
         if self.train.augment:
             raise ValueError(
                 "train.augment: through a lens crops and mirror images are not those of the picture; train.augment=false"

@@ -122,6 +122,7 @@ class Dataset:
     notes: tuple[str, ...] = ()
     split: str = "given"
     picture_size: int | None = None  # side before a lens, where there is one
+    pictures: str | None = None  # fingerprint before a lens
 
     @property
     def image_size(self) -> int:

@@ -16,6 +16,7 @@ from rescene.deploy.processes import running
 from rescene.deploy.site import Site
 from rescene.engine.experiment import load_data, pick_device
 from rescene.errors import ResceneError, ResceneWarning, command
+from rescene.lens import open_lens
 from rescene.methods import method_class
 from rescene.privacy.meaning import limit
 
@@ -36,6 +37,7 @@ def check_site(folder: Path, recipe: Recipe | None = None) -> list[Row]:
         key_row(folder),
         authority_row(folder / "ca.crt"),
         *data_rows(site),
+        _lens(site),
         _ledger(site),
         *_privacy(site, recipe),
         _device(site),
@@ -100,6 +102,14 @@ def _privacy(site: Site, recipe: Recipe | None) -> list[Row]:
         promise = recipe.promise(recipe.tasks.limit or 1)
         words = "no mechanism: nothing is promised" if promise is None else promise.statement()
     return [*found, row("privacy of the recipe", words)]
+
+
+def _lens(site: Site) -> Row:
+    """The lens of site.yaml, or the one of this release that most runs look through: the operator can compare its hash."""
+    try:
+        return row("lens", open_lens(site.section.lens or "leaves").words())
+    except ResceneError as error:
+        return _failed("lens", error)
 
 
 def _device(site: Site) -> Row:

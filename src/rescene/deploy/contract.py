@@ -103,7 +103,12 @@ def _line(value: Any, name: str, sizes: Sizes) -> None:
         raise Misfit(f"{name} is not a line of text")
 
 
-GREETING: Form = fields({"fingerprint": _line, "torch": _line})
+def _lens(value: Any, name: str, sizes: Sizes) -> None:
+    if value != "" and not _matches(DIGEST, value):
+        raise Misfit(f"{name} is not named by a hash")
+
+
+GREETING: Form = fields({"fingerprint": _line, "torch": _line, "lens": _lens})
 
 
 def tally_form(num_classes: int) -> Form:

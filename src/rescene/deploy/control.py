@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ from rescene.deploy.withdrawal import without_left
 from rescene.engine import RunFolder
 from rescene.engine.checkpoint import write_atomically, write_json
 from rescene.errors import ConfigError, ResceneError, RunError, command, error_in
+from rescene.lens import absolute
 from rescene.run_state import is_done, read_object, state_of
 
 LINK = "here"  # the name of our link in Flower's own configuration
@@ -224,6 +226,9 @@ def run(
             f"the recipe has {num_clients} sites, the federation {len(federation.sites)}",
             fix=f"federation.num_clients={len(federation.sites)}",
         )
+    if lens := resolved.recipe.model.lens:  # the server works in its own folder
+        model = resolved.recipe.model.model_copy(update={"lens": absolute(lens)})
+        resolved = replace(resolved, recipe=resolved.recipe.model_copy(update={"model": model}))
     out = out.resolve()
     recipe = federation.server / "recipes" / f"{resolved.name}-{resolved.digest()}.yaml"
     recipe.parent.mkdir(exist_ok=True)

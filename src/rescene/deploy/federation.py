@@ -8,6 +8,7 @@ not asked again. An answer that is refused is as good as none, and the letter is
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -18,6 +19,7 @@ import torch
 import rescene
 from rescene.data import Task
 from rescene.deploy.contract import GREETING, Question, open_reply, tally_form
+from rescene.deploy.holding import hash_of, other_lens
 from rescene.deploy.journal import Ends, Journal
 from rescene.deploy.letters import (
     EVALUATE,
@@ -76,6 +78,7 @@ class GridFederation(InProcess):
         self._asked = ""  # when the letters of the exchange under way were sent
         self._heard: dict[int, str] = {}  # when each node last answered
         self.fingerprint = ""  # of the images that all sites split between them
+        self.lens = hash_of((json.loads(recipe).get("model") or {}).get("lens"))  # of the lens that all look through
         self._known: dict[tuple[int, str], frozenset[str]] = {}  # what a site keeps of the last message of a verb
 
     def move(self, task: Task, round: int | None, participants: Sequence[int] | None = None) -> None:
@@ -119,6 +122,8 @@ class GridFederation(InProcess):
             return "E344", f"this run has sites {_numbers(self.clients)}; it left, or see `client` in its site.yaml"
         if reply.upload["fingerprint"] != self.fingerprint:
             return "E347", "it has other images than this run; see `data` in its site.yaml"
+        if reply.upload["lens"] != self.lens:
+            return "E221", other_lens(reply.upload["lens"], self.lens)
         if self._nodes.setdefault(reply.client, node) != node:
             return "E344", "another site has this number; see `client` in its site.yaml"
         return None
@@ -236,7 +241,9 @@ class GridFederation(InProcess):
     ) -> bytes:
         task, round = (0, -1) if verb == HELLO else (self.task.index, self.round)
         version, sha256 = rescene.__version__, state.sha256 if state else None
-        request = Request(version, self._run, self._recipe, verb, task, round, address, sha256, token, ledger)
+        request = Request(
+            version, self._run, self._recipe, verb, task, round, address, sha256, token, ledger, self.lens
+        )
         return pack_message(request).data
 
     def _exchange(

@@ -72,6 +72,8 @@ device: auto         # auto, cpu, cuda
 # hold_out: 0.2        # of them are kept to test with
 # labels:              # your folder's name: the federation's name; null leaves a folder out
 #   katze: cat
+# For a run through a lens that does not come with rescene; the operator gives its file out:
+# lens: /path/to/lens.safetensors
 # Limits that the server cannot lower; above them this site sends nothing:
 # privacy:
 #   epsilon_max: 8

@@ -18,6 +18,7 @@ from rescene.data.own import adopt, check_labels
 from rescene.engine import Experiment, prepare
 from rescene.engine.experiment import load_data, look_of
 from rescene.errors import DataError, RunError
+from rescene.lens import BUILT_IN, Kept, open_lens
 from rescene.privacy.ledger import Declined, End, Floor, Ledger
 
 OWN = "own images"  # in the place of the fingerprint that sites with a common data set must share
@@ -58,6 +59,9 @@ class SiteSection(_Section):
         default_factory=dict, description="own: local class name -> the federation's; null leaves the class out"
     )
     hold_out: float = Field(0.2, ge=0, lt=1, description="own: share of the images kept for evaluation at the site")
+    lens: str | None = Field(
+        None, description="the lens file that the operator gave out, for a run that does not look through one of ours"
+    )
     privacy: FloorSection | None = Field(None, description="limits that the server cannot lower")
     device: str = "auto"
 
@@ -76,17 +80,44 @@ class SiteSection(_Section):
         return self
 
 
-def experiment_of(section: SiteSection, recipe: Recipe) -> Experiment:
-    """The run as this site sees it, with the images it holds."""
+def experiment_of(section: SiteSection, recipe: Recipe, kept: Kept | None = None) -> Experiment:
+    """The run as this site sees it, with the images it holds. ``kept``: the site's own place for what a lens saw of them."""
     if section.holds == "share":
         if recipe.sites is not None:
             raise RunError("E356", "the federation has a plan, but this site has no images of its own (holds: own)")
-        return prepare(recipe)
+        return prepare(recipe, kept=kept)
     plan = recipe.sites
     if plan is None:
         raise RunError("E356", "this site has its own images, but the run has no plan (rescene deploy add-classes)")
     found = local_images(section, plan.image_size)
-    return prepare(recipe, adopt(found, plan.classes, section.labels, look_of(plan), section.hold_out))
+    return prepare(recipe, adopt(found, plan.classes, section.labels, look_of(plan), section.hold_out), kept)
+
+
+def lens_of(section: SiteSection, name: str | None) -> str | None:
+    """The lens to look through at this site. A file is the site's own: the server cannot make it open another."""
+    return name if name is None or name in BUILT_IN else section.lens
+
+
+def hash_of(name: str | None) -> str:
+    """SHA-256 of a lens; an empty text where there is none."""
+    return open_lens(name).sha256 if name else ""
+
+
+def check_lens(name: str | None, wanted: str) -> None:
+    """This site's lens must be the one that the run looks through: sums seen through two lenses do not add up."""
+    if hash_of(name) != wanted:
+        raise DataError("E221", other_lens(hash_of(name), wanted))
+
+
+def other_lens(here: str, wanted: str) -> str:
+    """
+    >>> other_lens("", "0123456789abcdef0123")
+    "the run looks through lens 0123456789abcdef, this site through no lens; `lens: FILE` in site.yaml must be the operator's file"
+    """
+    run, site = (f"lens {value[:16]}" if value else "no lens" for value in (wanted, here))
+    return (
+        f"the run looks through {run}, this site through {site}; `lens: FILE` in site.yaml must be the operator's file"
+    )
 
 
 def local_images(section: SiteSection, image_size: int | None = None) -> Dataset:

@@ -37,6 +37,7 @@ class Request:
     state: str | None
     token: str  # of this question to this site; the answer repeats it
     ledger: End | None = None  # how far the site's privacy ledger went, as its answers said
+    lens: str = ""  # SHA-256 of the lens that every site must look through, where there is one
 
 
 @record

@@ -7,12 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from rescene.config import Resolved
 from rescene.deploy.control import run, start_server, start_site
 from rescene.deploy.folder import init, require_flower
 from rescene.deploy.letters import Patience
 from rescene.deploy.operator import watch_sites
 from rescene.deploy.processes import free_port, stop
+from rescene.lens import BUILT_IN, absolute
 
 
 def rehearse(
@@ -27,6 +30,11 @@ def rehearse(
     with tempfile.TemporaryDirectory(prefix="rescene-") as spare:
         names = [f"site-{k}" for k in range(resolved.recipe.federation.num_clients)]
         federation = init(folder or Path(spare) / "rehearsal", names, port=free_port())
+        lens = resolved.recipe.model.lens
+        if lens is not None and lens not in BUILT_IN:  # as an operator would give it out
+            for name in names:
+                with open(federation.site(name) / "site.yaml", "a") as file:
+                    file.write(yaml.safe_dump({"lens": absolute(lens)}))
         tell(f"keys and certificates for the server and {', '.join(names)}")
         try:
             start_server(federation)

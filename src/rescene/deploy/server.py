@@ -61,7 +61,8 @@ def run_across(
         going = run(resolved, folder, progress, federate, elsewhere)
         federation = going.federation
         assert isinstance(federation, GridFederation)
-        federation.fingerprint = OWN if recipe.sites else going.experiment.dataset.fingerprint()
+        dataset = going.experiment.dataset
+        federation.fingerprint = OWN if recipe.sites else dataset.pictures or dataset.fingerprint()
         if plan is not None:
             going.closed = lambda task: is_closed(plan, task.index)
         federation.waiting = lambda facts: write_json(folder.path / "waiting.json", facts, sync="none")

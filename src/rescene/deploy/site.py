@@ -5,6 +5,7 @@
     state/<run>/client-<k>/<verb>/       parts of messages that did not change, by hash
     state/<run>/client-<k>/answer-*.bin  the last answer, by the token of its question
     state/<run>/client-<k>/recipe.json   what this run is; it may open new tasks and change nothing else
+    state/seen/                          what a lens saw of the images, of the last look only
     state/ledger.jsonl                   what was released under a privacy mechanism, in all runs
     ledger-mark.json                     how far that ledger goes, outside state/: it shows when the ledger was set back
 
@@ -35,7 +36,7 @@ from pydantic import ValidationError
 import rescene
 from rescene.config import Recipe
 from rescene.config.plan import grows
-from rescene.deploy.holding import OWN, SiteSection, check_floor, experiment_of, ledger_of
+from rescene.deploy.holding import OWN, SiteSection, check_floor, check_lens, experiment_of, hash_of, ledger_of, lens_of
 from rescene.deploy.letters import EVALUATE, HELLO, Letter, Remembered, Reply, Request, in_a_line
 from rescene.deploy.message import pack_message, unpack_message
 from rescene.documents import read_yaml
@@ -48,6 +49,7 @@ from rescene.engine.ledger import FlopMeter
 from rescene.engine.sites import site_at
 from rescene.engine.watch import warnings_to
 from rescene.errors import ConfigError, DataError, ResceneError, RunError
+from rescene.lens import Kept
 from rescene.methods import Method
 from rescene.nets import flops_to
 from rescene.privacy.ledger import Declined
@@ -60,7 +62,16 @@ HEARD = (
     "W310",
     "W342",
 )  # warnings the server hears: the site declines, classes outside the plan; others may name files
-TOLD = ("E204", "E205", "E209", "E210", "E214", "E216", "E217")  # errors about images whose words name classes at most
+TOLD = (
+    "E204",
+    "E205",
+    "E209",
+    "E210",
+    "E214",
+    "E216",
+    "E217",
+    "E221",
+)  # errors whose words name classes, or a lens' hash, at most
 
 
 @dataclass(frozen=True)
@@ -128,21 +139,29 @@ class Site:
         return pack_message(replace(reply, token=request.token)).data
 
     def _recipe(self, request: Request) -> Recipe:
-        """The server's recipe with this site's data and device."""
+        """The server's recipe with this site's data, device and lens file."""
         given = json.loads(request.recipe) | {"data": self.section.data.model_dump(), "device": self.section.device}
+        if model := given.get("model"):
+            model["lens"] = lens_of(self.section, model.get("lens"))
+            check_lens(model["lens"], request.lens)  # before an image is opened
         return Recipe.model_validate(given)
 
     def _experiment(self, request: Request) -> Experiment:
-        return experiment_of(self.section, self._recipe(request))
+        kept = Kept(self.folder / "state" / "seen", last_only=True)
+        return experiment_of(self.section, self._recipe(request), kept)
 
     def _hello(self, request: Request) -> Reply:
         with _heard() as told:
             experiment = self._experiment(request)
-        fingerprint = OWN if self.section.holds == "own" else experiment.dataset.fingerprint()
+        dataset = experiment.dataset
+        fingerprint = OWN if self.section.holds == "own" else dataset.pictures or dataset.fingerprint()
         told = [] if self.section.privacy else told  # which classes it has is nobody's business then
-        return Reply(
-            self.section.client, {"fingerprint": fingerprint, "torch": torch.__version__}, None, 0, None, tuple(told)
-        )
+        greeting = {
+            "fingerprint": fingerprint,
+            "torch": torch.__version__,
+            "lens": hash_of(experiment.recipe.model.lens),
+        }
+        return Reply(self.section.client, greeting, None, 0, None, tuple(told))
 
     def _evaluate(self, request: Request, body: bytes, files: Memory) -> Reply:
         """How the model does on the hold-out: counts and right answers per class, nothing else."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from rescene.config import Resolved
 from rescene.config.plan import PlannedTask, SitesSection
 from rescene.deploy.federation import GridFederation
-from rescene.deploy.holding import local_images
+from rescene.deploy.holding import lens_of, local_images
 from rescene.deploy.journal import Journal
 from rescene.deploy.letters import HELLO, Letter, Patience, Undelivered
 from rescene.deploy.message import unpack_message
@@ -112,7 +112,11 @@ def _at_site(site: Site, resolved: Resolved) -> Resolved:
     federation = recipe.federation.model_copy(
         update={"num_clients": max(recipe.federation.num_clients, client + 1), "engine": "one-by-one"}
     )
-    own = {"data": site.section.data, "device": site.section.device, "federation": federation}
+    model = recipe.model.model_copy(update={"lens": lens_of(site.section, recipe.model.lens)})
+    if model.lens is None and recipe.model.lens is not None:
+        fix = "lens: FILE in site.yaml, the file that the operator gives out"
+        raise DataError("E222", "the run looks through a lens file, and this site has none", fix=fix)
+    own = {"data": site.section.data, "device": site.section.device, "federation": federation, "model": model}
     if site.section.holds == "own":
         own["sites"] = _own_plan(site, recipe.federation.num_rounds)
     return replace(resolved, recipe=recipe.model_copy(update=own))

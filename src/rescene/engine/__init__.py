@@ -7,12 +7,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rescene.engine.experiment import Experiment, pick_device, prepare, use_all_cores
+    from rescene.engine.experiment import Experiment, pick_device, prepare, prepare_sizes, use_all_cores
     from rescene.engine.folder import RunFolder
     from rescene.engine.loop import run
     from rescene.engine.streams import Streams, attempt
 
-__all__ = ["Experiment", "RunFolder", "Streams", "attempt", "pick_device", "prepare", "run", "use_all_cores"]
+__all__ = [
+    "Experiment",
+    "RunFolder",
+    "Streams",
+    "attempt",
+    "pick_device",
+    "prepare",
+    "prepare_sizes",
+    "run",
+    "use_all_cores",
+]
 _HOME = {"RunFolder": "folder", "run": "loop", "Streams": "streams", "attempt": "streams"}
 
 

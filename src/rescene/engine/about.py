@@ -18,6 +18,7 @@ from rescene.versions import MODEL, refuse_newer
 
 Size = Annotated[int, Field(ge=1, le=4096)]  # of a picture's side
 NAMED = 6  # names in a message
+LENS = "lens."  # before the names of a lens' tensors in the file of a model
 NEEDED = ("schema", "arch", "classes", "mean", "std")
 
 
@@ -40,6 +41,7 @@ class _About(BaseModel):
     std: list[Annotated[float, Field(gt=0)]]
     lens: str | None = None
     lens_sha256: str | None = None
+    lens_file: dict[str, Any] | None = None  # what the lens says of itself whose tensors are in the same file
     picture_size: Size | None = None
 
     @model_validator(mode="after")
@@ -89,10 +91,16 @@ def stored_model(path: Path) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
     beside = path.with_name("model.json")
     if told is None and path.name == "final.safetensors" and beside.is_file():
         told = read_text(beside)
-    about = about_of(told, path)
+    about, (state, _) = about_of(told, path), parted(state)
     if about is not None and "head.weight" in state:
         check_rows(about, len(state["head.weight"]), path)
     return about, state
+
+
+def parted(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The tensors of a model's network, and those of the lens that its file may hold too."""
+    net = {key: value for key, value in tensors.items() if not key.startswith(LENS)}
+    return net, {key.removeprefix(LENS): value for key, value in tensors.items() if key.startswith(LENS)}
 
 
 def listed(names: Sequence[str]) -> str:

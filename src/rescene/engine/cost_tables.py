@@ -14,7 +14,7 @@ from typing import Any
 
 from rescene.config import Recipe, resolve
 from rescene.data import stand_in
-from rescene.engine.experiment import Experiment, arch_of, prepare
+from rescene.engine.experiment import Experiment, arch_of, prepare_sizes
 from rescene.engine.forecast import forecast
 from rescene.engine.nominal import nominal_client_flops, nominal_cost, nominal_server_flops
 
@@ -41,7 +41,7 @@ def without_pictures(recipe: Recipe, seed: int) -> Experiment:
 def _split(recipe: str) -> Experiment:
     """Drawn once for all recipes that agree in what it depends on."""
     made = Recipe.model_validate_json(recipe)
-    return prepare(made, stand_in(made.data.name))
+    return prepare_sizes(made, stand_in(made.data.name))
 
 
 def client_resource_rows(

@@ -23,7 +23,7 @@ from rescene.data.own import away
 from rescene.data.tasks import cut, tested
 from rescene.engine.initial import initial_weights
 from rescene.errors import ConfigError
-from rescene.lens import through
+from rescene.lens import Kept, sized, through, users_own
 from rescene.methods import Method
 from rescene.nets import Arch
 from rescene.privacy.mechanism import Site
@@ -153,17 +153,35 @@ class Experiment:
         return {"num_clients": len(self.shards[0]), "classes": list(self.dataset.classes), "tasks": rows}
 
 
-def prepare(recipe: Recipe, dataset: Dataset | None = None) -> Experiment:
-    """Load the data unless they are given, plan the tasks, draw the split. Everything random has its own address."""
+def prepare(recipe: Recipe, dataset: Dataset | None = None, kept: Kept | None = None) -> Experiment:
+    """Load the data unless they are given, plan the tasks, draw the split. Everything random has its own address.
+
+    ``kept`` is where features of a lens lie between runs: the user's cache folder, or a site's own.
+    """
     if recipe.sites is not None:
-        return _prepare_planned(recipe, recipe.sites, dataset)
+        return _prepare_planned(recipe, recipe.sites, dataset, kept)
+    return _prepare_simulated(
+        recipe, dataset, lambda pictures, device: through(recipe.model.lens, pictures, device, kept or users_own())
+    )
+
+
+def prepare_sizes(recipe: Recipe, dataset: Dataset | None = None) -> Experiment:
+    """The same sites, tasks and sizes, for plans and forecasts: nothing is looked at through the lens."""
+    if recipe.sites is not None:
+        return _prepare_planned(recipe, recipe.sites, dataset, None)
+    return _prepare_simulated(recipe, dataset, lambda pictures, device: sized(recipe.model.lens, pictures))
+
+
+def _prepare_simulated(
+    recipe: Recipe, dataset: Dataset | None, look: Callable[[Dataset, torch.device], Dataset]
+) -> Experiment:
     device = pick_device(recipe.device)
     rng = Rng(recipe.seed)
     method = recipe.build_method()
     if dataset is None:
         dataset = load_data(recipe.images)
         warn_of_leaks(dataset)
-    dataset, tasks = planned(recipe, through(recipe.model.lens, dataset, device))
+    dataset, tasks = planned(recipe, look(dataset, device))
     check_records(recipe.promise(len(tasks)), sum(len(task.train) for task in tasks))
     dataset = dataset.to(device)
     tasks = [replace(task, train=task.train.to(device), test=task.test.to(device)) for task in tasks]
@@ -171,7 +189,7 @@ def prepare(recipe: Recipe, dataset: Dataset | None = None) -> Experiment:
     return Experiment(recipe, method, dataset, tasks, shards, arch_of(recipe, dataset), device, rng)
 
 
-def _prepare_planned(recipe: Recipe, plan: SitesSection, own: Dataset | None) -> Experiment:
+def _prepare_planned(recipe: Recipe, plan: SitesSection, own: Dataset | None, kept: Kept | None) -> Experiment:
     """One place of a federation with a plan: a site with ``own`` images, all its own, or the server, which has none."""
     device, sizes = pick_device(recipe.device), [len(task.classes) for task in plan.tasks]
     if own is None:
@@ -180,7 +198,7 @@ def _prepare_planned(recipe: Recipe, plan: SitesSection, own: Dataset | None) ->
         tasks = [tested(dataset, task) if plan.test else task for task in cut(dataset, sizes)]
     else:
         warn_of_leaks(own)
-        dataset = through(recipe.model.lens, own, device).to(device)
+        dataset = through(recipe.model.lens, own, device, kept).to(device)
         tasks = cut(dataset, sizes)
         check_records(recipe.promise(len(tasks)), max((len(task.train) for task in tasks), default=0))
     shards: list[Sequence[Tensor]] = [[task.train] * recipe.federation.num_clients for task in tasks]

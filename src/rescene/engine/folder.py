@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
 import os
 import platform
@@ -40,7 +39,7 @@ from rescene.engine.experiment import Experiment
 from rescene.engine.migrate import folder_format, migrate
 from rescene.errors import ConfigError, ResceneWarning, RunError, shortened
 from rescene.run_state import LOCK, Busy, is_done, working_in
-from rescene.versions import FOLDER
+from rescene.versions import FOLDER, source_hash
 
 APPENDED = ("metrics.jsonl", "events.jsonl")
 NOT_COMPARED = {"device"}  # may change between the parts of a run without changing the experiment
@@ -262,7 +261,7 @@ def made_on(device: torch.device) -> dict[str, Any]:
     """What the bits of a run depend on besides the recipe."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})"
     capability = torch.backends.cpu.get_cpu_capability()
-    values = (_code(), torch.__version__, torch.get_num_threads(), capability, name)
+    values = (source_hash(), torch.__version__, torch.get_num_threads(), capability, name)
     return dict(zip(MADE_ON, values, strict=True))
 
 
@@ -294,14 +293,6 @@ def _command() -> str:
     """How this run was started, as a person would type it."""
     program = Path(sys.argv[0]).name
     return shlex.join(["rescene" if program == "__main__.py" else program, *sys.argv[1:]])
-
-
-def _code() -> str:
-    """Hash of the package's source: says what a commit does not, whether something in it was changed."""
-    root, digest = Path(rescene.__file__).parent, hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        digest.update(f"{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes())
-    return digest.hexdigest()
 
 
 def _commit() -> str | None:

@@ -24,7 +24,8 @@ def save_model(run: RunFolder, e: Experiment, weights: Model) -> None:
     look: dict[str, Any] = {"mean": e.dataset.transform.mean, "std": e.dataset.transform.std}
     if e.recipe.model.lens is not None:
         lens = open_lens(e.recipe.model.lens)
-        look |= {"lens": e.recipe.model.lens, "lens_sha256": lens.sha256, "picture_size": e.dataset.picture_size}
+        look |= {"lens": e.recipe.model.lens, "lens_sha256": lens.sha256, "lens_made_from": lens.made_from}
+        look |= {"picture_size": e.dataset.picture_size}
     write_json(folder / "model.json", card | look)
 
 

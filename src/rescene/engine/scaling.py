@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from rescene.config import Recipe
 from rescene.data import Dataset
-from rescene.engine.experiment import Experiment, prepare
+from rescene.engine.experiment import Experiment, prepare_sizes
 from rescene.engine.forecast import Forecast, forecast
 from rescene.engine.forecast.world import FLOAT
 from rescene.functional.herding import GRAM_LIMIT_BYTES
@@ -103,10 +103,10 @@ def sample(recipe: Recipe, dataset: Dataset, num_clients: int, per_round: int) -
     one = {"num_clients": 1, "per_round": 1, "partition": "lazy-dirichlet", "exclude": None}
     size = own.min_size if own.partition == "lazy-dirichlet" else 0
     if size < 2:
-        whole = prepare(recipe.model_copy(update={"federation": own.model_copy(update=one)}), dataset)
+        whole = prepare_sizes(recipe.model_copy(update={"federation": own.model_copy(update=one)}), dataset)
         size = max(2, max(len(task.train) for task in whole.tasks) // own.num_clients)
     few = one | {"num_clients": min(num_clients, LISTED), "per_round": min(per_round, DRAWN), "min_size": size}
-    return prepare(recipe.model_copy(update={"federation": own.model_copy(update=few)}), dataset)
+    return prepare_sizes(recipe.model_copy(update={"federation": own.model_copy(update=few)}), dataset)
 
 
 def figures(experiment: Experiment, found: Forecast, num_clients: int, per_round: int, means: Means) -> Scale:

@@ -1,6 +1,18 @@
 """Lenses: what every site looks at its images through, and how the lens `leaves` is made from procedural pictures."""
 
+from rescene.lens.keeping import Kept, users_own
 from rescene.lens.leaves import draw_leaves
-from rescene.lens.lens import BUILT_IN, Lens, open_lens, through
+from rescene.lens.lens import BUILT_IN, Lens, absolute, no_such_lens, open_lens, sized, through
 
-__all__ = ["BUILT_IN", "Lens", "draw_leaves", "open_lens", "through"]
+__all__ = [
+    "BUILT_IN",
+    "Kept",
+    "Lens",
+    "absolute",
+    "draw_leaves",
+    "no_such_lens",
+    "open_lens",
+    "sized",
+    "through",
+    "users_own",
+]

@@ -5,13 +5,17 @@ picture of bytes, only with other channels: everything behind it, from partition
 
     waves    fixed filters; no number in it was learned          19 channels of 4 x 4
     leaves   a network and patches, made from dead leaves only   2,816 numbers (4,160 above 32 pixels)
-    FILE     a lens like `leaves` that somebody made: `rescene lens make`
+    FILE     a lens like `leaves` that somebody made (`rescene lens make`), or a network of the user's (`rescene lens take`)
+    timm:NAME@CHECKPOINT, FILE.onnx   the latter without a file in between: taken on first use and kept in the cache folder
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -20,17 +24,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rescene.data.catalog import cache_folder
 from rescene.data.images import Dataset, Images, Transform
 from rescene.documents import parse_json
-from rescene.errors import ConfigError, did_you_mean
+from rescene.errors import ConfigError, DataError, did_you_mean
 from rescene.functional.waves import DIRECTIONS, wave_picture
+from rescene.lens.backbone import IDENTITY, TIMM, Content, backbone, onnx_of_pt2, take_onnx, take_timm
 from rescene.lens.features import LeavesLens
+from rescene.lens.keeping import Kept, key_of
 from rescene.nets.weights import read_weights
+from rescene.versions import source_hash
 
 BUILT_IN = ("waves", "leaves")
 LEAVES_FILE = Path(__file__).with_name("leaves.safetensors")
 KEY = "rescene-lens"  # under which a lens file says what it is
 CHUNK = {"cpu": 16, "cuda": 256}  # pictures at a time
+STEP = 16  # bytes to one deviation of a feature
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +51,8 @@ class Lens:
     num_bytes: int  # of its weights
     made_from: str
     module: nn.Module
-    step: int
+    step: int = STEP
+    content: Content | None = None  # what its file holds, where it does not come with the package
 
     def about(self) -> dict[str, Any]:
         """What every run, report and model card says of it."""
@@ -84,46 +94,154 @@ class Waves(nn.Module):
 
 @lru_cache(maxsize=4)
 def open_lens(name: str) -> Lens:
-    """A lens by name, or from a file."""
+    """A lens by name, from a lens file, or made of a network of the user's."""
     if name == "waves":
         constants = repr((Waves.MEAN, Waves.DEVIATION)).encode()
         return Lens(
             "waves", hashlib.sha256(constants).hexdigest(), 0, "fixed filters; nothing in it was learned", Waves(), 32
         )
-    path = LEAVES_FILE if name == "leaves" else Path(name).expanduser()
-    if name != "leaves" and path.suffix != ".safetensors":
+    if name == "leaves":
+        return replace(read_lens(LEAVES_FILE, "leaves"), content=None)
+    path = Path(name).expanduser()
+    if name.startswith(TIMM) or path.suffix == ".onnx":
+        return _taken_before(name)
+    if fault := no_such_lens(name):
         guess = did_you_mean(name, BUILT_IN)
-        fix = f"did you mean '{guess}'?" if guess else f"{' or '.join(BUILT_IN)}, or a .safetensors file of a lens"
-        raise ConfigError("E117", f"unknown lens {name!r}", where="model.lens", fix=fix)
-    return read_lens(path, "leaves" if name == "leaves" else path.stem)
+        raise ConfigError("E117", fault, where="model.lens", fix=f"did you mean '{guess}'?" if guess else None)
+    return read_lens(path, path.stem)
+
+
+def no_such_lens(name: str) -> str | None:
+    """What is wrong with the name of a lens, as far as the name tells."""
+    if name in BUILT_IN or name.endswith((".safetensors", ".onnx")):
+        return None
+    if name.startswith(TIMM):
+        _, at, file = name.partition("@")
+        return (
+            None if at and file else f"{name} names no checkpoint, and nothing is downloaded; {name.rstrip('@')}@FILE"
+        )
+    if name.endswith(".pt2"):
+        return f"a .pt2 file can run code; `rescene lens take {name} --trust --out FILE.safetensors` makes a lens of it"
+    choice = f"{', '.join(BUILT_IN)}, a .safetensors or .onnx file, or timm:NAME@CHECKPOINT"
+    return f"there is no lens {name!r}; {choice}"
+
+
+def absolute(name: str) -> str:
+    """The same lens for a process that works in another folder.
+
+    >>> absolute("leaves"), absolute("timm:resnet18@/my/weights.pth")
+    ('leaves', 'timm:resnet18@/my/weights.pth')
+    """
+    if name in BUILT_IN:
+        return name
+    before, at, file = name.partition("@") if name.startswith(TIMM) else ("", "", name)
+    return f"{before}{at}{Path(file).expanduser().absolute()}"
 
 
 def read_lens(path: Path, name: str) -> Lens:
-    """A lens of the architecture of ``leaves`` from a safetensors file; nothing in it can run code."""
+    """A lens from a safetensors file; nothing in it can run code."""
     try:
         text, tensors = read_weights(path, KEY)
-        told = parse_json(text or "{}", str(path))
-        with torch.device("meta"):  # what the file says of its sizes takes no memory before its tensors agree with it
-            module = LeavesLens(told["widths"], told["num_patches"], told["kept"])
-        module.load_state_dict(tensors, assign=True)
-        module.float()
+        return lens_of((parse_json(text or "{}", str(path)), tensors), name, str(path))
     except ConfigError as error:
         raise _no_lens(path, error.why or error.what) from None
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
         raise _no_lens(path, str(error).splitlines()[0] if str(error) else type(error).__name__) from None
+
+
+def lens_of(content: Content, name: str, where: str) -> Lens:
+    """The lens that a file describes: of the architecture of `leaves`, or a network of the user's."""
+    told, tensors = content
+    if not isinstance(told, dict):
+        raise ValueError("it does not say what kind of lens it is")
+    found = fingerprint(told, tensors)
+    if told.get("sha256", found) != found:
+        raise ValueError(f"it was changed: SHA-256 {found[:16]}, it says {str(told['sha256'])[:16]}")
+    if told.get("kind") in IDENTITY:
+        module: nn.Module = backbone(told, tensors, where)
+    else:
+        with torch.device("meta"):  # what the file says of its sizes takes no memory before its tensors agree with it
+            module = LeavesLens(told["widths"], told["num_patches"], told["kept"])
+        module.load_state_dict(tensors, assign=True)
+        module.float()
     num_bytes = sum(t.numel() * t.element_size() for t in tensors.values())
-    return Lens(name, fingerprint(told, tensors), num_bytes, str(told["made_from"]), module, 16)
+    return Lens(name, found, num_bytes, str(told["made_from"]), module, content=content)
+
+
+def take(
+    source: str,
+    made_from: str | None = None,
+    trust: bool = False,
+    pixel_mean: Sequence[float] = (0.0, 0.0, 0.0),
+    pixel_std: Sequence[float] = (1.0, 1.0, 1.0),
+) -> Content:
+    """What the lens file of a user's network holds: ``timm:NAME@CHECKPOINT``, FILE.onnx or, trusted, FILE.pt2."""
+    if fault := no_such_lens(source) if not source.endswith(".pt2") else None:
+        raise DataError("E224", fault, where=source)
+    if source.startswith(TIMM):
+        name, _, file = source.removeprefix(TIMM).partition("@")
+        return _signed(take_timm(name, Path(file).expanduser(), made_from))
+    path = Path(source).expanduser()
+    if not path.is_file() or path.suffix not in (".onnx", ".pt2"):
+        fix = "timm:NAME@CHECKPOINT, FILE.onnx or FILE.pt2"
+        why = "it is no network" if path.exists() else "there is no such file"
+        raise DataError("E224", "no lens can be made of this", where=source, why=why, fix=fix)
+    if path.suffix == ".pt2" and not trust:
+        raise DataError(
+            "E227",
+            "this .pt2 file is not opened: it could run code of whoever made it",
+            where=source,
+            why="torch keeps parts of such a file as pickles, and opening a pickle runs what its maker put there",
+            fix="an .onnx file of the same network; if you trust who made this one: --trust",
+        )
+    data = onnx_of_pt2(path) if path.suffix == ".pt2" else path.read_bytes()
+    return _signed(take_onnx(data, source, made_from, pixel_mean, pixel_std))
+
+
+def _signed(content: Content) -> Content:
+    told, tensors = content
+    return told | {"sha256": fingerprint(told, tensors)}, tensors
+
+
+def _taken_before(source: str) -> Lens:
+    """A user's network as a lens, measured on procedural pictures once and kept in the cache folder under its file's hash."""
+    if fault := no_such_lens(source):
+        raise DataError("E224", fault, where="model.lens")
+    name, _, file = source.removeprefix(TIMM).partition("@") if source.startswith(TIMM) else ("", "", source)
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise DataError("E224", "the file of this lens is not there", where=str(path))
+    parts = [name, hashlib.sha256(path.read_bytes()).hexdigest(), torch.__version__, source_hash("lens")]
+    kept = lens_folder() / f"{hashlib.sha256(repr(parts).encode()).hexdigest()}.safetensors"
+    if kept.is_file():
+        try:
+            return read_lens(kept, name or path.stem)
+        except ConfigError:
+            pass  # damaged: it is made again below
+    content = take(source)
+    kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    handle, draft = tempfile.mkstemp(suffix=".tmp", dir=kept.parent)
+    os.close(handle)
+    try:
+        write_content(content, Path(draft))
+        os.replace(draft, kept)
+    finally:
+        Path(draft).unlink(missing_ok=True)
+    return read_lens(kept, name or path.stem)
+
+
+def lens_folder() -> Path:
+    """Where lenses lie that were taken on first use."""
+    return cache_folder() / "lenses"
 
 
 def _no_lens(path: Path, why: str) -> ConfigError:
-    fix = "a file that `rescene lens make` wrote"
+    fix = "a file that `rescene lens make` or `rescene lens take` wrote"
     return ConfigError("E118", "this file is not a lens", where=str(path), why=why, fix=fix)
 
 
 def write_lens(module: LeavesLens, made_from: str, path: Path) -> None:
     """The lens as one safetensors file: weights and patches in float16."""
-    from safetensors.torch import save_file
-
     told = {
         "widths": list(module.widths),
         "num_patches": len(module.offsets),
@@ -131,7 +249,13 @@ def write_lens(module: LeavesLens, made_from: str, path: Path) -> None:
         "made_from": made_from,
     }
     tensors = {key: _stored(key, value) for key, value in module.state_dict().items()}
-    save_file(tensors, path, {KEY: json.dumps(told, sort_keys=True)})
+    write_content((told, tensors), path)
+
+
+def write_content(content: Content, path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file(content[1], path, {KEY: json.dumps(content[0], sort_keys=True)})
 
 
 def _stored(key: str, value: Tensor) -> Tensor:
@@ -141,24 +265,50 @@ def _stored(key: str, value: Tensor) -> Tensor:
 
 def fingerprint(told: dict[str, Any], tensors: dict[str, Tensor]) -> str:
     """SHA-256 over the architecture and every tensor, whatever else the file says."""
-    digest = hashlib.sha256(
-        json.dumps({k: told[k] for k in ("widths", "num_patches", "kept")}, sort_keys=True).encode()
-    )
+    keys = IDENTITY.get(str(told.get("kind")), ("widths", "num_patches", "kept"))
+    digest = hashlib.sha256(json.dumps({k: told[k] for k in keys}, sort_keys=True).encode())
     for key in sorted(tensors):
         digest.update(f"{key} {tensors[key].dtype} {list(tensors[key].shape)}".encode())
         digest.update(tensors[key].contiguous().numpy().tobytes())
     return digest.hexdigest()
 
 
-def through(name: str | None, dataset: Dataset, device: torch.device | None = None) -> Dataset:
-    """The data set as seen through a lens, if there is one."""
+def through(
+    name: str | None, dataset: Dataset, device: torch.device | None = None, kept: Kept | None = None
+) -> Dataset:
+    """The data set as seen through a lens, if there is one. What is in ``kept`` is not looked at again."""
     if name is None:
         return dataset
     lens = open_lens(name)
-    device = device if device is not None and lens.num_bytes else torch.device("cpu")  # waves: the same bits everywhere
+    if not lens.num_bytes:  # quick to look through, and the same bits everywhere
+        device = kept = None
+    device = device or torch.device("cpu")
+    splits = {"train": dataset.train.pixels, "test": dataset.test.pixels}
+    pictures = dataset.fingerprint()
+    key = key_of(pictures, lens.sha256, device) if kept is not None else ""
+    seen = kept.read(key) if kept is not None else None
+    if seen is None:
+        seen = {split: _looked(lens, pixels, device) for split, pixels in splits.items()}
+        if kept is not None and any(map(len, splits.values())):
+            kept.write(key, {split: pixels.cpu().contiguous() for split, pixels in seen.items()})
+    seen = {split: pixels.to(splits[split].device) for split, pixels in seen.items()}
+    return replace(_as_seen(lens, dataset, seen), pictures=pictures)
+
+
+def sized(name: str | None, dataset: Dataset) -> Dataset:
+    """The data set with the sizes it has through a lens, and nothing to see: one look at a black picture, for forecasts."""
+    if name is None:
+        return dataset
+    lens, parts = open_lens(name), {"train": dataset.train, "test": dataset.test}
+    one = lens.look(torch.zeros(1, *dataset.train.pixels.shape[1:], dtype=torch.uint8))
+    black = torch.zeros(1, dtype=torch.uint8)
+    return _as_seen(lens, dataset, {split: black.expand(len(part), *one.shape[1:]) for split, part in parts.items()})
+
+
+def _as_seen(lens: Lens, dataset: Dataset, seen: dict[str, Tensor]) -> Dataset:
     train, test = (
-        Images(_looked(lens, split.pixels, device), split.labels, split.domains)
-        for split in (dataset.train, dataset.test)
+        Images(seen[split], images.labels, images.domains)
+        for split, images in (("train", dataset.train), ("test", dataset.test))
     )
     transform = lens.transform(train.pixels.shape[1])
     notes = (*dataset.notes, f"{dataset.image_size} pixels seen through {lens.words()}")

@@ -103,7 +103,8 @@ class Moments(Method):
         return MomentsState(model=weights_of(net), parts=(), notes={})
 
     def begin_task(self, state: MomentsState, task: Task, federation: Federation, rng: Rng) -> MomentsState:
-        return replace(super().begin_task(state, task, federation, rng), answered=())
+        grown: MomentsState = super().begin_task(state, task, federation, rng)
+        return replace(grown, answered=())
 
     def broadcast(self, state: MomentsState, round: int, federation: Federation, rng: Rng) -> Payload:
         return {}

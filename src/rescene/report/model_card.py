@@ -36,6 +36,7 @@ def _model(run: Run) -> str:
     about = json.loads((run.folder / "model" / "model.json").read_text("utf-8"))
     arch, look = about["arch"], run.env.get("normalisation") or about
     size, lens = about.get("picture_size") or arch["image_size"], about.get("lens")
+    made_from = f"{about['lens_made_from']} (SHA-256 {about['lens_sha256'][:16]})" if "lens_made_from" in about else ""
     norm = "" if arch["name"] == "mlp" else f", {arch['norm']} normalisation"
     seen = (
         f"{lens}, {arch.get('channels')} channels of {arch['image_size']}x{arch['image_size']} (inside exported files)"
@@ -44,6 +45,7 @@ def _model(run: Run) -> str:
         ("network", f"{arch['name']}{norm}, {count(len(about['classes']), 'class')}"),
         ("input", f"RGB pictures of {size}x{size} pixels (shorter side scaled, centre cropped)"),
         *([("looked at through", seen)] if lens else []),
+        *([("the lens was made from", _escaped(made_from))] if made_from else []),
         ("normalised by", f"mean {_numbers(look['mean'])}, std {_numbers(look['std'])} (inside exported files)"),
         ("output", "one score per class; softmax gives confidences, which are not calibrated"),
         ("trained with", f"{look_of(run.method).label}, task by task, seed {run.seed}"),

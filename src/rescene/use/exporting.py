@@ -14,6 +14,8 @@ from rescene import __version__
 from rescene.config import resolve
 from rescene.engine.experiment import load_data
 from rescene.errors import ConfigError, DataError, RunError, did_you_mean
+from rescene.lens import Lens
+from rescene.lens.backbone import Program
 from rescene.use.formats import WRITERS, picture_size, require_onnx
 from rescene.use.model import Whole, of_run, open_model
 
@@ -26,8 +28,10 @@ def export(folder: Path, kinds: Sequence[str], out: Path) -> list[Row]:
     """Write ``out``/model.<kind> for every kind; a row of facts for each. A file that disagrees is removed (E420)."""
     _check_kinds(kinds)
     about, whole = of_run(folder)
+    _check_lens(kinds, whole.lens)
     size = picture_size(about)
-    told = json.dumps(about | _origin(folder, size))
+    lens = {"lens_file": whole.lens.content[0]} if whole.lens and whole.lens.content else {}
+    told = json.dumps(about | lens | _origin(folder, size))
     pictures, source = _pictures(folder, size)
     out.mkdir(parents=True, exist_ok=True)
     return [_write(kind, whole, told, out / f"model.{kind}", pictures) | {"compared on": source} for kind in kinds]
@@ -41,6 +45,19 @@ def _check_kinds(kinds: Sequence[str]) -> None:
             raise ConfigError("E184", f"cannot export to {kind!r}", where="--to", fix=fix)
     if "onnx" in kinds:
         require_onnx()
+
+
+def _check_lens(kinds: Sequence[str], lens: Lens | None) -> None:
+    """A program that onnxruntime runs cannot be traced into another one; in a safetensors file it lies as it is."""
+    traced = [kind for kind in kinds if kind != "safetensors"]
+    if traced and lens is not None and isinstance(getattr(lens.module, "net", None), Program):
+        raise DataError(
+            "E228",
+            f"a model behind an ONNX lens cannot be exported to {' or '.join(traced)}",
+            where="--to",
+            why=f"{lens.name} is a program of its own",
+            fix="--to safetensors, which holds lens and head",
+        )
 
 
 def _write(kind: str, whole: Whole, told: str, path: Path, pictures: Tensor) -> Row:

@@ -1,6 +1,6 @@
 """The three files a model can live in. Each holds the weights and, as JSON, what they are (``about``).
 
-safetensors: weights only, for rescene and people who build the network themselves.
+safetensors: weights only, for rescene and people who build the network themselves; with those of a lens of the user's.
 pt2, onnx: the whole computation, uint8 pixels [n, 3, S, S] to logits [n, classes]; run without rescene.
 
 Opening a pt2 file can run its maker's code: torch keeps parts of it as pickles. The other two hold numbers and operators.
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rescene.engine.about import LENS
 from rescene.errors import ConfigError
 from rescene.nets.weights import KEY, read_weights
 
@@ -30,7 +31,10 @@ CAN_RUN_CODE = {"pt2"}  # opened only if the user trusts the file
 def write_safetensors(whole: Any, about: str, path: Path) -> None:
     from safetensors.torch import save
 
-    path.write_bytes(save({key: value.contiguous() for key, value in whole.net.state_dict().items()}, {KEY: about}))
+    tensors = dict(whole.net.state_dict())
+    if whole.lens is not None and whole.lens.content is not None:  # a lens of the user's: nobody else has its file
+        tensors |= {f"{LENS}{key}": value for key, value in whole.lens.content[1].items()}
+    path.write_bytes(save({key: value.contiguous() for key, value in tensors.items()}, {KEY: about}))
 
 
 def write_pt2(whole: nn.Module, about: str, path: Path) -> None:

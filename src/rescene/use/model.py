@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from rescene.documents import read_text
-from rescene.engine.about import about_of, check_rows, contradiction
+from rescene.engine.about import about_of, check_rows, contradiction, parted
 from rescene.errors import ConfigError
-from rescene.lens import open_lens
+from rescene.lens import Lens, open_lens
+from rescene.lens.backbone import first_line
+from rescene.lens.lens import lens_of
 from rescene.nets import Arch, Net, load_weights
 from rescene.use.formats import CAN_RUN_CODE, READERS, picture_size
 
@@ -45,16 +47,16 @@ class Whole(nn.Module):
     mean: Tensor
     std: Tensor
 
-    def __init__(self, net: Net, mean: list[float], std: list[float], lens: str | None = None) -> None:
+    def __init__(self, net: Net, mean: list[float], std: list[float], lens: Lens | None = None) -> None:
         super().__init__()
-        self.net, self._lens = net, None if lens is None else open_lens(lens)
-        self.looks_with = None if self._lens is None else self._lens.module  # its numbers become part of the file
+        self.net, self.lens = net, lens
+        self.looks_with = None if lens is None else lens.module  # its numbers become part of the file
         self.register_buffer("mean", torch.tensor(mean).view(-1, 1, 1))
         self.register_buffer("std", torch.tensor(std).view(-1, 1, 1))
         self.eval()
 
     def forward(self, pixels: Tensor) -> Tensor:
-        values = pixels.float() if self._lens is None else self._lens.seen(pixels)
+        values = pixels.float() if self.lens is None else self.lens.seen(pixels)
         scores: Tensor = self.net((values / 255 - self.mean) / self.std)
         return scores
 
@@ -94,29 +96,33 @@ def of_run(folder: Path) -> tuple[dict[str, Any], Whole]:
 
 
 def _whole(path: Path, about: dict[str, Any], weights: Mapping[str, Tensor]) -> Whole:
+    weights, tensors = parted(weights)
     try:
         net = Arch(**about["arch"]).restore(weights)
     except ConfigError as error:
         raise contradiction(path, f"{error.what}: {error.why}") from None
     check_rows(about, net.head.out_features, path)
-    check_lens(path, about)
-    return Whole(net, about["mean"], about["std"], about.get("lens"))
+    return Whole(net, about["mean"], about["std"], _lens(path, about, tensors))
 
 
-def check_lens(path: Path, about: dict[str, Any]) -> None:
-    """A model sees what it was trained on only through the very lens it was trained with."""
+def _lens(path: Path, about: dict[str, Any], tensors: dict[str, Tensor]) -> Lens | None:
+    """From the model's own file, or by its name. A model sees what it was trained on only through the very lens."""
     wanted, name = about.get("lens_sha256"), about.get("lens")
-    if wanted is None or name is None:
-        return
-    found = open_lens(name).sha256
-    if found != wanted:
+    if name is None:
+        return None
+    try:
+        lens = lens_of((about["lens_file"], tensors), name, str(path)) if about.get("lens_file") else open_lens(name)
+    except (KeyError, ValueError, TypeError, RuntimeError) as error:
+        raise contradiction(path, f"its lens: {first_line(error)}") from None
+    if wanted not in (None, lens.sha256):
         raise ConfigError(
             "E136",
             f"the model was trained with another lens than the {name!r} that is here",
             where=str(path),
-            why=f"SHA-256 {wanted[:16]} there, {found[:16]} here",
+            why=f"SHA-256 {wanted[:16]} there, {lens.sha256[:16]} here",
             fix="the release of rescene, or the lens file, that the model was trained with",
         )
+    return lens
 
 
 def _try(path: Path, about: dict[str, Any], scores: Callable[[Tensor], Tensor]) -> None:
