@@ -50,7 +50,7 @@ SEEN = ["method=moments", "model.name=linear", "model.width=null", "train.augmen
 
 
 def small_lens(path, seed=0):
-    made = LeavesLens(widths=(4, 8, 12, 16), num_patches=10, modes=(6, 4, 4, 2))
+    made = LeavesLens(widths=(4, 8, 12, 16), num_patches=10, kept={"patches": (6, 4, 4, 2), "stage4": (16,)})
     draw = torch.Generator().manual_seed(seed)
     for value in made.state_dict().values():
         drawn = torch.randn(value.shape, generator=draw)

@@ -33,7 +33,7 @@ def data(seed=0, n=6):
 @pytest.fixture
 def lens_file(tmp_path):
     """A small lens of the architecture of `leaves`."""
-    made = LeavesLens(widths=(4, 8, 12, 16), num_patches=10, modes=(6, 4, 4, 2))
+    made = LeavesLens(widths=(4, 8, 12, 16), num_patches=10, kept={"patches": (6, 4, 4, 2), "stage4": (16,)})
     draw = torch.Generator().manual_seed(0)
     for value in made.state_dict().values():
         drawn = torch.randn(value.shape, generator=draw)
