@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from rescene.cli.app import app
 from rescene.config import resolve
 from rescene.deploy import connection, findings
-from rescene.deploy.check_site import check_site, data_rows
+from rescene.deploy.check_site import check_site, data_rows, privacy_rows
 from rescene.deploy.site import Site
 from rescene.deploy.trial import NoPost, try_round
 from rescene.errors import DataError, RunError
@@ -252,6 +252,20 @@ def test_images_are_counted_and_what_is_odd_about_them_is_told(tmp_path, image_f
     assert of(rows, "classes")["result"] == "ant 19, bee 3, cat 20, dog 20, eel 20"
     found = problems(rows)
     assert "bee (3)" in found["at least 10 training images per class"][0] and "0.png" in found["images readable"][0]
+
+
+def test_a_site_reads_what_is_promised_for_its_images(tmp_path, image_folder):
+    site = Site.open(folder_site(tmp_path, image_folder, privacy={"epsilon_max": 8}))
+    release = ["method.start=noise", "privacy.mechanism=release", "privacy.epsilon=4"]
+    rows = privacy_rows(site, resolve("demo", release).recipe)
+    assert "epsilon 8 at delta 1e-05" in of(rows, "privacy limit")["result"]
+    said = of(rows, "privacy of the recipe")["result"]
+    assert "(4.00, 1e-05)" in said and "takes its place" in said and "each site adds the whole noise" in said
+    assert "no mechanism" in of(privacy_rows(site, resolve("demo", []).recipe), "privacy of the recipe")["result"]
+    again = resolve(
+        "demo", ["method=refed", "model.norm=group", "privacy.mechanism=dp-sgd", "privacy.epsilon=8"]
+    ).recipe
+    assert "number of tasks" in of(privacy_rows(site, again), "privacy of the recipe")["result"]
 
 
 @pytest.mark.parametrize("fill", ["nothing", "no such folder", "an empty class"])

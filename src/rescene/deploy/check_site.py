@@ -39,7 +39,7 @@ def check_site(folder: Path, recipe: Recipe | None = None) -> list[Row]:
         *data_rows(site),
         _lens(site),
         _ledger(site),
-        *_privacy(site, recipe),
+        *privacy_rows(site, recipe),
         _device(site),
         *machine_rows(folder),
         *(server_rows(server, folder / "ca.crt") if server else []),
@@ -90,7 +90,7 @@ def _ledger(site: Site) -> Row:
         return _failed("privacy ledger", error)
 
 
-def _privacy(site: Site, recipe: Recipe | None) -> list[Row]:
+def privacy_rows(site: Site, recipe: Recipe | None) -> list[Row]:
     """The site's own limit, and what the recipe that is tried promises for its images."""
     own = site.section.privacy
     found = [] if own is None else [row("privacy limit", limit(own.epsilon_max, own.delta_max))]
