@@ -10,10 +10,14 @@ from rescene.conformance import federation_of, make_world
 from rescene.data import Images, Shard, Task, Transform
 from rescene.functional.discriminant import cross_validated_ridge, discriminant_head
 from rescene.methods.moments import (
+    EVERYBODY,
     LARGEST,
     STEPS,
+    Grid,
     Moments,
     Sums,
+    clipped,
+    deviations,
     exact_sums,
     in_steps,
     merged,
@@ -24,6 +28,7 @@ from rescene.methods.moments import (
     received,
     second_moment,
     unpacked,
+    wrapped,
 )
 from rescene.nets import Arch
 from rescene.privacy.accounting import Composition
@@ -38,8 +43,8 @@ MECHANISM = Mechanism("release", 0.5, 1.0, Composition(1, 1), kappa=0.3, covaria
 class Silence(Noise):
     """Noise of size zero: what a mechanism releases before it is noised."""
 
-    def normal(self, *shape):
-        return torch.zeros(*shape, dtype=torch.float64)
+    def words(self):
+        return lambda count: torch.zeros(count, dtype=torch.int64)  # the middle of every law
 
 
 def features(n, seed=0, d=D):
@@ -114,14 +119,14 @@ def test_behind_a_mechanism_a_site_answers_once_in_every_task_whether_it_has_ima
         task = Task(number, (0, 1), 2, None, torch.arange(6), torch.arange(0))
         shard = replace(shard_of(pixels, every, held, task), site=site_with())
         upload, state = Moments().sum_up(model, shard, state, Rng(0))
-        assert upload["sums"].shape == (2, D + 1) and upload["second"].shape == (D * (D + 1) // 2,)
-        assert float(upload["sums"][:, -1].sum()) == pytest.approx(MECHANISM.kappa * len(held))
+        assert upload["sums"].shape == (2, D) and upload["second"].shape == (D * (D + 1) // 2,)
+        assert int(upload["counts"].sum()) == Grid.of(MECHANISM, D, 2).counts * len(held)
         assert Moments().sum_up(model, shard, state, Rng(0)) == ({}, state)
 
 
 def head_of(parts):
     """Weights that the server solves for from these (client, z, y)."""
-    sums = [received(k, exact_sums(z, y, 3), (0, 1, 2), None) for k, z, y in parts]
+    sums = [received(k, exact_sums(z, y, 3), (0, 1, 2), None, 0.0) for k, z, y in parts]
     state = Moments().init(Arch("linear", 1, channels=D).build(3), Rng(0))
     state = Moments()._solved(type(state)(state.model, merged((), sums, 3), {}), None)
     return state.model
@@ -170,29 +175,54 @@ def test_constant_images_and_a_single_one_are_no_trouble():
 
 @pytest.mark.parametrize("size", [0.01, 1.0, 30.0])
 def test_one_image_moves_the_release_by_no_more_than_the_sensitivity(size):
-    """Over the joint answer: counts, sums and second moment of all classes, whatever the image is."""
+    """Over the joint answer, in deviations of its noise: counts, sums and second moment of all classes, whatever the image is."""
     z, y = features(30), labels(30)
-    bound = math.hypot(MECHANISM.clip, MECHANISM.kappa)
+    grid, diagonal = Grid.of(MECHANISM, D, 3), packed(torch.eye(D, dtype=torch.bool))
+    of_count, of_sum, of_square = deviations(MECHANISM, D)
     base = noised_sums(z, y, 3, site_with())
-    diagonal = packed(torch.eye(D, dtype=torch.bool))
     for seed in range(5):
-        one = (size * torch.randn(1, D, generator=torch.Generator().manual_seed(seed)) * STEPS).clamp(-LARGEST, LARGEST)
+        one = in_steps(size * torch.randn(1, D, generator=torch.Generator().manual_seed(seed)))
         more = noised_sums(torch.cat([z, one]), torch.cat([y, torch.tensor([1])]), 3, site_with())
-        moved = (more["second"].double() - base["second"].double()) * torch.where(diagonal, 1.0, math.sqrt(2))
-        change = math.hypot(float((more["sums"].double() - base["sums"].double()).norm()), float(moved.norm()))
-        assert change <= bound * (1 + 1e-5)
+        moved = {name: (more[name] - base[name]).double() for name in base}
+        change = math.sqrt(
+            float(moved["counts"].square().sum()) / (grid.counts * of_count) ** 2
+            + float(moved["sums"].square().sum()) / (grid.sums * of_sum) ** 2
+            + float((moved["second"].square() * torch.where(diagonal, 1, 2)).sum()) / (grid.second * of_square) ** 2
+        )
+        assert change <= 1 / MECHANISM.sigma
         if size == 30.0:
-            assert change == pytest.approx(bound, rel=1e-3), "an image at the clip uses all of it"
+            assert change == pytest.approx(1 / MECHANISM.sigma, rel=0.1), "an image at the clip uses all of it"
 
 
-def test_noise_has_the_deviation_that_the_mechanism_states():
-    """Zero images: what comes is the noise; off the diagonal it was divided by sqrt(2) again."""
+def test_a_clipped_image_is_whole_and_no_longer_than_the_radius():
+    z = features(200, d=40) * 3
+    found = clipped(z, 100.0)
+    assert torch.equal(found, found.round()) and float(found.double().norm(dim=1).max()) <= 100
+    assert float(found.double().norm(dim=1).min()) > 90
+    assert torch.equal(clipped(features(5), 10_000.0), features(5))
+
+
+@pytest.mark.parametrize("honest", [None, 4])
+def test_noise_has_the_deviation_that_the_mechanism_states(honest):
+    """Zero images: what comes is the noise; off the diagonal a product counts twice. Of H sites each adds its share."""
+    mechanism = replace(MECHANISM, honest_sites=honest)
+    grid, share = Grid.of(mechanism, 60, 3), 1 / math.sqrt(honest or 1)
+    of_count, of_sum, of_square = (share * value for value in deviations(mechanism, 60))
     noise = Noise(torch.Generator().manual_seed(0))
-    empty = noised_sums(torch.zeros(0, 60), torch.zeros(0, dtype=torch.int64), 3, Site(MECHANISM, noise))
+    drawn = [
+        noised_sums(torch.zeros(0, 60), torch.zeros(0, dtype=torch.int64), 3, Site(mechanism, noise)) for _ in range(20)
+    ]
+    counts, sums, second = (torch.stack([one[name] for one in drawn]).double() for name in ("counts", "sums", "second"))
     diagonal = packed(torch.eye(60, dtype=torch.bool))
-    assert float(empty["sums"].std()) == pytest.approx(MECHANISM.deviation, rel=0.2)
-    assert float(empty["second"][~diagonal].std()) == pytest.approx(MECHANISM.deviation / math.sqrt(2), rel=0.1)
-    assert float(empty["second"][diagonal].std()) == pytest.approx(MECHANISM.deviation, rel=0.3)
+    assert float(counts.std()) == pytest.approx(grid.counts * of_count, rel=0.3)
+    assert float(sums.std()) == pytest.approx(grid.sums * of_sum, rel=0.05)
+    assert float(second[:, ~diagonal].std()) == pytest.approx(grid.second * of_square / math.sqrt(2), rel=0.05)
+    assert float(second[:, diagonal].std()) == pytest.approx(grid.second * of_square, rel=0.1)
+
+
+def test_numbers_beyond_32_bits_start_again_from_below():
+    values = torch.tensor([0, -5, 2**31 - 1, 2**31, -(2**31) - 1, 2**33 + 7])
+    assert wrapped(values).tolist() == [0, -5, 2**31 - 1, -(2**31), 2**31 - 1, 7]
 
 
 def test_the_floor_knows_the_largest_eigenvalue_of_the_noise():
@@ -200,7 +230,7 @@ def test_the_floor_knows_the_largest_eigenvalue_of_the_noise():
     empty = [
         noised_sums(torch.zeros(0, d), torch.zeros(0, dtype=torch.int64), 2, Site(MECHANISM, noise)) for _ in range(3)
     ]
-    told = [received(0, one, (0, 1), MECHANISM) for one in empty]
+    told = [received(0, one, (0, 1), MECHANISM, 1.0) for one in empty]
     matrix = unpacked(sum(one.second.double() for one in told), d) / STEPS**2
     assert float(torch.linalg.eigvalsh(matrix)[-1]) == pytest.approx(noise_eigenvalue(MECHANISM, d, 3), rel=0.1)
 
@@ -208,16 +238,16 @@ def test_the_floor_knows_the_largest_eigenvalue_of_the_noise():
 def test_the_server_reads_noised_sums_in_the_same_units():
     """Without noise and with images inside the clip, a release says what the exact sums say."""
     z, y = in_steps(0.5 * torch.randn(40, D, generator=torch.Generator().manual_seed(0))), labels(40)
-    exact = received(0, exact_sums(z, y, 3), (0, 1, 2), None)
-    told = received(0, noised_sums(z, y, 3, site_with()), (0, 1, 2), MECHANISM)
+    exact = received(0, exact_sums(z, y, 3), (0, 1, 2), None, 0.0)
+    told = received(0, noised_sums(z, y, 3, site_with()), (0, 1, 2), MECHANISM, 1.0)
     for name in ("counts", "sums", "second"):
         assert torch.allclose(getattr(told, name).double(), getattr(exact, name).double(), rtol=1e-4, atol=1e-2), name
-    assert (told.num_releases, exact.num_releases) == (1, 0)
+    assert (told.noises, exact.noises) == (1, 0)
 
 
 def test_classes_of_a_later_task_get_rows_of_their_own():
-    first = received(4, exact_sums(features(6), labels(6, 2), 2), (0, 1), None)
-    second = received(4, exact_sums(features(6, 1), labels(6, 2), 2), (2, 3), None)
+    first = received(4, exact_sums(features(6), labels(6, 2), 2), (0, 1), None, 0.0)
+    second = received(4, exact_sums(features(6, 1), labels(6, 2), 2), (2, 3), None, 0.0)
     (both,) = merged(merged((), [first], 2), [second], 4)
     assert both.counts.tolist() == [*first.counts.tolist(), *second.counts.tolist()[2:]]
     assert torch.equal(both.second, first.second + second.second)
@@ -269,3 +299,24 @@ def test_an_image_enters_one_noised_answer_in_the_whole_run(name):
     promise = resolve(f"{name}-dp", ["federation.num_rounds=7"]).recipe.promise(5)
     assert promise.composition.participations == 1 and promise.epsilon() == pytest.approx(8, rel=1e-3)
     assert resolve(name).recipe.promise(5) is None
+
+
+def test_a_secure_sum_is_the_sum_of_the_sites_and_has_its_noise_once():
+    """With seeded noise: H = 2 of four sites, so the sum has the noise of two whole ones, and no site's part is kept."""
+    from rescene.conformance import drive
+
+    def driven(mechanism):
+        world, method = make_world(), Moments()
+        federation = federation_of(method, world, mechanism=mechanism)
+        plain = federation._shard_of
+        noise = Noise(torch.Generator().manual_seed(0))
+        federation._shard_of = lambda task, client: replace(plain(task, client), site=Site(mechanism, noise))
+        return drive(method, world, federation), len(world.tasks), len(federation.clients)
+
+    secure, num_tasks, num_sites = driven(replace(MECHANISM, sigma=1e-3, honest_sites=2))
+    own, _, _ = driven(replace(MECHANISM, sigma=1e-3))
+    assert [part.client for part in secure.parts] == [EVERYBODY] and len(own.parts) == num_sites
+    assert secure.parts[0].noises == pytest.approx(num_tasks * num_sites / 2)
+    assert sum(part.noises for part in own.parts) == num_tasks * num_sites
+    total = sum(part.second.double() for part in own.parts)
+    assert float((secure.parts[0].second - total).norm() / total.norm()) < 0.01

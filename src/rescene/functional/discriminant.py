@@ -59,10 +59,12 @@ def regularised_solve(matrix: Tensor, right: Tensor, ridge: float, floor: float 
     if floor > 0:
         values, vectors = torch.linalg.eigh(matrix)
         values = values.clamp_min(floor) + ridge
-        return vectors @ ((vectors.T @ right) / values[:, None])
-    if ridge > 0:
-        return torch.linalg.solve(matrix + ridge * torch.eye(len(matrix)).to(matrix), right)
-    return torch.linalg.pinv(matrix, hermitian=True) @ right
+        solved: Tensor = vectors @ ((vectors.T @ right) / values[:, None])
+    elif ridge > 0:
+        solved = torch.linalg.solve(matrix + ridge * torch.eye(len(matrix)).to(matrix), right)
+    else:
+        solved = torch.linalg.pinv(matrix, hermitian=True) @ right
+    return solved
 
 
 def scatter_within(counts: Tensor, sums: Tensor, second: Tensor) -> Tensor:

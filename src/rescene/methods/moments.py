@@ -20,15 +20,17 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rescene.data import Shard, Task
 from rescene.functional.discriminant import cross_validated_ridge, discriminant_head
-from rescene.functional.release import clip_rows
 from rescene.hyperparameters import hyper
 from rescene.methods.base import Federation, Kept, Method, Model, Payload, Uploads, weights_of
 from rescene.methods.forms import NOTHING, Form, Place, both, either, fields, tensor
 from rescene.methods.registry import register
+from rescene.privacy.accounting import check_grid, least_deviation
+from rescene.privacy.discrete import discrete_gaussian
 from rescene.privacy.mechanism import Mechanism, Site, digest
 from rescene.record import Tree, num_bytes, record
 from rescene.rng import Rng
@@ -37,18 +39,23 @@ from rescene.steps import embed
 STEPS = 16  # whole steps to one unit of a feature: what a lens gives comes in these steps already
 LARGEST = 127  # steps: features are cut beyond 8 units
 EXACT = 1024  # rows whose products of such numbers float32 adds up without rounding
+RADIUS = (
+    0.9  # public clip, in units of the norm that procedural pictures have; it and FLOOR: validation part of CIFAR-10
+)
 FLOOR = 0.1  # eigenvalues of W below this part of the largest of the noise are raised to it
+EVERYBODY = -1  # in the place of a site's number where a sum over sites came in one piece
 
 
 @record
 class Sums:
-    """What one site has sent so far. ``second`` is the upper triangle of S, row by row."""
+    """What one site, or everybody together, has sent so far. ``second`` is the upper triangle of S, row by row."""
 
     client: int
     counts: Tensor  # [C]
     sums: Tensor  # [C, d]
     second: Tensor  # [d (d + 1) / 2]
-    num_releases: int  # noised ones; 0 without a mechanism
+    noises: float  # how many times the whole noise of a release is in ``second``; 0 without a mechanism
+    class_noises: Tensor  # [C], the same for the rows of counts and sums: a release has those of its task's classes
 
 
 @record
@@ -74,7 +81,15 @@ class Moments(Method):
     needs_mechanism: ClassVar[bool] = True
     can_forget: ClassVar[bool] = True
     forgets_exactly: ClassVar[bool] = True
+    sums_securely: ClassVar[bool] = True
 
+    num_features: int | None = hyper(
+        None,
+        "d",
+        "[ours]",
+        "the first so many features of the lens; null: all. Fewer need less noise and fewer bytes",
+        ge=1,
+    )
     ridge: float | None = hyper(
         None, "r", "[ours]", "in units of the mean variance; null: by generalised cross-validation on the sums", ge=0
     )
@@ -102,16 +117,18 @@ class Moments(Method):
         self, state: MomentsState, uploads: Uploads, round: int, federation: Federation, rng: Rng
     ) -> MomentsState:
         head = {key: state.model[key][:1] for key in ("head.weight", "head.bias")}  # the site needs the body alone
-        answers = federation.ask(
-            [client for client in federation.clients if client not in state.answered],
-            "sum_up",
-            {"model": state.model | head},
-        )
+        question, mechanism = {"model": state.model | head}, federation.mechanism
+        if mechanism is not None and mechanism.honest_sites is not None:
+            total = federation.total(federation.clients, "sum_up", question)
+            answers, noises = {EVERYBODY: total.values}, len(total.clients) / mechanism.honest_sites
+        else:
+            asked = [client for client in federation.clients if client not in state.answered]
+            answers, noises = dict(federation.ask(asked, "sum_up", question)), float(mechanism is not None)
         sent = {client: answer for client, answer in answers.items() if "sums" in answer}
         if not sent:
             return state
-        classes, mechanism = federation.task.classes, federation.mechanism
-        new = [received(client, answer, classes, mechanism) for client, answer in sent.items()]
+        classes = federation.task.classes
+        new = [received(client, answer, classes, mechanism, noises) for client, answer in sent.items()]
         parts = merged(state.parts, new, federation.task.num_seen)
         answered = (*state.answered, *sent) if mechanism is not None else ()
         return self._solved(replace(state, parts=parts, answered=answered), mechanism)
@@ -129,11 +146,11 @@ class Moments(Method):
         if answered if formal else not len(fresh):
             return {}, client_state
         net = shard.net(payload["model"])
-        z = in_steps(embed(net, shard.images.pixels[fresh], shard.transform.normalise))
+        z = in_steps(embed(net, shard.images.pixels[fresh], shard.transform.normalise))[:, : self.num_features]
         labels = positions(shard.images.labels[fresh], shard.task.classes)
         if not formal:
             return exact_sums(z, labels, len(shard.task.classes)), state
-        question = digest(weights_of(net).items(), "moments", shard.site.mechanism)
+        question = digest(weights_of(net).items(), "moments", z.shape[1], shard.site.mechanism)
         found = shard.site.answer(question, lambda: noised_sums(z, labels, len(shard.task.classes), shard.site))
         return ({} if found is None else found), state
 
@@ -141,16 +158,14 @@ class Moments(Method):
         if verb != "sum_up":
             return NOTHING
         d, num = payload["model"]["head.weight"].shape[1], len(place.task.classes)
-        size = d * (d + 1) // 2
-        if place.mechanism is not None:
-            noised = {"sums": tensor(torch.float32, num, d + 1), "second": tensor(torch.float32, size)}
-            return either(NOTHING, fields(noised))
-        exact = {
-            "counts": tensor(torch.int64, num, low=0),
-            "sums": tensor(torch.int64, num, d),
-            "second": tensor(torch.int32, size),
+        d = min(d, self.num_features or d)
+        sums = {
+            "counts": tensor(torch.int64, num, low=0 if place.mechanism is None else -(2.0**62), high=2.0**62),
+            "sums": tensor(torch.int64, num, d, low=-(2.0**62), high=2.0**62),
+            "second": tensor(torch.int32, d * (d + 1) // 2),
         }
-        return either(NOTHING, both(fields(exact), possible_sums, "holds sums that no images have"))
+        exact = both(fields(sums), possible_sums, "holds sums that no images have")
+        return either(NOTHING, exact if place.mechanism is None else fields(sums))
 
     def kept(self, state: MomentsState) -> dict[int, Kept]:
         return {
@@ -171,24 +186,25 @@ class Moments(Method):
         )
         d = sums.shape[1]
         sums, second = sums / STEPS, unpacked(upper, d) / STEPS**2
-        ridge, floor = self.ridge, 0.0
+        ridge, floor, noise = self.ridge, 0.0, None
         if mechanism is not None:
-            releases = sum(part.num_releases for part in state.parts)
-            floor = FLOOR * noise_eigenvalue(mechanism, d, releases) / max(float(counts.clamp_min(0).sum()), 1.0)
+            noises = sum(part.noises for part in state.parts)
+            floor = FLOOR * noise_eigenvalue(mechanism, d, noises) / max(float(counts.clamp_min(0).sum()), 1.0)
+            noise = sum(part.class_noises for part in state.parts) * (deviations(mechanism, d)[1] / STEPS) ** 2
             ridge = ridge or 0.0
         elif ridge is None:
             ridge = cross_validated_ridge(counts, sums, second)
-        weight, bias = self._head(counts, sums, second, ridge, floor)
-        head = {"head.weight": weight, "head.bias": bias}
+        weight, bias = self._head(counts, sums, second, ridge, floor, noise)
         kept = state.model["head.weight"]
+        head = {"head.weight": F.pad(weight, (0, kept.shape[1] - d)), "head.bias": bias}
         notes = {"ridge": ridge, "floor": floor, "num_images": float(counts.sum())}
         return replace(state, model=state.model | {key: value.to(kept) for key, value in head.items()}, notes=notes)
 
     def _head(
-        self, counts: Tensor, sums: Tensor, second: Tensor, ridge: float, floor: float = 0.0
+        self, counts: Tensor, sums: Tensor, second: Tensor, ridge: float, floor: float, noise: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Weights and biases from the sums: all that the neighbours ``afl`` and ``fedcgs`` do differently."""
-        return discriminant_head(counts, sums, second, ridge, floor)
+        return discriminant_head(counts, sums, second, ridge, floor, noise)
 
 
 def images_in(part: Sums) -> Counter[tuple[int, int, str]]:
@@ -223,56 +239,101 @@ def second_moment(z: Tensor) -> Tensor:
     return total
 
 
-def noised_sums(z: Tensor, labels: Tensor, num: int, site: Site) -> dict[str, Tensor]:
-    """What leaves a site behind the mechanism ``release``.
+def noised_sums(z: Tensor, labels: Tensor, num: int, site: Site) -> Payload:
+    """What leaves a site behind the mechanism ``release``: whole numbers with discrete noise, each kind on a grid of its own.
 
-    An image adds u = (kappa, a f, a w f f') with |f| <= 1, in its class's rows of the first two: |u| <= sqrt(C^2 + kappa^2),
-    where a = C / sqrt(1 + w^2). Adding or taking away one image changes the whole answer by no more than that. Off the diagonal
-    f f' counts twice, so its upper triangle is multiplied by sqrt(2) there before it gets its noise.
+    An image of norm |z| <= R adds 1 to a count, z to a sum and z z' to S. With the noise of :func:`deviations` on the three
+    (off the diagonal of S, where a product counts twice, a factor of sqrt(2) less) adding or taking away one image moves the
+    whole answer by 1 / sigma deviations at most.
     """
-    m, d = site.mechanism, z.shape[1]
-    norm, first, second = scales(m, d)
-    f = clip_rows(z / norm, 1.0)
-    rows = torch.cat([f * (first * norm), torch.full((len(f), 1), m.kappa, dtype=f.dtype, device=f.device)], dim=1)
-    sums = torch.zeros(num, d + 1, dtype=torch.float64, device=z.device).index_add(0, labels, rows)
-    upper = packed(f.T @ f) * (second * norm**2)
-    upper = torch.where(on_diagonal(d, upper.device), upper, upper * math.sqrt(2))
-    noise = m.deviation * site.noise.normal(sums.numel() + upper.numel()).to(z.device)
-    sums = sums + noise[: sums.numel()].reshape(sums.shape)
-    upper = upper + noise[sums.numel() :]
-    upper = torch.where(on_diagonal(d, upper.device), upper, upper / math.sqrt(2))
-    return {"sums": sums.float(), "second": upper.float()}
+    d, share = z.shape[1], site.mechanism.share
+    grid = Grid.of(site.mechanism, d, num)
+    sums = exact_sums(clipped(z, RADIUS * norm(d)), labels, num)
+    diagonal = on_diagonal(d)
+
+    def noised(values: Tensor, step: int, deviation: float) -> Tensor:
+        drawn = discrete_gaussian(values.numel(), step * deviation * share, site.noise)
+        return values.cpu().long() * step + drawn.reshape(values.shape)
+
+    of_count, of_sum, of_square = deviations(site.mechanism, d)
+    second, upper = torch.empty(len(diagonal), dtype=torch.int64), sums["second"].cpu()
+    second[diagonal] = noised(upper[diagonal], grid.second, of_square)
+    second[~diagonal] = noised(upper[~diagonal], grid.second, of_square / math.sqrt(2))
+    found = {
+        "counts": noised(sums["counts"], grid.counts, of_count),
+        "sums": noised(sums["sums"], grid.sums, of_sum),
+        "second": wrapped(second),
+    }
+    return {name: value.to(z.device) for name, value in found.items()}
 
 
-def scales(m: Mechanism, d: int) -> tuple[float, float, float]:
-    """The public norm at which z (in steps) is clipped, and the factors on its sum and on its second moment.
+@record
+class Grid:
+    """Whole steps to one image, to one step of a feature, and to one product of two such steps.
 
-    A lens gives features of unit variance on procedural pictures, so their norm there is sqrt(d) units; no site's image is looked at.
+    Discrete noise must be wide on its grid to count as continuous. So each grid is as fine as that needs, and no finer.
     """
-    norm = STEPS * math.sqrt(d)
+
+    counts: int
+    sums: int
+    second: int
+
+    @staticmethod
+    def of(m: Mechanism, d: int, num_classes: int) -> Grid:
+        numbers = num_classes * (d + 1) + d * (d + 1) // 2
+        of_count, of_sum, of_square = deviations(m, d)
+        widths = of_count, of_sum, of_square / math.sqrt(2)
+        finer = [2 ** max(0, math.ceil(math.log2(least_deviation(numbers) / width))) for width in widths]
+        for step, width in zip(finer, widths, strict=True):
+            check_grid(step * width, numbers)
+        return Grid(*finer)
+
+
+def deviations(m: Mechanism, d: int) -> tuple[float, float, float]:
+    """Of the whole noise on a count, on a sum and on the diagonal of S, for features in steps clipped at R.
+
+    In units of them one image has the parts kappa, a and a w of sqrt(C^2 + kappa^2), with a = C / sqrt(1 + w^2), and sigma
+    deviations are as long as all three together.
+    """
+    whole, radius = m.sigma * m.sensitivity, RADIUS * norm(d)
     a = m.clip / math.sqrt(1 + m.covariance_weight**2)
-    return norm, a / norm, a * m.covariance_weight / norm**2
+    return whole / m.kappa, whole * radius / a, whole * radius**2 / (a * m.covariance_weight)
 
 
-def noise_eigenvalue(m: Mechanism, d: int, releases: int) -> float:
-    """The largest eigenvalue, in units, of the noise on a second moment of so many releases (Wigner's semicircle)."""
-    _, _, factor = scales(m, d)
-    return math.sqrt(2 * d * releases) * m.deviation / factor / STEPS**2
+def norm(d: int) -> float:
+    """The norm, in steps, that d features of procedural pictures have: a lens gives unit variance there. No site is asked."""
+    return STEPS * math.sqrt(d)
 
 
-def received(client: int, answer: Payload, classes: tuple[int, ...], mechanism: Mechanism | None) -> Sums:
+def clipped(z: Tensor, radius: float) -> Tensor:
+    """Whole numbers with norm at most ``radius``: longer rows are shortened, and cut towards zero to whole numbers again."""
+    length = z.double().norm(dim=1, keepdim=True).clamp_min(1)
+    return torch.where(length > radius, (z * (radius / length * (1 - 1e-9))).trunc(), z).to(z.dtype)
+
+
+def wrapped(values: Tensor) -> Tensor:
+    """int64 -> int32, modulo 2**32."""
+    return ((values + 2**31) % 2**32 - 2**31).int()
+
+
+def noise_eigenvalue(m: Mechanism, d: int, noises: float) -> float:
+    """The largest eigenvalue, in units, of the noise on a second moment (Wigner's semicircle)."""
+    return math.sqrt(2 * d * noises) * deviations(m, d)[2] / STEPS**2
+
+
+def received(
+    client: int, answer: Payload, classes: tuple[int, ...], mechanism: Mechanism | None, noises: float
+) -> Sums:
     """An answer in steps, with a row for every class up to the last of the task."""
-    if mechanism is None:
-        counts, sums, second, releases = answer["counts"], answer["sums"], answer["second"], 0
-    else:
-        d = answer["sums"].shape[1] - 1
-        _, first, unit = scales(mechanism, d)
-        counts, sums = answer["sums"][:, -1] / mechanism.kappa, answer["sums"][:, :-1] / first
-        second, releases = answer["second"] / unit, 1
+    counts, sums, second = answer["counts"], answer["sums"], answer["second"]
+    if mechanism is not None:
+        grid = Grid.of(mechanism, sums.shape[1], len(classes))
+        counts, sums, second = counts.double() / grid.counts, (sums / grid.sums).float(), (second / grid.second).float()
     index, size = torch.tensor(classes, device=counts.device), max(classes) + 1
     spread_counts = counts.new_zeros(size).index_copy(0, index, counts)
     spread_sums = sums.new_zeros(size, sums.shape[1]).index_copy(0, index, sums)
-    return Sums(client, spread_counts, spread_sums, second, releases)
+    spread_noises = torch.zeros(size, dtype=torch.float64, device=counts.device).index_fill(0, index, noises)
+    return Sums(client, spread_counts, spread_sums, second, noises, spread_noises)
 
 
 def merged(old: tuple[Sums, ...], new: list[Sums], num_classes: int) -> tuple[Sums, ...]:
@@ -281,21 +342,26 @@ def merged(old: tuple[Sums, ...], new: list[Sums], num_classes: int) -> tuple[Su
     for part in new:
         mine = parts.get(part.client)
         parts[part.client] = part if mine is None else added(mine, part)
-    return tuple(
-        replace(p, counts=padded(p.counts, num_classes), sums=padded(p.sums, num_classes))
-        for _, p in sorted(parts.items())
-    )
+    return tuple(widened(part, num_classes) for _, part in sorted(parts.items()))
 
 
 def added(a: Sums, b: Sums) -> Sums:
     size = max(len(a.counts), len(b.counts))
+    a, b = widened(a, size), widened(b, size)
     return Sums(
         a.client,
-        padded(a.counts, size) + padded(b.counts, size),
-        padded(a.sums, size) + padded(b.sums, size),
+        a.counts + b.counts,
+        a.sums + b.sums,
         a.second + b.second,
-        a.num_releases + b.num_releases,
+        a.noises + b.noises,
+        a.class_noises + b.class_noises,
     )
+
+
+def widened(part: Sums, size: int) -> Sums:
+    """With a row for each of so many classes."""
+    rows = {name: padded(getattr(part, name), size) for name in ("counts", "sums", "class_noises")}
+    return replace(part, **rows)
 
 
 def padded(rows: Tensor, size: int) -> Tensor:
@@ -316,7 +382,7 @@ def unpacked(upper: Tensor, d: int) -> Tensor:
     return matrix + matrix.T - torch.diag(matrix.diagonal())
 
 
-def on_diagonal(d: int, device: torch.device) -> Tensor:
+def on_diagonal(d: int, device: torch.device | None = None) -> Tensor:
     """Which entries of a packed triangle lie on the diagonal."""
     return packed(torch.eye(d, dtype=torch.bool, device=device))
 

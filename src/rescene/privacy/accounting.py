@@ -120,6 +120,11 @@ def replaced_epsilon(sigma: float, composition: Composition, delta: float, facto
     return plain if excess(most) > 0 else min(plain, grid + 2 * curve(math.exp(left - _root(excess, 0.0, most, 1e-6))))
 
 
+def least_deviation(num_numbers: int) -> float:
+    """In steps of a grid: discrete noise on so many numbers that is at least so wide costs no more than GRID_COST."""
+    return math.sqrt(max(num_numbers, 1024) / (8 * GRID_COST))
+
+
 def check_grid(deviation: float, num_numbers: int) -> None:
     """Refuse a grid on which discrete noise of this deviation (in steps) cannot be counted as continuous."""
     cost = max(num_numbers, 1024) / (8 * deviation**2)
@@ -128,7 +133,7 @@ def check_grid(deviation: float, num_numbers: int) -> None:
             "E431",
             f"the grid is too coarse: {num_numbers:,} numbers with discrete noise of {deviation:.4g} steps each",
             why=f"they would cost {cost:.1g} in epsilon beside what is accounted for; {GRID_COST:g} is allowed",
-            fix=f"a deviation of at least {math.sqrt(max(num_numbers, 1024) / (8 * GRID_COST)):.3g} steps: "
+            fix=f"a deviation of at least {least_deviation(num_numbers):.3g} steps: "
             "a larger noise multiplier or a finer grid",
         )
 
