@@ -13,7 +13,7 @@ from rescene.config import resolve
 from rescene.data import load
 from rescene.engine import RunFolder
 from rescene.engine.withdrawal import check_can_forget, forget
-from rescene.errors import ConfigError, RunError
+from rescene.errors import ConfigError, DataError, RunError
 
 SETTING = {"model.name": "linear", "model.lens": "waves", "train.augment": False, "method": "moments", "tasks.limit": 2,
            "federation.num_clients": 4, "federation.per_round": 2, "federation.num_rounds": 1, "data.image_size": 16}  # fmt: skip
@@ -87,7 +87,7 @@ def test_under_a_secure_sum_nobody_holds_a_sites_part(tmp_path):
     resolved = resolve("smoke", SETTING | NOISE)
     secret = resolved.recipe.privacy.model_copy(update={"honest_sites": 3})
     resolved = replace(resolved, recipe=resolved.recipe.model_copy(update={"privacy": secret}))
-    with pytest.raises(ConfigError, match="E230") as error:
+    with pytest.raises(DataError, match="E230") as error:
         check_can_forget(resolved, GONE, RunFolder(tmp_path / "run"))
     assert "costs each of their images its epsilon again" in error.value.fix
     assert "federation.exclude=[1]" in error.value.fix

@@ -113,3 +113,13 @@ def test_the_second_moment_of_the_run_is_that_of_its_images():
     world = flat_world()
     second = unpacked(totals(driven(world))[2], 48)
     assert torch.equal(second, second.T) and bool((torch.linalg.eigvalsh(second.double()) > -1e-6).all())
+
+
+def test_a_class_has_the_noise_of_the_answers_that_told_of_it():
+    """Its own task's: one from each site. The second moment has that of both tasks."""
+    world = flat_world()
+    federation = federation_of(Talkative(), world)
+    federation.mechanism = MECHANISM
+    state = drive(Talkative(), world, federation)
+    assert [part.class_noises.tolist() for part in state.parts] == [[1.0] * 4] * 5
+    assert [part.noises for part in state.parts] == [2.0] * 5

@@ -26,7 +26,7 @@ from rescene.engine.folder import APPENDED, RunFolder
 from rescene.engine.loop import Run
 from rescene.engine.products import save_gallery
 from rescene.engine.watch import Progress, warnings_to
-from rescene.errors import ConfigError, RunError, command
+from rescene.errors import ConfigError, DataError, RunError, command
 from rescene.methods.base import Kept, Model
 from rescene.nets import flops_to, grow_head
 from rescene.record import to_device
@@ -91,7 +91,7 @@ def check_can_forget(resolved: Resolved, client: int, source: RunFolder) -> None
     if recipe.privacy.pool:
         what, why = "a site's part cannot be taken out again: all sites' sums were added up", "privacy.pool=true"
     elif method.forgets_exactly and recipe.privacy.honest_sites is not None:
-        raise ConfigError(
+        raise DataError(
             "E230",
             "nobody holds this site's part of the sums, so it cannot be taken out",
             where=str(source.path),

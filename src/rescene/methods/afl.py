@@ -27,7 +27,7 @@ class AFL(Moments):
     paper: ClassVar[str] = "He et al., CVPR 2025; Zhuang et al. (ACIL), NeurIPS 2022"
 
     def _head(
-        self, counts: Tensor, sums: Tensor, second: Tensor, ridge: float, floor: float = 0.0
+        self, counts: Tensor, sums: Tensor, second: Tensor, ridge: float, floor: float, noise: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         return ridge_head(counts, sums, second, ridge, floor)
 

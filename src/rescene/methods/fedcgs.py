@@ -26,7 +26,7 @@ class FedCGS(Moments):
     paper: ClassVar[str] = "Guan et al., AAAI 2025"
 
     def _head(
-        self, counts: Tensor, sums: Tensor, second: Tensor, ridge: float, floor: float = 0.0
+        self, counts: Tensor, sums: Tensor, second: Tensor, ridge: float, floor: float, noise: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         return gaussian_head(counts, sums, second, ridge, floor)
 

@@ -54,7 +54,8 @@ class Sums:
     counts: Tensor  # [C]
     sums: Tensor  # [C, d]
     second: Tensor  # [d (d + 1) / 2]
-    noises: float  # how many times the whole noise of a release is in it; 0 without a mechanism
+    noises: float  # how many times the whole noise of a release is in ``second``; 0 without a mechanism
+    class_noises: Tensor  # [C], the same for the rows of counts and sums: a release has those of its task's classes
 
 
 @record
@@ -125,10 +126,7 @@ class Moments(Method):
             noises = len(heard) / mechanism.honest_sites
         else:
             answers = dict(federation.ask(waiting, "sum_up", question))
-            heard, noises = (
-                tuple(client for client in answers if "sums" in answers[client]),
-                float(mechanism is not None),
-            )
+            heard, noises = tuple(k for k, answer in answers.items() if "sums" in answer), float(mechanism is not None)
         sent = {client: answer for client, answer in answers.items() if "sums" in answer}
         if not sent:
             return state
@@ -191,24 +189,25 @@ class Moments(Method):
         )
         d = sums.shape[1]
         sums, second = sums / STEPS, unpacked(upper, d) / STEPS**2
-        ridge, floor = self.ridge, 0.0
+        ridge, floor, noise = self.ridge, 0.0, None
         if mechanism is not None:
             noises = sum(part.noises for part in state.parts)
             floor = FLOOR * noise_eigenvalue(mechanism, d, noises) / max(float(counts.clamp_min(0).sum()), 1.0)
+            noise = sum(part.class_noises for part in state.parts) * (deviations(mechanism, d)[1] / STEPS) ** 2
             ridge = ridge or 0.0
         elif ridge is None:
             ridge = cross_validated_ridge(counts, sums, second)
-        weight, bias = self._head(counts, sums, second, ridge, floor)
+        weight, bias = self._head(counts, sums, second, ridge, floor, noise)
         kept = state.model["head.weight"]
         head = {"head.weight": F.pad(weight, (0, kept.shape[1] - d)), "head.bias": bias}
         notes = {"ridge": ridge, "floor": floor, "num_images": float(counts.sum())}
         return replace(state, model=state.model | {key: value.to(kept) for key, value in head.items()}, notes=notes)
 
     def _head(
-        self, counts: Tensor, sums: Tensor, second: Tensor, ridge: float, floor: float = 0.0
+        self, counts: Tensor, sums: Tensor, second: Tensor, ridge: float, floor: float, noise: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Weights and biases from the sums: all that the neighbours ``afl`` and ``fedcgs`` do differently."""
-        return discriminant_head(counts, sums, second, ridge, floor)
+        return discriminant_head(counts, sums, second, ridge, floor, noise)
 
 
 def images_in(part: Sums) -> Counter[tuple[int, int, str]]:
@@ -336,7 +335,8 @@ def received(
     index, size = torch.tensor(classes, device=counts.device), max(classes) + 1
     spread_counts = counts.new_zeros(size).index_copy(0, index, counts)
     spread_sums = sums.new_zeros(size, sums.shape[1]).index_copy(0, index, sums)
-    return Sums(client, spread_counts, spread_sums, second, noises)
+    spread_noises = torch.zeros(size, dtype=torch.float64, device=counts.device).index_fill(0, index, noises)
+    return Sums(client, spread_counts, spread_sums, second, noises, spread_noises)
 
 
 def merged(old: tuple[Sums, ...], new: list[Sums], num_classes: int) -> tuple[Sums, ...]:
@@ -345,21 +345,26 @@ def merged(old: tuple[Sums, ...], new: list[Sums], num_classes: int) -> tuple[Su
     for part in new:
         mine = parts.get(part.client)
         parts[part.client] = part if mine is None else added(mine, part)
-    return tuple(
-        replace(p, counts=padded(p.counts, num_classes), sums=padded(p.sums, num_classes))
-        for _, p in sorted(parts.items())
-    )
+    return tuple(widened(part, num_classes) for _, part in sorted(parts.items()))
 
 
 def added(a: Sums, b: Sums) -> Sums:
     size = max(len(a.counts), len(b.counts))
+    a, b = widened(a, size), widened(b, size)
     return Sums(
         a.client,
-        padded(a.counts, size) + padded(b.counts, size),
-        padded(a.sums, size) + padded(b.sums, size),
+        a.counts + b.counts,
+        a.sums + b.sums,
         a.second + b.second,
         a.noises + b.noises,
+        a.class_noises + b.class_noises,
     )
+
+
+def widened(part: Sums, size: int) -> Sums:
+    """With a row for each of so many classes."""
+    rows = {name: padded(getattr(part, name), size) for name in ("counts", "sums", "class_noises")}
+    return replace(part, **rows)
 
 
 def padded(rows: Tensor, size: int) -> Tensor:
