@@ -24,6 +24,7 @@ EXTRAS_OF = {
     "privacy/noise.py": ["privacy"],
     "steps/dp_sgd.py": ["privacy"],
     "trackers.py": ["tensorboard", "wandb", "mlflow", "trackio"],
+    "lens/backbone.py": ["onnx", "timm"],
     "use/formats.py": ["onnx"],
 }
 # Loaded by pytest itself, and by torch builds that bring Triton.
