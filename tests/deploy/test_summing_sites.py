@@ -8,6 +8,10 @@ import subprocess
 import sys
 
 import pytest
+
+pytest.importorskip("cryptography", reason="pip install 'rescene[deploy]'")
+pytest.importorskip("Crypto", reason="pip install 'rescene[deploy]'")
+
 import summing_method
 import torch
 from local_sites import PATIENT, TINY, Hashed, LocalPost, events, hashes, in_process, sites
@@ -116,6 +120,16 @@ def test_the_same_bits_as_in_one_process_and_no_part_at_the_server(tmp_path, sim
     for client, part in masked.items():
         assert not (part["counts"] == before[client]["counts"]).any()
     assert not torch.equal(added(masked.values())["counts"], added(before.values())["counts"])  # not even together
+
+
+def test_the_same_bits_through_flowers_apps(tmp_path, simulated):
+    pytest.importorskip("flwr", reason="Flower is not installed: pip install 'rescene[deploy]'")
+    from test_flower import LocalGrid
+
+    from rescene.deploy.flower import FlowerPost
+
+    across(tmp_path / "run", FlowerPost(LocalGrid(summing_sites(tmp_path)), ttl_s=60), tmp_path / "peers.pub")
+    assert hashes(tmp_path / "run") == simulated[1]
 
 
 @steps("sum-mask")

@@ -4,6 +4,10 @@ import functools
 from dataclasses import replace
 
 import pytest
+
+pytest.importorskip("cryptography", reason="pip install 'rescene[deploy]'")
+pytest.importorskip("Crypto", reason="pip install 'rescene[deploy]'")
+
 import torch
 from sum_world import KEYS, SIGNING, World, numbers
 
