@@ -3,8 +3,9 @@
     python benchmarks/secure_sum.py [--sites 10] [--megabytes 4] [--lost 3]
 
 Sites and server work one after the other in this process, messages are packed and unpacked as on the wire, and nothing waits for
-a network; the seconds are of one core. The plain round packs and unpacks the same numbers and adds them up. With ``--lost`` so many sites go away after the
-shares were dealt, which is the dearest moment: the server has to take their masks out of everybody's numbers.
+a network; the seconds are of one core. The plain round packs and unpacks the same numbers and adds them up. With ``--lost`` so
+many sites go away after the shares were dealt, which is the dearest moment: the server has to take their masks out of everybody's
+numbers.
 """
 
 from __future__ import annotations

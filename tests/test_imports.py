@@ -22,6 +22,7 @@ EXTRAS_OF = {
     "deploy/keys.py": ["deploy"],
     "privacy/accounting.py": ["privacy"],
     "privacy/noise.py": ["privacy"],
+    "privacy/secure_sum.py": ["deploy"],
     "steps/dp_sgd.py": ["privacy"],
     "trackers.py": ["tensorboard", "wandb", "mlflow", "trackio"],
     "lens/backbone.py": ["onnx", "timm"],

@@ -19,6 +19,10 @@ SHARED = {
     "E321": "a site that failed",
     "E408": "a folder without a finished run",
     "E413": "a site that declines for privacy",
+    "E441": "a site that lied about a key, a share or a signature of a secure sum",
+    "E442": "a question of a secure sum that is repeated differently, out of order or of another sum",
+    "E443": "numbers that would leave a site without enough others in the sum",
+    "E444": "numbers that are of another secure sum",
 }
 FAMILY = {"E1": "ConfigError", "E2": "DataError", "E3": "RunError", "E4": "RunError", "W": "ResceneWarning"}
 OTHER_STATUS = {

@@ -122,6 +122,8 @@ def toml_string(text: str) -> str:
 
 def _register(federation: Federation) -> None:
     """Make the sites' keys known to the link, each once; it lists nodes by its own numbers, so we keep whose is whose."""
+    from rescene.deploy.keys import write_peers
+
     known, there = registered(federation), {node["node-id"] for node in nodes(federation)}
     for name in federation.sites:
         if known.get(name) not in there and name not in federation.left:
@@ -133,6 +135,8 @@ def _register(federation: Federation) -> None:
                     raise
                 continue  # nodes.json was lost; the link knows the key
             write_json(federation.server / "nodes.json", known)
+    there_are = {number: path for number, path in federation.public_keys.items() if path.is_file()}
+    write_peers(federation.server / "peers.pub", there_are)
 
 
 def registered(federation: Federation) -> dict[str, str]:

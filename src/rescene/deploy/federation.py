@@ -12,6 +12,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,13 +34,13 @@ from rescene.deploy.letters import (
     Undelivered,
     in_a_line,
 )
-from rescene.deploy.message import pack_message
+from rescene.deploy.message import Packed, pack_message
 from rescene.engine.evaluate import Evaluation, summed
 from rescene.engine.federation import Answer, InProcess
 from rescene.errors import RunError
 from rescene.methods import Payload
 from rescene.methods.base import Model
-from rescene.methods.forms import Form
+from rescene.methods.forms import NOTHING, Form, either
 from rescene.privacy.ledger import End
 from rescene.privacy.totals import Total
 from rescene.record import tensors, to_device
@@ -65,11 +66,13 @@ class GridFederation(InProcess):
         journal: Journal,
         seats: Mapping[int, int] | None = None,
         ends: Ends | None = None,
+        peers: Path | None = None,
         **options: Any,
     ) -> None:
         super().__init__(*args, **options)
         self._post, self._run, self._recipe, self._patience = post, run, recipe, patience
         self.journal, self._seats, self._ends = journal, dict(seats or {}), ends or Ends(None)
+        self._peers = peers  # the list of the sites' public keys
         self._nodes: dict[int, int] = {}  # client -> node
         self._refused: set[int] = set()
         self._away: set[int] = set()  # clients that cannot take part until mended and the run is started again
@@ -138,12 +141,60 @@ class GridFederation(InProcess):
         return to_device(super()._received(message), self.device)  # type: ignore[no-any-return]
 
     def total(self, clients: Sequence[int], verb: str, payload: Payload) -> Total:
-        raise RunError("E439", "sums across sites are not secure yet", fix="privacy.honest_sites=null")
+        """As in one process, but no part is ever here: the sites mask their numbers first (``summing``).
+
+        What was answered and decided is in the journal, so a server that dies goes on with the same sum.
+        """
+        from rescene.deploy.keys import read_peers
+        from rescene.deploy.summing import KEYS_FORM, Sum
+        from rescene.privacy.secure_sum import raw, verifier
+
+        if self.mechanism is None or self.mechanism.honest_sites is None:
+            raise RunError(
+                "E443", "sums across sites are secure only with privacy.honest_sites", fix="set it, or use ask"
+            )
+        if self._peers is None:
+            raise RunError("E440", "the server has no list of the sites' public keys", fix="start it again")
+        rng, verify, clients = self._begin(verb, payload), verifier(read_peers(self._peers)), sorted(clients)
+        session = self.journal.token(self._run, self.task.index, self.round, verb, rng.path, "sum")
+        away = {k for absent in self.absent(clients) for k in absent}
+
+        def ask(step: str, payloads: Mapping[int, Payload], form: Form) -> dict[int, Payload]:
+            found = self._answers(list(payloads), step, payloads, rng, form, session)
+            return {k: upload for k, (upload, _) in found.items()}
+
+        with self.ledger.meter.on("client"), self.phase():
+            there = [k for k in clients if k not in away]
+            first = self._answers(there, verb, dict.fromkeys(there, payload), rng, either(NOTHING, KEYS_FORM), session)
+            self._require_quorum(len(first), len(clients), verb)
+            keys = {k: raw(upload["keys"]) for k, (upload, _) in first.items() if upload}
+            one = Sum(session, self._least, verify, ask, self._decider(session), self.note)
+            values, opened = one.hold(keys, self._form_of(verb, payload)) if keys else ({}, [])
+        if keys and not opened:
+            self._note_too_few(verb)
+        self._remember({k: answer for k, answer in first.items() if not answer[0] or k in opened})
+        messages = {k: values if k in keys else {} for k in first}
+        self._meter(clients, payload, messages, len(keys))
+        return self._checked(Total(to_device(values, self.device), tuple(opened)), verb, payload)
+
+    def _decider(self, session: str) -> Callable[[str, Sequence[int]], list[int]]:
+        """Who goes on after a step is decided once, also by a server that dies and comes back."""
+
+        def decide(step: str, clients: Sequence[int]) -> list[int]:
+            token = self.journal.token(session, step, "decided")
+            kept = self.journal.find(token)
+            if kept is None:
+                kept = json.dumps(list(clients)).encode()
+                self.journal.accept(token, kept)
+            return list(json.loads(kept))
+
+        return decide
 
     def evaluate(self, model: Model, tasks: Sequence[Task]) -> Evaluation:
         """By the sites on their hold-outs. They tell counts per class, which are summed in client order."""
         payload: Payload = {"model": model}
-        replies, tallies = self._replies(self.clients, EVALUATE, payload, self._rng), []
+        form, to_all = tally_form(self.task.num_seen), dict.fromkeys(self.clients, payload)
+        replies, tallies = self._replies(self.clients, EVALUATE, to_all, self._rng, form), []
         for client in sorted(replies):
             reply = replies[client]
             try:
@@ -159,18 +210,37 @@ class GridFederation(InProcess):
             self.note("info", "I341", f"evaluated by {len(tallies)} of {len(self.clients)} sites")
         return summed(tallies, tasks)
 
-    def _replies(self, clients: Sequence[int], verb: str, payload: Payload, rng: Rng) -> dict[int, Reply]:
+    def _replies(
+        self,
+        clients: Sequence[int],
+        verb: str,
+        payloads: Mapping[int, Payload],
+        rng: Rng,
+        form: Form,
+        session: str = "",
+    ) -> dict[int, Reply]:
         """What those that are there answer; parts that a site no longer has are sent again."""
         self._gather(clients)
         there = [k for k in clients if k in self._nodes]
-        replies = self._ask(there, verb, payload, rng, {k: self._known.get((k, verb), frozenset()) for k in there})
+        known = {k: self._known.get((k, verb), frozenset()) for k in there}
+        replies = self._ask(there, verb, payloads, rng, form, known, session)
         again = [k for k, reply in replies.items() if reply.problem and reply.problem[0] == RESEND]
         if again:
-            replies |= self._ask(again, verb, payload, rng, dict.fromkeys(again, frozenset()))
+            replies |= self._ask(again, verb, payloads, rng, form, dict.fromkeys(again, frozenset()), session)
         return replies
 
-    def _answers(self, clients: Sequence[int], verb: str, payload: Payload, rng: Rng) -> dict[int, Answer]:
-        replies = self._replies(clients, verb, payload, rng)
+    def _answers(
+        self,
+        clients: Sequence[int],
+        verb: str,
+        payload: Payload | Mapping[int, Payload],
+        rng: Rng,
+        form: Form | None = None,
+        session: str = "",
+    ) -> dict[int, Answer]:
+        """As in one process. In a secure sum (``session``) each client has a payload of its own."""
+        payloads = payload if session else dict.fromkeys(clients, payload)
+        replies = self._replies(clients, verb, payloads, rng, form or self._form_of(verb, payload), session)
         for absent in sorted(set(clients) - self._nodes.keys()):
             self.note("error", "E348", f"site {absent} is not there for {verb}", client=absent)
         answers = {}
@@ -187,14 +257,20 @@ class GridFederation(InProcess):
         return answers
 
     def _ask(
-        self, clients: Sequence[int], verb: str, payload: Payload, rng: Rng, known: dict[int, frozenset[str]]
+        self,
+        clients: Sequence[int],
+        verb: str,
+        payloads: Mapping[int, Payload],
+        rng: Rng,
+        form: Form,
+        known: dict[int, frozenset[str]],
+        session: str,
     ) -> dict[int, Reply]:
-        bodies = {has: pack_message(payload, has) for has in set(known.values())}
-        form, letters, asked = self._form_of(verb, payload), dict[int, Letter](), dict[int, Question]()
+        bodies = self._bodies(clients, payloads, known)
+        letters, asked = dict[int, Letter](), dict[int, Question]()
         found: dict[int, Reply] = {}
-        num_tensors = sum(1 for _ in tensors(payload))
         for k in clients:
-            state, body = self.client_states.get(k), bodies[known[k]]
+            state, body, num_tensors = self.client_states.get(k), bodies[k], sum(1 for _ in tensors(payloads[k]))
             place = (self._run, self.task.index, self.round, k, verb, rng.path, state and state.sha256, body.sha256)
             question = Question(self.journal.token(*place), k, form, self._decoder(), num_tensors)
             kept = self.journal.find(question.token)
@@ -203,15 +279,16 @@ class GridFederation(InProcess):
                     found[k] = open_reply(kept, question)
                     continue
             asked[self._nodes[k]] = question
-            head = self._head(verb, state, rng.path, question.token, self._ends.of(k))
+            head = self._head(verb, state, rng.path, question.token, self._ends.of(k), session)
             letters[self._nodes[k]] = Letter(head, body.data)
-        replies, refused = self._exchange(letters, asked, needed=self._quorum * len(clients) - len(found))
+        needed = self._least if session else self._quorum * len(clients)
+        replies, refused = self._exchange(letters, asked, needed=needed - len(found))
         for client in [k for k in clients if k not in found]:
             node = self._nodes[client]
             if node in replies:
                 found[client] = replies[node]
                 if not found[client].problem:
-                    self._known[client, verb] = bodies[known[client]].large
+                    self._known[client, verb] = bodies[client].large
             elif node in refused:
                 error = refused[node]
                 self.note("error", error.code, f"site {client} in {verb}: {error.what}; left out", client=client)
@@ -222,10 +299,16 @@ class GridFederation(InProcess):
                 self._ends.note(client, reply.ledger)
         return found
 
-    def _form_of(self, verb: str, payload: Payload) -> Form:
-        if verb == EVALUATE:
-            return tally_form(self.task.num_seen)
-        return super()._form_of(verb, payload)
+    def _bodies(
+        self, clients: Sequence[int], payloads: Mapping[int, Payload], known: dict[int, frozenset[str]]
+    ) -> dict[int, Packed]:
+        """Payloads as bytes; one that goes to many is packed once for all who have the same parts of it."""
+        made: dict[tuple[int, frozenset[str]], Packed] = {}
+        for k in clients:
+            key = (id(payloads[k]), known[k])
+            if key not in made:
+                made[key] = pack_message(payloads[k], known[k])
+        return {k: made[id(payloads[k]), known[k]] for k in clients}
 
     def _decoder(self) -> Callable[[Payload], Payload] | None:
         """Coded pictures are values only once they are decoded."""
@@ -238,11 +321,12 @@ class GridFederation(InProcess):
         address: tuple[str | int, ...],
         token: str,
         ledger: End | None = None,
+        session: str = "",
     ) -> bytes:
         task, round = (0, -1) if verb == HELLO else (self.task.index, self.round)
         version, sha256 = rescene.__version__, state.sha256 if state else None
         request = Request(
-            version, self._run, self._recipe, verb, task, round, address, sha256, token, ledger, self.lens
+            version, self._run, self._recipe, verb, task, round, address, sha256, token, ledger, self.lens, session
         )
         return pack_message(request).data
 

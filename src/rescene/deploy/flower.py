@@ -57,7 +57,7 @@ def main(grid: Grid, context: Context) -> None:
     federation = Federation.open(recipe.parents[2])
     run_across(
         resolve(recipe), folder, post, patience, plan=plan, elsewhere=elsewhere, seats=seats_of(federation),
-        ledgers=federation.server / "ledgers.json",
+        ledgers=federation.server / "ledgers.json", peers=federation.server / "peers.pub",
     )  # fmt: skip
 
 

@@ -4,7 +4,8 @@ federation.yaml     name, address and sites, in the order of their numbers
 plan.yaml           classes and tasks, where sites hold their own images (rescene deploy add-classes)
 server/             certificates (ca.key and server.key are secret), database, logs, runs
 app/                the bundle that Flower sends to the nodes: a shim, without any dependency
-sites/<name>/       to be carried to the site: site.yaml, ca.crt, node.key (secret), node.pub, a unit and a container file
+sites/<name>/       to be carried to the site: site.yaml, ca.crt, node.key (secret), node.pub, peers.pub (the public keys of
+                    all sites, by which they know each other), a unit and a container file
 """
 
 from __future__ import annotations
@@ -151,6 +152,11 @@ class Federation:
     def site(self, name: str) -> Path:
         return self.path / "sites" / name
 
+    @property
+    def public_keys(self) -> dict[int, Path]:
+        """The public key of each site, by its number."""
+        return {number: self.site(name) / "node.pub" for number, name in enumerate(self.sites)}
+
     @staticmethod
     def open(path: Path) -> Federation:
         try:
@@ -178,7 +184,7 @@ def require_flower() -> None:
 def init(path: Path, sites: list[str], host: str = "127.0.0.1", port: int = 8000) -> Federation:
     """Write the folder; refuse one that exists, so that no key is ever replaced unseen."""
     require_flower()
-    from rescene.deploy.keys import make_certificates, make_node_key
+    from rescene.deploy.keys import make_certificates, make_node_key, write_peers
 
     _check_names([path.name, *sites])
     check_path(path.resolve(), but="$")  # nginx reads it as the beginning of a variable, and knows no way to quote it
@@ -200,6 +206,8 @@ def init(path: Path, sites: list[str], host: str = "127.0.0.1", port: int = 8000
             (federation.site(name) / "rescene-site.service").write_text(
                 unit("site", Path("/srv/rescene/site"), "/srv/rescene/venv/bin/python")
             )
+        for folder in (federation.server, *map(federation.site, sites)):
+            write_peers(folder / "peers.pub", federation.public_keys)
         (federation.server / "nginx.conf").write_text(proxy(address, port, federation.server), encoding="utf-8")
         (federation.server / "rescene-server.service").write_text(
             unit("server", federation.path, sys.executable), encoding="utf-8"

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import ipaddress
 import os
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+    load_ssh_private_key,
+    load_ssh_public_key,
+)
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from rescene.errors import RunError
 
 VALID = timedelta(days=825)
 Key = ec.EllipticCurvePrivateKey
@@ -48,6 +59,47 @@ def make_node_key(folder: Path) -> None:
     key = _new_key()
     write_secret(folder / "node.key", key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
     (folder / "node.pub").write_bytes(key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n")
+
+
+def write_peers(path: Path, public: Mapping[int, Path]) -> None:
+    """peers.pub: the public keys of all sites, each with its site's number, as ssh writes a list of keys."""
+    rows = [" ".join([*file.read_text().split()[:2], str(client)]) for client, file in sorted(public.items())]
+    path.write_text("".join(f"{row}\n" for row in rows))
+
+
+def read_peers(path: Path) -> dict[int, ec.EllipticCurvePublicKey]:
+    """The public key of each site by its number; RunError E440 if the list is missing or makes no sense."""
+    try:
+        rows = [row.split() for row in path.read_text().splitlines() if row.strip()]
+        found = {int(number): load_ssh_public_key(f"{kind} {key}".encode()) for kind, key, number in rows}
+        if len(found) != len(rows) or not all(isinstance(key, ec.EllipticCurvePublicKey) for key in found.values()):
+            raise ValueError("a site stands there twice, or a key is of another kind")
+    except (OSError, ValueError, UnsupportedAlgorithm) as error:
+        raise RunError(
+            "E440",
+            "the list of the sites' public keys cannot be read, so this site takes part in no sum",
+            where=str(path),
+            why=str(error),
+            fix="copy server/peers.pub of the federation to this place; `rescene deploy server` writes it",
+        ) from None
+    return found  # type: ignore[return-value]
+
+
+def read_node_key(folder: Path) -> Key:
+    """The site's own long-lived key."""
+    try:
+        found = load_ssh_private_key((folder / "node.key").read_bytes(), None)
+        if not isinstance(found, ec.EllipticCurvePrivateKey):
+            raise ValueError("it is of another kind")
+    except (OSError, ValueError, UnsupportedAlgorithm) as error:
+        raise RunError(
+            "E440",
+            "the site's own key cannot be read, so this site takes part in no sum",
+            where=str(folder / "node.key"),
+            why=str(error),
+            fix="put back the node.key of this site",
+        ) from None
+    return found
 
 
 def write_secret(path: Path, data: bytes) -> None:

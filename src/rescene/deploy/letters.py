@@ -12,6 +12,7 @@ if TYPE_CHECKING:  # letters are read before it is known whether there is work, 
     from rescene.privacy.ledger import End
 
 HELLO = "hello"  # the verb that asks a site who it is
+SUM_STEPS = ("sum-deal", "sum-receive", "sum-mask", "sum-agree", "sum-reveal")  # of a secure sum, in this order
 LONGEST_LINE = 1000  # characters of what one side tells the other in words
 EVALUATE = "evaluate"  # and the one that asks how the model does on its hold-out; neither is the method's
 
@@ -38,6 +39,7 @@ class Request:
     token: str  # of this question to this site; the answer repeats it
     ledger: End | None = None  # how far the site's privacy ledger went, as its answers said
     lens: str = ""  # SHA-256 of the lens that every site must look through, where there is one
+    session: str = ""  # of the secure sum that this is a part of
 
 
 @record

@@ -30,12 +30,13 @@ def run_across(
     elsewhere: bool = False,
     seats: Mapping[int, int] | None = None,
     ledgers: Path | None = None,
+    peers: Path | None = None,
 ) -> dict[str, Any]:
     """Run, or continue, the experiment of this folder across the sites behind ``post``.
 
     ``plan`` is the federation's plan.yaml, in which an operator may close a task while it runs. ``seats`` says which node
     is which client, as far as their keys tell. ``ledgers`` is where the federation keeps how far the sites' privacy ledgers
-    go, for all its runs; without one it lies in the run folder.
+    go, for all its runs; without one it lies in the run folder. ``peers`` is the list of the sites' public keys, for secure sums.
     """
     folder.check(resolved)
     recipe = resolved.recipe
@@ -54,6 +55,7 @@ def run_across(
             journal=journal,
             seats=seats,
             ends=ends,
+            peers=peers,
             **options,
         )
 

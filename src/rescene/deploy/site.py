@@ -6,6 +6,7 @@
     state/<run>/client-<k>/answer-*.bin  the last answer, by the token of its question
     state/<run>/client-<k>/recipe.json   what this run is; it may open new tasks and change nothing else
     state/seen/                          what a lens saw of the images, of the last look only
+    state/<run>/client-<k>/sums/, state/summed/  its part in secure sums (``parties``)
     state/ledger.jsonl                   what was released under a privacy mechanism, in all runs
     ledger-mark.json                     how far that ledger goes, outside state/: it shows when the ledger was set back
 
@@ -28,7 +29,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import ValidationError
@@ -37,7 +38,7 @@ import rescene
 from rescene.config import Recipe
 from rescene.config.plan import grows
 from rescene.deploy.holding import OWN, SiteSection, check_floor, check_lens, experiment_of, hash_of, ledger_of, lens_of
-from rescene.deploy.letters import EVALUATE, HELLO, Letter, Remembered, Reply, Request, in_a_line
+from rescene.deploy.letters import EVALUATE, HELLO, SUM_STEPS, Letter, Remembered, Reply, Request, in_a_line
 from rescene.deploy.message import pack_message, unpack_message
 from rescene.documents import read_yaml
 from rescene.engine import Experiment, use_all_cores
@@ -53,8 +54,12 @@ from rescene.lens import Kept
 from rescene.methods import Method
 from rescene.nets import flops_to
 from rescene.privacy.ledger import Declined
+from rescene.privacy.totals import threshold
 from rescene.record import Tree, num_bytes, to_device
 from rescene.rng import Rng
+
+if TYPE_CHECKING:
+    from rescene.deploy.parties import Parties
 
 KEPT = 12  # memories: two checkpoints of the server and the step under way, a few exchanges each
 VERB = ["self", "payload", "shard", "client_state", "rng"]
@@ -130,6 +135,8 @@ class Site:
         files.check_run(request.recipe)
         if request.verb == EVALUATE:
             return self._packed(self._evaluate(request, letter.body, files), request)
+        if request.verb in SUM_STEPS:
+            return self._packed(self._sum_step(request, letter.body, files), request)
         token = _safe(request.token)
         return files.answered(token) or files.keep(
             token, self._packed(self._work(request, letter.body, files), request)
@@ -192,8 +199,33 @@ class Site:
         with meter.on("client"), flops_to(meter.add), _heard() as told:
             upload, after = verb(payload, experiment.shard(task, client, net, site), state, rng)
         message = on_wire.sent(upload, experiment.recipe.federation.wire)
+        message = self._for_sum(request, experiment.recipe, message, files, released=ledger.handed is not None)
         kept, flops = files.write(after), meter.flops["client"]
         return Reply(client, message, kept, flops, told=tuple(told), ledger=ledger.handed)
+
+    def _for_sum(self, request: Request, recipe: Recipe, upload: Tree, files: Memory, released: bool) -> Tree:
+        """What may be sent of an upload: in a secure sum the site's keys in its place, and its numbers only under masks later.
+
+        With ``privacy.honest_sites`` a release has only this site's share of the noise, so it never leaves bare.
+        """
+        honest, federation = recipe.privacy.honest_sites, recipe.federation
+        if honest is None and request.session:
+            raise RunError("E443", "the run has no secure sums: its recipe does not say how many sites are honest")
+        if not request.session or not upload:
+            if honest is not None and released and upload:
+                raise RunError("E443", "what this site released is for a secure sum, and is not sent alone")
+            return upload
+        least = threshold(federation.num_clients, federation.quorum, honest)
+        return self._parties(files).begin(_safe(request.session), least, federation.num_clients, upload)
+
+    def _sum_step(self, request: Request, body: bytes, files: Memory) -> Reply:
+        found = self._parties(files).answer(_safe(request.session), request.verb, files.payload(request.verb, body))
+        return Reply(self.section.client, found, None, 0)
+
+    def _parties(self, files: Memory) -> Parties:
+        from rescene.deploy.parties import Parties  # cryptography is for those who need it
+
+        return Parties(self.folder, files.folder, self.section.client)
 
 
 def tighten(folder: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rescene.deploy.letters import SUM_STEPS
 from rescene.errors import RunError
 from rescene.methods.forms import Form, Misfit, Sizes, fields, tensor
 from rescene.privacy import secure_sum as sums
@@ -21,7 +22,7 @@ from rescene.privacy.secure_sum import Blobs, Party, Sign, Verify, blob, raw
 from rescene.privacy.totals import COMMITTED, KEYS, SEALED, SHARE, SIGNATURE, Values, layout
 from rescene.record import Tree, map_tensors
 
-DEAL, RECEIVE, MASK, AGREE, REVEAL = STEPS = ("sum-deal", "sum-receive", "sum-mask", "sum-agree", "sum-reveal")
+DEAL, RECEIVE, MASK, AGREE, REVEAL = STEPS = SUM_STEPS
 ROW = SEALED + COMMITTED
 
 Ask = Callable[

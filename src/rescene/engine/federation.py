@@ -130,10 +130,12 @@ class InProcess:
     def _enough(self, clients: tuple[int, ...], verb: str) -> tuple[int, ...]:
         """These clients, or nobody."""
         if 0 < len(clients) < self._least:
-            words = f"the sum of {verb} is not opened: {len(clients)} sites are in it, and {self._least} must be"
-            self.note("warning", "W435", words)
+            self._note_too_few(verb)
             return ()
         return clients
+
+    def _note_too_few(self, verb: str) -> None:
+        self.note("warning", "W435", f"the sum of {verb} is not opened: {self._least} sites must be in it, fewer were")
 
     def _checked(self, total: Total, verb: str, payload: Payload) -> Total:
         """The sum, if it can be one. Which site is to blame nobody can tell."""

@@ -41,7 +41,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rescene.errors import ConfigError, RunError
+from rescene.errors import RunError
 from rescene.privacy.totals import COMMITTED, KEYS, SEALED, SHARE, Values, layout
 from rescene.record import record
 
@@ -56,7 +56,7 @@ try:
     from cryptography.hazmat.primitives.hashes import SHA256, SHA384
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 except ImportError:
-    raise ConfigError(
+    raise RunError(
         "E439",
         "sums across sites need the packages cryptography and pycryptodome",
         why="without them nothing can be masked, and parts are never sent bare",
