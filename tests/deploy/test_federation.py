@@ -7,7 +7,8 @@ from local_sites import TINY, LocalPost, across, changed, events, federation, ha
 from rescene.config import resolve
 from rescene.deploy.letters import Letter, Patience, Reply
 from rescene.deploy.message import pack_message, unpack_message
-from rescene.deploy.site import Memory, Site, client_verb
+from rescene.deploy.requests import client_verb
+from rescene.deploy.site import Memory, Site
 from rescene.engine.checkpoint import could_not_save, write_atomically
 from rescene.errors import ConfigError, RunError
 

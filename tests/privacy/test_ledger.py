@@ -398,7 +398,9 @@ def test_wherever_the_machine_dies_no_charge_is_lost_and_the_site_goes_on(tmp_pa
         written = [json.loads(row)["file"] for row in rows if b'"key": "run/0/1"' in row]
         found = site.ask(1)  # goes on by itself
         assert torch.equal(site.ask(1), found)
-        assert not written or torch.equal(load_file(site.open().files / "releases" / written[0])["sums"], found), "never drawn twice"
+        assert not written or torch.equal(load_file(site.open().files / "releases" / written[0])["sums"], found), (
+            "never drawn twice"
+        )
         assert [charge.round for charge in site.open().charges()] == ([0, 1] if taken_over else [1])
         assert site.open().recover() == []
     assert handed and died > 12

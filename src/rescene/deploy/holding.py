@@ -6,6 +6,7 @@ holds: own     the folder of images is this site's own; classes, size and normal
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,18 +28,6 @@ class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-class FloorSection(_Section):
-    """A site with this section sends nothing without a mechanism, and nothing above these limits."""
-
-    epsilon_max: float | None = Field(None, gt=0, description="over all runs, for every image")
-    min_sigma: float | None = Field(None, gt=0, description="least noise multiplier")
-    max_participations: int | None = Field(None, ge=1, description="in one task")
-    delta_max: float = Field(1e-5, gt=0, lt=1, description="largest delta at which epsilon is reckoned")
-
-    def floor(self) -> Floor:
-        return Floor(self.epsilon_max, self.min_sigma, self.max_participations)
-
-
 class SiteData(DataSection):
     """What leaves a site is made of its images. Whoever packed a folder or wrote a CSV must not choose others than its own."""
 
@@ -58,7 +47,7 @@ class SiteSection(_Section):
         default_factory=dict, description="own: local class name -> the federation's; null leaves the class out"
     )
     hold_out: float = Field(0.2, ge=0, lt=1, description="own: share of the images kept for evaluation at the site")
-    privacy: FloorSection | None = Field(None, description="limits that the server cannot lower")
+    privacy: Floor | None = Field(None, description="limits that the server cannot lower")
     device: str = "auto"
 
     @field_validator("labels", mode="before")
@@ -76,8 +65,10 @@ class SiteSection(_Section):
         return self
 
 
-def experiment_of(section: SiteSection, recipe: Recipe) -> Experiment:
-    """The run as this site sees it, with the images it holds."""
+def experiment_of(section: SiteSection, recipe: Recipe, hidden: bool = False) -> Experiment:
+    """The run as this site sees it, with the images it holds. ``hidden``: one without an image of the plan takes part as well,
+    because staying away would say that it has none.
+    """
     if section.holds == "share":
         if recipe.sites is not None:
             raise RunError("E356", "the federation has a plan, but this site has no images of its own (holds: own)")
@@ -86,7 +77,8 @@ def experiment_of(section: SiteSection, recipe: Recipe) -> Experiment:
     if plan is None:
         raise RunError("E356", "this site has its own images, but the run has no plan (rescene deploy add-classes)")
     found = local_images(section, plan.image_size)
-    return prepare(recipe, adopt(found, plan.classes, section.labels, look_of(plan), section.hold_out))
+    look = look_of(plan)
+    return prepare(recipe, adopt(found, plan.classes, section.labels, look, section.hold_out, may_be_empty=hidden))
 
 
 def local_images(section: SiteSection, image_size: int | None = None) -> Dataset:
@@ -105,23 +97,28 @@ def local_images(section: SiteSection, image_size: int | None = None) -> Dataset
     return found
 
 
-def check_floor(section: SiteSection, recipe: Recipe) -> None:
+def check_floor(floor: Floor | None, recipe: Recipe) -> None:
     """What the site's floor refuses before an image is opened; the ledger sees to the rest."""
-    if section.privacy is None:
+    if floor is None:
         return
     promise = recipe.promise(1)  # nothing here depends on the number of tasks
     if promise is None:
         raise Declined("E413", "site declines: it has a privacy floor, and the run has no mechanism")
     if promise.test_mode:
         raise Declined("E413", "site declines: the noise would come from the run's seed, which the server knows")
-    if promise.delta > section.privacy.delta_max:
-        limit = section.privacy.delta_max
-        raise Declined("E413", f"site declines: delta {promise.delta:g} is above its limit {limit:g}")
+
+
+def first_floor(recipe: Recipe, num_tasks: int) -> Floor | None:
+    """The limits that a site takes from its first run, where nobody has set any; None if the run promises nothing."""
+    promise = recipe.promise(num_tasks)
+    epsilon = None if promise is None else promise.epsilon()
+    if promise is None or epsilon is None or not math.isfinite(epsilon):
+        return None
+    return Floor(epsilon_max=math.ceil(1e6 * epsilon + 1) / 1e6, delta_max=promise.delta)
 
 
 def ledger_of(section: SiteSection, folder: Path, least: End | None = None) -> Ledger:
-    """The ledger of the site in this folder, with its own floor. The mark lies outside state/, which people put back from
-    backups; ``least`` is what the server remembers.
+    """The ledger of the site in this folder, with the floor of its site.yaml. The mark lies outside state/, which people put
+    back from backups; ``least`` is what the server remembers.
     """
-    floor = section.privacy.floor() if section.privacy else Floor()
-    return Ledger(folder / "state" / "ledger.jsonl", floor, folder / "ledger-mark.json", least)
+    return Ledger(folder / "state" / "ledger.jsonl", section.privacy, folder / "ledger-mark.json", least)

@@ -6,16 +6,19 @@ say which images it touches counts for all of them.
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from rescene.errors import ResceneError
 from rescene.privacy.accounting import Composition, total_epsilon
 from rescene.privacy.book import EVALUATION, Charge
 
+EXPONENT = re.compile(r"[0-9.]+[eE][-+]?[0-9]+")
 DELTA = 1e-5  # where neither a charge nor a floor says one
 Listed = Mapping[str | None, frozenset[str] | None]  # name of a charge's list -> its images; None: every image
 
@@ -42,6 +45,15 @@ class Floor(BaseModel):
         description="noise multiplier at which the site tells counts of its hold-out, each time charged to those images "
         "within epsilon_max; null: it declines to evaluate",
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _exponents(cls, value: Any) -> Any:
+        """YAML reads 1e-5 as text. Other text, such as a number in quotes, is refused."""
+        return float(value) if isinstance(value, str) and EXPONENT.fullmatch(value) else value
+
+    def words(self) -> str:
+        return ", ".join(f"{name} {value:g}" for name, value in self.model_dump(exclude_none=True).items())
 
 
 def check_budget(

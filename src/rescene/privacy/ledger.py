@@ -85,7 +85,7 @@ class Ledger:
     ) -> None:
         self.path, self.mark_path, self.least = path, mark, least
         self.files = path.with_suffix("")
-        self._given = floor  # else in the file beside
+        self.given = floor  # else in the file beside
         self.handed: End | None = None  # how far the ledger goes with the newest release that this object handed out
 
     def once(
@@ -210,12 +210,19 @@ class Ledger:
 
     def floor(self) -> Floor | None:
         """The site's own limits; None if there are none yet."""
-        return self._floor_in(self.book()) if self._given is None else self._given
+        return self._floor_in(self.book()) if self.given is None else self.given
+
+    def floor_from(self, book: Book) -> str:
+        """Who set the floor, and where it can be changed."""
+        if self.given is not None:
+            return "set in site.yaml"
+        whose = "set by the operator" if book.floor is None else f"taken from the first run, {book.floor['run']}"
+        return f"{whose}; to change it: {self.floor_path}"
 
     def _floor_in(self, book: Book) -> Floor | None:
         """Given, or in the file beside, or taken from the first run. One that cannot be understood allows nothing."""
-        if self._given is not None:
-            return self._given
+        if self.given is not None:
+            return self.given
         try:
             if self.floor_path.exists():
                 return Floor.model_validate(read_yaml(self.floor_path))
