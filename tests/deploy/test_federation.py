@@ -38,7 +38,11 @@ def test_a_mechanism_stands_at_the_site(tmp_path):
         in_process(resolved, tmp_path / "here"),
         across(resolved, tmp_path / "there", LocalPost(sites(tmp_path))),
     )
-    assert hashes(tmp_path / "there") == hashes(tmp_path / "here") and found == expected
+    assert hashes(tmp_path / "there") == hashes(tmp_path / "here")
+    told, known = found.pop("cost")["measured"], expected.pop("cost")["measured"]
+    assert found == expected
+    hidden = {"client_flops": None, "client_state_bytes": None}
+    assert told == known | hidden, "a site behind a mechanism does not tell its work"
     assert (tmp_path / "site-1" / "state" / "ledger.jsonl").stat().st_size > 0
 
 

@@ -53,6 +53,7 @@ from rescene.engine.ledger import FlopMeter
 from rescene.engine.sites import site_at
 from rescene.engine.watch import warnings_to
 from rescene.errors import ConfigError, DataError, ResceneError, RunError
+from rescene.methods import Method
 from rescene.nets import flops_to
 from rescene.privacy.book import EVALUATION
 from rescene.privacy.ledger import Charge, Declined, Floor, Ledger, Released
@@ -213,7 +214,8 @@ class Site:
             upload, after = verb(payload, experiment.shard(task, client, net, site), state, rng)
         message = on_wire.sent(upload, experiment.recipe.federation.wire)
         if hidden:
-            kept = files.write(after, _handle(ledger.secret(), request))
+            remembers = after is not None or experiment.method.remembers != Method.remembers  # "nothing" for any images
+            kept = files.write(after, _handle(ledger.secret(), request)) if remembers else None
             return Reply(client, message, kept, 0, told=tuple(told), ledger=ledger.handed)
         return Reply(client, message, files.write(after), meter.flops["client"], told=tuple(told), ledger=ledger.handed)
 
