@@ -305,7 +305,7 @@ class Memory:
         data = pack_message(state).data
         sha256 = handle or hashlib.sha256(data).hexdigest()
         path = self._path(sha256)
-        if path.exists() and handle is None:
+        if path.exists():  # under a handle too: the first memory of a place stands, as the first answer does
             path.touch()  # young again
         else:
             write_atomically(path, data)
