@@ -185,6 +185,13 @@ def test_errors_behind_a_mechanism_are_a_code_and_constant_words(sums, tmp_path)
     assert reply.problem == ("E378", "the site cannot do this; its own log says why")
 
 
+def test_another_version_is_told_from_a_recipe_with_new_keys(sums, tmp_path):
+    letters, root = sums
+    recipe = json.dumps(json.loads(letters["hello"][1].recipe) | {"new_key": 1})
+    reply, _ = ask(root / "site-0", letters["hello"], version="99.0", recipe=recipe)
+    assert reply.problem[0] == "E343" and "99.0" in reply.problem[1]
+
+
 def test_evaluation_is_declined_behind_a_mechanism(sums, tmp_path):
     """Exact counts of a hold-out tell for any weights whether an image is there."""
     _, root = sums
@@ -214,5 +221,7 @@ def test_evaluation_that_a_floor_allows_is_noised_charged_and_given_once(sums, t
 
 def test_a_run_behind_a_mechanism_says_that_sites_do_not_tell_their_work(sums):
     _, root = sums
-    measured = json.loads((root / "run" / "results.json").read_text())["cost"]["measured"]
+    results = json.loads((root / "run" / "results.json").read_text())
+    measured = results["cost"]["measured"]
+    assert "cost.client" in results["not_measured"]
     assert measured["client_flops"] is None and measured["client_state_bytes"] is None and measured["uplink_bytes"] > 0

@@ -92,7 +92,9 @@ def privacy(
     from rescene.errors import ConfigError
 
     if not recipe:
-        raise ConfigError("E176", "a recipe or a ledger is missing", fix="rescene privacy RECIPE, or rescene privacy --ledger FOLDER")
+        raise ConfigError(
+            "E176", "a recipe or a ledger is missing", fix="rescene privacy RECIPE, or rescene privacy --ledger FOLDER"
+        )
     show_privacy(resolve(recipe, overrides or []), epsilon, sigma, delta, as_json)
 
 

@@ -110,6 +110,9 @@ class Site:
             if not isinstance(request, Request):
                 raise RunError("E340", "the message is refused: it is no request")
             token = request.token
+            if request.version != rescene.__version__:  # before the recipe is read, which may have new keys
+                told = f"this site has rescene {rescene.__version__}, the server {request.version}"
+                raise RunError("E343", f"{told}: pip install rescene=={request.version}")
             hidden = self._hides(request)
             return self._answer(request, letter, hidden)
         except ResceneError as error:
@@ -128,9 +131,6 @@ class Site:
         return promise is not None and promise.mechanism.formal
 
     def _answer(self, request: Request, letter: Letter, hidden: bool) -> bytes:
-        if request.version != rescene.__version__:
-            fix = f"pip install rescene=={request.version}"
-            raise RunError("E343", f"this site has rescene {rescene.__version__}, the server {request.version}: {fix}")
         if request.verb == HELLO:
             return self._packed(self._hello(request, hidden), request)
         check_request(request, self._recipe(request).build_method())
