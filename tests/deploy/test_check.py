@@ -337,8 +337,8 @@ def test_a_trial_that_fails_says_why(tmp_path, monkeypatch):
     monkeypatch.undo()
     whole = Site._experiment
 
-    def empty(self, request):
-        found = whole(self, request)
+    def empty(self, request, hidden=False):
+        found = whole(self, request, hidden)
         return replace(found, shards=[[part[:0] for part in parts] for parts in found.shards])
 
     monkeypatch.setattr(Site, "_experiment", empty)

@@ -7,7 +7,8 @@ from local_sites import TINY, LocalPost, across, changed, events, federation, ha
 from rescene.config import resolve
 from rescene.deploy.letters import Letter, Patience, Reply
 from rescene.deploy.message import pack_message, unpack_message
-from rescene.deploy.site import Memory, Site, client_verb
+from rescene.deploy.requests import client_verb
+from rescene.deploy.site import Memory, Site
 from rescene.engine.checkpoint import could_not_save, write_atomically
 from rescene.errors import ConfigError, RunError
 
@@ -37,7 +38,11 @@ def test_a_mechanism_stands_at_the_site(tmp_path):
         in_process(resolved, tmp_path / "here"),
         across(resolved, tmp_path / "there", LocalPost(sites(tmp_path))),
     )
-    assert hashes(tmp_path / "there") == hashes(tmp_path / "here") and found == expected
+    assert hashes(tmp_path / "there") == hashes(tmp_path / "here")
+    told, known = found.pop("cost")["measured"], expected.pop("cost")["measured"]
+    assert found == expected
+    hidden = {"client_flops": None, "client_state_bytes": None}
+    assert told == known | hidden, "a site behind a mechanism does not tell its work"
     assert (tmp_path / "site-1" / "state" / "ledger.jsonl").stat().st_size > 0
 
 

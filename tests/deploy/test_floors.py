@@ -25,8 +25,10 @@ def limit(folder, **privacy):
 
 
 def ledger(folder):
+    """Without the floor that it took from the first run."""
     path = folder / "state" / "ledger.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [row for row in rows if row["kind"] != "floor"]
 
 
 def test_a_deployed_site_keeps_its_ledger_and_gives_the_same_bytes_again(tmp_path):
@@ -112,6 +114,8 @@ def test_a_method_that_replays_cannot_outgrow_the_tasks_that_its_noise_was_recko
     replay = ["method=refed", "model.norm=group", "privacy.mechanism=dp-sgd", "privacy.delta=1e-3"]
     folders, path = own_sites(tmp_path), tmp_path / "plan.yaml"
     first, both = plan_of((NAMES[:2], 1)), plan_of((NAMES[:2], 1), (NAMES[2:], 1))
+    for one in folders:
+        limit(one, epsilon_max=1000, delta_max=1e-3)  # three runs on the same images
     target, folder = [*replay, "privacy.epsilon=8"], tmp_path / "target"
     write_plan(path, first)
     run_plan(first, folder, folders, target)

@@ -97,7 +97,7 @@ def test_a_recovered_site_takes_part_again_with_all_charges(held, tmp_path):
     assert [(charge.task, charge.round) for charge in books.charges()] == [(0, 0), (0, 1), (1, 0)]
     assert not [event for event in events(root / "run") if event["code"] in ("E366", "E367")]
     known = json.loads((root / "run" / "uploads" / "ledgers.json").read_text())
-    assert known["0"]["entries"] == 7 and known["1"]["entries"] == 6  # the recovery is an entry, too
+    assert known["0"]["entries"] == 8 and known["1"]["entries"] == 7  # the floor and the recovery are entries, too
 
 
 def test_whole_sites_go_on_and_the_server_remembers_them_over_its_runs(held, tmp_path):
@@ -105,10 +105,10 @@ def test_whole_sites_go_on_and_the_server_remembers_them_over_its_runs(held, tmp
     assert [len(ledger(root / f"site-{k}")) for k in range(3)] == [6, 6, 6]
     known = json.loads((root / "run" / "uploads" / "ledgers.json").read_text())
     last = ledger(root / "site-2")[-1]
-    assert known["2"] == {"entries": 6, "head": last["sha256"]}
+    assert known["2"] == {"entries": 7, "head": last["sha256"]}
     ends = Ends(root / "run" / "uploads" / "ledgers.json")
-    ends.note(2, End(5, "0" * 64))
-    assert ends.of(2) == End(6, last["sha256"]), "what is known never goes back"
+    ends.note(2, End(6, "0" * 64))
+    assert ends.of(2) == End(7, last["sha256"]), "what is known never goes back"
 
 
 def test_a_memory_of_the_server_that_cannot_be_read_is_said(tmp_path):

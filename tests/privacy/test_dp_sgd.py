@@ -11,7 +11,7 @@ from rescene.functional.temperature import grouped_cross_entropy
 from rescene.methods import method_class
 from rescene.nets import Arch
 from rescene.privacy.accounting import Composition, epsilon_of
-from rescene.privacy.ledger import Charge, Declined, Ledger
+from rescene.privacy.ledger import Charge, Declined, Ledger, Touched
 from rescene.privacy.mechanism import Mechanism, Site
 from rescene.privacy.noise import Noise
 from rescene.rng import Rng
@@ -227,7 +227,8 @@ def test_replayed_records_are_charged_for_earlier_tasks(tmp_path):
         for task, round in [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]:
             charge = Charge("run", task, round, "dp-sgd", 2.0, 10, 0.2, reuses)
             try:
-                ledger.once(charge, "q", 1e-5, None, lambda: {})
+                touched = None if reuses else Touched("16 px", [bytes([task])])
+                ledger.once(charge, "q", 1e-5, None, lambda: {}, touched)
                 done += 1
             except Declined:
                 break

@@ -68,19 +68,33 @@ def scale(
 
 @verb
 def privacy(
-    recipe: RecipeName,
+    recipe: RecipeName = "",
     overrides: Overrides = None,
     epsilon: Annotated[float | None, typer.Option("--epsilon", help="target: which noise multiplier keeps it?")] = None,
     sigma: Annotated[float | None, typer.Option("--sigma", help="noise multiplier: which epsilon results?")] = None,
     delta: Annotated[float | None, typer.Option("--delta", help="default: the recipe's privacy.delta")] = None,
+    ledger: Annotated[
+        Path | None,
+        typer.Option("--ledger", help="a site's folder, or a run's: what was released, its cost, the floor"),
+    ] = None,
     as_json: AsJson = False,
     plugin: Plugin = None,
 ) -> None:
     """What a record is guaranteed over the whole run: epsilon for a noise multiplier and back, and why."""
     load_plugins(plugin)
+    if ledger is not None:
+        from rescene.cli.ledgers import show_ledger
+
+        show_ledger(ledger, as_json)
+        return
     from rescene.cli.privacy import show_privacy
     from rescene.config import resolve
+    from rescene.errors import ConfigError
 
+    if not recipe:
+        raise ConfigError(
+            "E176", "a recipe or a ledger is missing", fix="rescene privacy RECIPE, or rescene privacy --ledger FOLDER"
+        )
     show_privacy(resolve(recipe, overrides or []), epsilon, sigma, delta, as_json)
 
 

@@ -18,7 +18,12 @@ from rescene.errors import DataError, ResceneWarning, did_you_mean
 
 
 def adopt(
-    dataset: Dataset, classes: Sequence[str], labels: Mapping[str, str | None], transform: Transform, hold_out: float
+    dataset: Dataset,
+    classes: Sequence[str],
+    labels: Mapping[str, str | None],
+    transform: Transform,
+    hold_out: float,
+    may_be_empty: bool = False,
 ) -> Dataset:
     """A local data set with the labels of the federation; pictures of classes it does not know (yet) are left out (W342).
 
@@ -33,7 +38,7 @@ def adopt(
         train, test = (images.select(_order(images)[0]) for images in (train, test))
     else:
         train, test = _split(_joined(train, test), hold_out)
-    if not len(train) + len(test):
+    if not len(train) + len(test) and not may_be_empty:
         raise _nothing_known(dataset, classes)
     strangers = sorted({labels.get(name, name) or "" for name in dataset.classes} - {*classes, ""})
     if strangers:

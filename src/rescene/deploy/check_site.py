@@ -38,7 +38,7 @@ def check_site(folder: Path, recipe: Recipe | None = None) -> list[Row]:
         authority_row(folder / "ca.crt"),
         *data_rows(site),
         _lens(site),
-        _ledger(site),
+        *_ledger(site),
         *privacy_rows(site, recipe),
         _device(site),
         *machine_rows(folder),
@@ -82,12 +82,17 @@ def _counts(dataset: Dataset) -> str:
     return ", ".join(named[:MOST_NAMES]) + (f" and {more} more classes" if more > 0 else "")
 
 
-def _ledger(site: Site) -> Row:
-    """Whether the privacy ledger is whole and reaches its mark."""
+def _ledger(site: Site) -> list[Row]:
+    """Whether the privacy ledger is whole and reaches its mark, and what the site allows at most."""
     try:
-        return row("privacy ledger", f"{len(ledger_of(site.section, site.folder).charges())} participations")
+        ledger = ledger_of(site.section, site.folder)
+        book, floor = ledger.book(), ledger.floor()
     except ResceneError as error:
-        return _failed("privacy ledger", error)
+        return [_failed("privacy ledger", error)]
+    limits = "none yet: the first run with a guarantee sets it"
+    if floor is not None:
+        limits = f"{floor.words()}; {ledger.floor_from(book)}"
+    return [row("privacy ledger", f"{len(book.begun)} participations"), row("privacy floor", limits)]
 
 
 def privacy_rows(site: Site, recipe: Recipe | None) -> list[Row]:

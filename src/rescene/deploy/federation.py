@@ -70,6 +70,7 @@ class GridFederation(InProcess):
         **options: Any,
     ) -> None:
         super().__init__(*args, **options)
+        self.ledger.sites_tell = self.mechanism is None or not self.mechanism.formal
         self._post, self._run, self._recipe, self._patience = post, run, recipe, patience
         self.journal, self._seats, self._ends = journal, dict(seats or {}), ends or Ends(None)
         self._peers = peers  # the list of the sites' public keys
@@ -202,6 +203,8 @@ class GridFederation(InProcess):
                     raise RunError(*reply.problem)
                 tallies.append(reply.upload["tally"])
                 self.ledger.meter.add(reply.flops)
+                for code, words in reply.told:
+                    self.note("warning", code, f"site {client} in the evaluation: {words}", client=client)
             except RunError as error:
                 self.note("warning", error.code, f"site {client} is not in the evaluation: {error.what}", client=client)
         up, down = self.ledger.exchange(payload, tallies, len(replies), turns=None)

@@ -6,6 +6,7 @@ holds: own     the folder of images is this site's own; classes, size and normal
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,18 +27,6 @@ OWN = "own images"  # in the place of the fingerprint that sites with a common d
 
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class FloorSection(_Section):
-    """A site with this section sends nothing without a mechanism, and nothing above these limits."""
-
-    epsilon_max: float | None = Field(None, gt=0, description="over all runs, for every image")
-    min_sigma: float | None = Field(None, gt=0, description="least noise multiplier")
-    max_participations: int | None = Field(None, ge=1, description="in one task")
-    delta_max: float = Field(1e-5, gt=0, lt=1, description="largest delta at which epsilon is reckoned")
-
-    def floor(self) -> Floor:
-        return Floor(self.epsilon_max, self.min_sigma, self.max_participations)
 
 
 class SiteData(DataSection):
@@ -62,7 +51,7 @@ class SiteSection(_Section):
     lens: str | None = Field(
         None, description="the lens file that the operator gave out, for a run that does not look through one of ours"
     )
-    privacy: FloorSection | None = Field(None, description="limits that the server cannot lower")
+    privacy: Floor | None = Field(None, description="limits that the server cannot lower")
     device: str = "auto"
 
     @field_validator("labels", mode="before")
@@ -80,8 +69,10 @@ class SiteSection(_Section):
         return self
 
 
-def experiment_of(section: SiteSection, recipe: Recipe, kept: Kept | None = None) -> Experiment:
-    """The run as this site sees it, with the images it holds. ``kept``: the site's own place for what a lens saw of them."""
+def experiment_of(section: SiteSection, recipe: Recipe, kept: Kept | None = None, hidden: bool = False) -> Experiment:
+    """The run as this site sees it, with the images it holds. ``kept``: the site's own place for what a lens saw of them.
+    ``hidden``: a site without an image of the plan takes part as well, because staying away would say that it has none.
+    """
     if section.holds == "share":
         if recipe.sites is not None:
             raise RunError("E356", "the federation has a plan, but this site has no images of its own (holds: own)")
@@ -90,7 +81,9 @@ def experiment_of(section: SiteSection, recipe: Recipe, kept: Kept | None = None
     if plan is None:
         raise RunError("E356", "this site has its own images, but the run has no plan (rescene deploy add-classes)")
     found = local_images(section, plan.image_size)
-    return prepare(recipe, adopt(found, plan.classes, section.labels, look_of(plan), section.hold_out), kept)
+    look = look_of(plan)
+    own = adopt(found, plan.classes, section.labels, look, section.hold_out, may_be_empty=hidden)
+    return prepare(recipe, own, kept)
 
 
 def lens_of(section: SiteSection, name: str | None) -> str | None:
@@ -136,23 +129,28 @@ def local_images(section: SiteSection, image_size: int | None = None) -> Dataset
     return found
 
 
-def check_floor(section: SiteSection, recipe: Recipe) -> None:
+def check_floor(floor: Floor | None, recipe: Recipe) -> None:
     """What the site's floor refuses before an image is opened; the ledger sees to the rest."""
-    if section.privacy is None:
+    if floor is None:
         return
     promise = recipe.promise(1)  # nothing here depends on the number of tasks
     if promise is None:
         raise Declined("E413", "site declines: it has a privacy floor, and the run has no mechanism")
     if promise.test_mode:
         raise Declined("E413", "site declines: the noise would come from the run's seed, which the server knows")
-    if promise.delta > section.privacy.delta_max:
-        limit = section.privacy.delta_max
-        raise Declined("E413", f"site declines: delta {promise.delta:g} is above its limit {limit:g}")
+
+
+def first_floor(recipe: Recipe, num_tasks: int) -> Floor | None:
+    """The limits that a site takes from its first run, where nobody has set any; None if the run promises nothing."""
+    promise = recipe.promise(num_tasks)
+    epsilon = None if promise is None else promise.epsilon()
+    if promise is None or epsilon is None or not math.isfinite(epsilon):
+        return None
+    return Floor(epsilon_max=math.ceil(1e6 * epsilon + 1) / 1e6, delta_max=promise.delta)
 
 
 def ledger_of(section: SiteSection, folder: Path, least: End | None = None) -> Ledger:
-    """The ledger of the site in this folder, with its own floor. The mark lies outside state/, which people put back from
-    backups; ``least`` is what the server remembers.
+    """The ledger of the site in this folder, with the floor of its site.yaml. The mark lies outside state/, which people put
+    back from backups; ``least`` is what the server remembers.
     """
-    floor = section.privacy.floor() if section.privacy else Floor()
-    return Ledger(folder / "state" / "ledger.jsonl", floor, folder / "ledger-mark.json", least)
+    return Ledger(folder / "state" / "ledger.jsonl", section.privacy, folder / "ledger-mark.json", least)

@@ -7,25 +7,29 @@
     state/<run>/client-<k>/recipe.json   what this run is; it may open new tasks and change nothing else
     state/seen/                          what a lens saw of the images, of the last look only
     state/<run>/client-<k>/sums/, state/summed/  its part in secure sums (``parties``)
-    state/ledger.jsonl                   what was released under a privacy mechanism, in all runs
+    state/ledger.jsonl, state/ledger/    what was released under a privacy mechanism, in all runs
+    state/floor.yaml                     limits taken from the first run, where site.yaml states none
     ledger-mark.json                     how far that ledger goes, outside state/: it shows when the ledger was set back
 
 All of it can be read by the site's own user alone.
 
 A request says from which memory to start. Asked twice, a site gives the same answer twice: a letter that comes again, or a
 server that goes back to its last checkpoint, does no harm.
+
+Under a mechanism with a guarantee, or with a floor of the site's own, a reply holds what the mechanism released and constants:
+no work, no size or hash of what the site remembers, no words about its images. When it is sent is not hidden.
 """
 
 from __future__ import annotations
 
 import hashlib
-import inspect
+import hmac
 import json
 import os
 import shlex
 import stat
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,14 +41,25 @@ from pydantic import ValidationError
 import rescene
 from rescene.config import Recipe
 from rescene.config.plan import grows
-from rescene.deploy.holding import OWN, SiteSection, check_floor, check_lens, experiment_of, hash_of, ledger_of, lens_of
+from rescene.deploy.holding import (
+    OWN,
+    SiteSection,
+    check_floor,
+    check_lens,
+    experiment_of,
+    first_floor,
+    hash_of,
+    ledger_of,
+    lens_of,
+)
 from rescene.deploy.letters import EVALUATE, HELLO, SUM_STEPS, Letter, Remembered, Reply, Request, in_a_line
 from rescene.deploy.message import pack_message, unpack_message
+from rescene.deploy.requests import check_place, check_request, client_verb
 from rescene.documents import read_yaml
 from rescene.engine import Experiment, use_all_cores
 from rescene.engine import wire as on_wire
 from rescene.engine.checkpoint import write_atomically
-from rescene.engine.evaluate import tally
+from rescene.engine.evaluate import TALLY_SENSITIVITY, Tally, noised, tally
 from rescene.engine.federation import first_line
 from rescene.engine.ledger import FlopMeter
 from rescene.engine.sites import site_at
@@ -53,7 +68,10 @@ from rescene.errors import ConfigError, DataError, ResceneError, RunError
 from rescene.lens import Kept
 from rescene.methods import Method
 from rescene.nets import flops_to
-from rescene.privacy.ledger import Declined
+from rescene.privacy.book import EVALUATION
+from rescene.privacy.ledger import Charge, Declined, Floor, Ledger, Released
+from rescene.privacy.mechanism import digest
+from rescene.privacy.noise import Noise
 from rescene.privacy.totals import threshold
 from rescene.record import Tree, num_bytes, to_device
 from rescene.rng import Rng
@@ -62,11 +80,8 @@ if TYPE_CHECKING:
     from rescene.deploy.parties import Parties
 
 KEPT = 12  # memories: two checkpoints of the server and the step under way, a few exchanges each
-VERB = ["self", "payload", "shard", "client_state", "rng"]
-HEARD = (
-    "W310",
-    "W342",
-)  # warnings the server hears: the site declines, classes outside the plan; others may name files
+DECLINES = "W310"
+HEARD = (DECLINES, "W342")  # warnings the server hears: also classes outside the plan; others may name files
 TOLD = (
     "E204",
     "E205",
@@ -76,7 +91,14 @@ TOLD = (
     "E216",
     "E217",
     "E221",
-)  # errors whose words name classes, or a lens' hash, at most
+)  # words that name classes or a lens' hash at most
+# errors that depend on the request, the version and the state of the site's files, never on its images
+ABOUT_REQUESTS = (
+    *("E340", "E341", "E343", "E345", "E346", "E355", "E356", "E374", "E375", "E221"),
+    *("E366", "E367", "E368", "E369", "E411", "E412", "E413"),
+    *("E439", "E440", "E441", "E442", "E443", "E444", "E445"),
+)
+SILENT = ("E378", "the site cannot do this; its own log says why")
 
 
 @dataclass(frozen=True)
@@ -108,38 +130,46 @@ class Site:
             return self._reply(letter)
 
     def _reply(self, letter: Letter) -> bytes:
-        client, token = self.section.client, ""
+        token, hidden = "", True  # until the request says otherwise
         try:
             use_all_cores()
             request = unpack_message(letter.head).tree
             if not isinstance(request, Request):
                 raise RunError("E340", "the message is refused: it is no request")
             token = request.token
-            return self._answer(request, letter)
+            if request.version != rescene.__version__:  # before the recipe is read, which may have new keys
+                told = f"this site has rescene {rescene.__version__}, the server {request.version}"
+                raise RunError("E343", f"{told}: pip install rescene=={request.version}")
+            hidden = self._hides(request)
+            return self._answer(request, letter, hidden)
         except ResceneError as error:
             print(error, file=sys.stderr)  # the whole of it, for the site's own log
-            private = isinstance(error, (ConfigError, DataError)) and error.code not in TOLD
-            words = "its images or settings cannot be used; its log says why" if private else _with_fix(error)
-            reply = Reply(client, None, None, 0, (error.code, in_a_line(words)))
+            problem = _told(error, hidden)
         except Exception as error:
-            reply = Reply(client, None, None, 0, ("E321", in_a_line(first_line(error))))
-        return pack_message(replace(reply, token=token)).data
+            print(f"error[E321] {first_line(error)}", file=sys.stderr)
+            problem = SILENT if hidden else ("E321", in_a_line(first_line(error)))
+        return pack_message(Reply(self.section.client, None, None, 0, problem, token=token)).data
 
-    def _answer(self, request: Request, letter: Letter) -> bytes:
-        if request.version != rescene.__version__:
-            fix = f"pip install rescene=={request.version}"
-            raise RunError("E343", f"this site has rescene {rescene.__version__}, the server {request.version}: {fix}")
+    def _hides(self, request: Request) -> bool:
+        """Whether nothing may leave but what a mechanism releases: the run has one with a guarantee, or the site a floor."""
+        if self.section.privacy is not None or ledger_of(self.section, self.folder).floor_path.exists():
+            return True
+        promise = self._recipe(request).promise(1)
+        return promise is not None and promise.mechanism.formal
+
+    def _answer(self, request: Request, letter: Letter, hidden: bool) -> bytes:
         if request.verb == HELLO:
-            return self._packed(self._hello(request), request)
+            return self._packed(self._hello(request, hidden), request)
+        check_request(request, self._recipe(request).build_method())
         files = Memory(self.folder / "state" / _safe(request.run) / f"client-{self.section.client}")
         files.check_run(request.recipe)
         if request.verb == EVALUATE:
-            return self._packed(self._evaluate(request, letter.body, files), request)
+            return self._packed(self._evaluate(request, letter.body, files, hidden), request)
         if request.verb in SUM_STEPS:
             return self._packed(self._sum_step(request, letter.body, files), request)
         token = _safe(request.token)
         return files.answered(token) or files.keep(
-            token, self._packed(self._work(request, letter.body, files), request)
+            token, self._packed(self._work(request, letter.body, files, hidden), request)
         )
 
     def _packed(self, reply: Reply, request: Request) -> bytes:
@@ -153,16 +183,15 @@ class Site:
             check_lens(model["lens"], request.lens)  # before an image is opened
         return Recipe.model_validate(given)
 
-    def _experiment(self, request: Request) -> Experiment:
+    def _experiment(self, request: Request, hidden: bool = False) -> Experiment:
         kept = Kept(self.folder / "state" / "seen", last_only=True)
-        return experiment_of(self.section, self._recipe(request), kept)
+        return experiment_of(self.section, self._recipe(request), kept, hidden)
 
-    def _hello(self, request: Request) -> Reply:
-        with _heard() as told:
-            experiment = self._experiment(request)
+    def _hello(self, request: Request, hidden: bool) -> Reply:
+        with _heard(hidden) as told:
+            experiment = self._experiment(request, hidden)
         dataset = experiment.dataset
         fingerprint = OWN if self.section.holds == "own" else dataset.pictures or dataset.fingerprint()
-        told = [] if self.section.privacy else told  # which classes it has is nobody's business then
         greeting = {
             "fingerprint": fingerprint,
             "torch": torch.__version__,
@@ -170,38 +199,72 @@ class Site:
         }
         return Reply(self.section.client, greeting, None, 0, None, tuple(told))
 
-    def _evaluate(self, request: Request, body: bytes, files: Memory) -> Reply:
+    def _evaluate(self, request: Request, body: bytes, files: Memory, hidden: bool) -> Reply:
         """How the model does on the hold-out: counts and right answers per class, nothing else."""
-        if self.section.privacy is not None:
-            raise Declined("E413", "site declines: counts of its hold-out are exact, and it has a privacy floor")
-        experiment = self._experiment(request)
+        ledger = ledger_of(self.section, self.folder, request.ledger)
+        floor = ledger.floor()
+        check_floor(floor, self._recipe(request))
+        sigma = None if floor is None else floor.evaluation_sigma
+        if (hidden or floor is not None) and sigma is None:
+            raise Declined("E413", "site declines: its floor allows no evaluation (evaluation_sigma)")
+        experiment = self._experiment(request, hidden)
+        check_place(request, experiment)
         meter, tasks = FlopMeter(experiment.arch), experiment.tasks[: request.task + 1]
         model = to_device(files.payload(request.verb, body), experiment.device)["model"]
-        net = meter.attach(experiment.arch.restore(model), len(model["head.weight"]))
-        with meter.on("evaluation"):
-            found = tally(net, experiment.dataset, tasks)
-        return Reply(self.section.client, {"tally": found}, None, meter.flops["evaluation"])
 
-    def _work(self, request: Request, body: bytes, files: Memory) -> Reply:
-        check_floor(self.section, self._recipe(request))
-        experiment = self._experiment(request)
+        def found() -> Tally:
+            net = meter.attach(experiment.arch.restore(model), len(model["head.weight"]))
+            with meter.on("evaluation"):
+                return tally(net, experiment.dataset, tasks)
+
+        if sigma is None:
+            return Reply(self.section.client, {"tally": found()}, None, meter.flops["evaluation"])
+
+        def draw() -> Released:
+            return vars(noised(found(), sigma, Noise()))
+
+        charge = Charge(request.run, request.task, request.round, EVALUATION, sigma, 1, 1.0, why=EVALUATE)
+        index = torch.cat([task.test for task in tasks])
+        touched = experiment.digests.at(experiment.digests.test, index)
+        delta = self._recipe(request).privacy.delta
+        counts = ledger.once(charge, digest(model.items(), "evaluation"), delta, None, draw, touched)
+        told = ("W374", f"counts of its hold-out carry noise of deviation {sigma * TALLY_SENSITIVITY:.3g}")
+        return Reply(self.section.client, {"tally": Tally(**counts)}, None, 0, told=(told,), ledger=ledger.handed)
+
+    def _work(self, request: Request, body: bytes, files: Memory, hidden: bool) -> Reply:
+        ledger = ledger_of(self.section, self.folder, request.ledger)
+        check_floor(ledger.floor(), self._recipe(request))
+        experiment = self._experiment(request, hidden)
+        check_place(request, experiment)
+        self._take_floor(ledger, experiment, request.run)
         client, task, meter = self.section.client, experiment.tasks[request.task], FlopMeter(experiment.arch)
         verb = client_verb(experiment.method, request.verb)
         payload = to_device(files.payload(request.verb, body), experiment.device)
-        state = to_device(files.read(request.state), experiment.device)
+        state = to_device(files.read(request.state, hidden), experiment.device)
 
         def net(model: Any) -> torch.nn.Module:
             return meter.attach(experiment.arch.restore(model), len(model["head.weight"]))
 
         rng = Rng(experiment.rng.seed, request.address).at(client)
-        ledger = ledger_of(self.section, self.folder, request.ledger)
-        site = site_at(experiment, request.run, request.task, request.round, client, ledger)
-        with meter.on("client"), flops_to(meter.add), _heard() as told:
+        site = site_at(experiment, request.run, request.task, request.round, client, ledger, request.verb)
+        with meter.on("client"), flops_to(meter.add), _heard(hidden) as told:
             upload, after = verb(payload, experiment.shard(task, client, net, site), state, rng)
         message = on_wire.sent(upload, experiment.recipe.federation.wire)
         message = self._for_sum(request, experiment.recipe, message, files, released=ledger.handed is not None)
-        kept, flops = files.write(after), meter.flops["client"]
-        return Reply(client, message, kept, flops, told=tuple(told), ledger=ledger.handed)
+        if hidden:
+            remembers = after is not None or experiment.method.remembers != Method.remembers  # "nothing" for any images
+            kept = files.write(after, _handle(ledger.secret(), request)) if remembers else None
+            return Reply(client, message, kept, 0, told=tuple(told), ledger=ledger.handed)
+        return Reply(client, message, files.write(after), meter.flops["client"], told=tuple(told), ledger=ledger.handed)
+
+    def _take_floor(self, ledger: Ledger, experiment: Experiment, run: str) -> None:
+        """Without a floor, the first run's epsilon becomes it: another name of a run buys nothing."""
+        limits: Floor | None = first_floor(experiment.recipe, len(experiment.tasks))
+        if limits is not None and ledger.begin(limits, run):
+            words = f"epsilon {limits.epsilon_max:g} at delta {limits.delta_max:g}, over all runs"
+            print(
+                f"the first run, {run}, sets this site's privacy floor: {words}; {ledger.floor_path}", file=sys.stderr
+            )
 
     def _for_sum(self, request: Request, recipe: Recipe, upload: Tree, files: Memory, released: bool) -> Tree:
         """What may be sent of an upload: in a secure sum the site's keys in its place, and its numbers only under masks later.
@@ -226,6 +289,12 @@ class Site:
         from rescene.deploy.parties import Parties  # cryptography is for those who need it
 
         return Parties(self.folder, files.folder, self.section.client)
+
+
+def _handle(secret: bytes, request: Request) -> str:
+    """A name for what the site remembers after this question. It is the same when asked again and depends on no image."""
+    place = [request.run, request.verb, request.task, request.round, request.address, request.state, request.token]
+    return hmac.new(secret, json.dumps(place).encode(), "sha256").hexdigest()
 
 
 def tighten(folder: Path) -> None:
@@ -271,39 +340,41 @@ class Memory:
         folder.mkdir(parents=True, exist_ok=True)
         held = {path.name: path for path in folder.iterdir() if not path.name.startswith(".")}
         found = unpack_message(body, _Files(held))
-        for digest, data in found.large.items():
-            if digest not in held:
-                write_atomically(folder / digest, data, sync="none")  # can be sent again
-        for digest in held.keys() - found.large.keys():
-            held[digest].unlink(missing_ok=True)
+        for name, data in found.large.items():
+            if name not in held:
+                write_atomically(folder / name, data, sync="none")  # can be sent again
+        for name in held.keys() - found.large.keys():
+            held[name].unlink(missing_ok=True)
         return found.tree
 
-    def read(self, sha256: str | None) -> Tree:
-        if sha256 is None:
+    def read(self, name: str | None, is_handle: bool = False) -> Tree:
+        """What is kept under this name: its hash, or a handle. Each part of the file has a checksum of its own."""
+        if name is None:
             return None
-        path = self._path(sha256)
+        path = self._path(name)
         try:
             data = path.read_bytes()
-        except OSError:
-            data = b""
-        if hashlib.sha256(data).hexdigest() != sha256:
-            raise RunError("E345", f"what this site remembered ({path.name}) is lost or damaged")
-        return unpack_message(data).tree
+            if not is_handle and hashlib.sha256(data).hexdigest() != name:
+                raise ValueError("it has another hash")
+            return unpack_message(data).tree
+        except (OSError, ValueError, RunError):
+            raise RunError("E345", f"what this site remembered ({path.name}) is lost or damaged") from None
 
-    def write(self, state: Tree) -> Remembered | None:
-        if state is None:
+    def write(self, state: Tree, handle: str | None = None) -> Remembered | None:
+        """Keep it, by its hash. With a ``handle`` the server learns that alone: no hash, no size, not whether there is any."""
+        if state is None and handle is None:
             return None
         data = pack_message(state).data
-        sha256 = hashlib.sha256(data).hexdigest()
+        sha256 = handle or hashlib.sha256(data).hexdigest()
         path = self._path(sha256)
-        if path.exists():
+        if path.exists():  # under a handle too: the first memory of a place stands, as the first answer does
             path.touch()  # young again
         else:
             write_atomically(path, data)
         by_age = sorted(self.folder.glob("memory-*.bin"), key=lambda p: p.stat().st_mtime_ns, reverse=True)
         for old in by_age[KEPT:]:
             old.unlink(missing_ok=True)
-        return Remembered(sha256, num_bytes(state))
+        return Remembered(sha256, 0 if handle else num_bytes(state))
 
     def answered(self, token: str) -> bytes | None:
         """The answer to this very question, if it was the last one: one that comes twice costs no work."""
@@ -331,14 +402,6 @@ class _Files(dict[str, Any]):
 
     def __getitem__(self, digest: str) -> bytes:
         return bytes(super().__getitem__(digest).read_bytes())
-
-
-def client_verb(method: Method, name: str) -> Callable[..., Any]:
-    """The method's client verb of this name; nothing else can be called from outside."""
-    found = getattr(type(method), name, None) if name.isidentifier() and not name.startswith("_") else None
-    if not inspect.isfunction(found) or list(inspect.signature(found).parameters) != VERB:
-        raise RunError("E346", f"{method.title} has no client verb {name!r}")
-    return getattr(method, name)  # type: ignore[no-any-return]
 
 
 def _comparable(recipe: str) -> dict[str, Any]:
@@ -370,22 +433,27 @@ def _files_for_us_alone() -> Iterator[None]:
 
 
 @contextmanager
-def _heard() -> Iterator[list[tuple[str, str]]]:
+def _heard(hidden: bool) -> Iterator[list[tuple[str, str]]]:
     """Collects the warnings that the server is told of; all are printed, for the site's own log."""
     told: list[tuple[str, str]] = []
+    codes: Sequence[str] = (DECLINES,) if hidden else HEARD
 
     def listen(level: str, code: str, words: str) -> None:
         print(f"{level}[{code}] {words}", file=sys.stderr)
-        if code in HEARD:
+        if code in codes:
             told.append((code, in_a_line(words)))
 
     with warnings_to(listen):
         yield told
 
 
-def _with_fix(error: ResceneError) -> str:
-    """What happened and what to do about it, for the operator's list of events."""
-    return error.what + (f" (fix: {error.fix})" if error.fix and error.code in TOLD else "")
+def _told(error: ResceneError, hidden: bool) -> tuple[str, str]:
+    """Code and words of an error for the operator's list of events; ``hidden``: nothing that depends on an image."""
+    if hidden:
+        return (error.code, in_a_line(error.what)) if error.code in ABOUT_REQUESTS else SILENT
+    if isinstance(error, (ConfigError, DataError)) and error.code not in TOLD:
+        return error.code, "its images or settings cannot be used; its log says why"
+    return error.code, in_a_line(error.what + (f" (fix: {error.fix})" if error.fix and error.code in TOLD else ""))
 
 
 def _safe(name: str) -> str:

@@ -10,8 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from rescene.data import Dataset, Task
+from rescene.privacy.noise import Noise
 from rescene.record import record
 from rescene.steps import class_scores
+
+TALLY_SENSITIVITY = math.sqrt(3)
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,17 @@ def tally(net: nn.Module, dataset: Dataset, tasks: Sequence[Task]) -> Tally:
         for counts, chosen in ((num, truth), (right, scores.argmax(dim=1)), (right_within, inside)):
             counts += torch.bincount(truth[chosen == truth], minlength=num_seen).cpu()
     return Tally(num, right, right_within)
+
+
+def noised(found: Tally, sigma: float, noise: Noise) -> Tally:
+    """Counts behind Gaussian noise on whole numbers, then made possible again: none below 0, not more right than there are.
+
+    An image adds at most 1 to each of three counts: the sensitivity is sqrt(3).
+    """
+    drawn = (sigma * TALLY_SENSITIVITY * noise.normal(3, len(found.num))).round().long()
+    counts = torch.stack([found.num, found.right, found.right_within]) + drawn
+    num = counts[0].clamp_min(0)
+    return Tally(num, *(torch.minimum(right.clamp_min(0), num) for right in counts[1:]))
 
 
 def summed(tallies: Sequence[Tally], tasks: Sequence[Task]) -> Evaluation:

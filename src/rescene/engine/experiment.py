@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from rescene.config.plan import SitesSection
 from rescene.config.privacy import check_records
 from rescene.config.schema import DataSection, FederationSection
 from rescene.data import Dataset, LazySplit, Shard, Task, Transform, load, partition, plan_tasks
-from rescene.data.checks import warn_of_leaks
+from rescene.data.checks import hashes, warn_of_leaks
 from rescene.data.own import away
 from rescene.data.tasks import cut, tested
 from rescene.engine.initial import initial_weights
@@ -26,8 +26,25 @@ from rescene.errors import ConfigError
 from rescene.lens import Kept, sized, through, users_own
 from rescene.methods import Method
 from rescene.nets import Arch
+from rescene.privacy.ledger import Touched
 from rescene.privacy.mechanism import Site
 from rescene.rng import Rng
+
+
+class Digests(NamedTuple):
+    """A digest of each picture as it was before any lens, by position; behind a mechanism, else nothing."""
+
+    view: str = ""
+    train: Sequence[bytes] = ()
+    test: Sequence[bytes] = ()
+
+    @staticmethod
+    def of(dataset: Dataset) -> Digests:
+        return Digests(f"{list(dataset.train.pixels.shape[1:])}", hashes(dataset.train), hashes(dataset.test))
+
+    def at(self, digests: Sequence[bytes], index: Tensor) -> Touched:
+        """What a ledger wants to know of the pictures at these positions."""
+        return Touched(self.view, [digests[i] for i in index.tolist()])
 
 
 @dataclass(frozen=True)
@@ -42,6 +59,7 @@ class Experiment:
     arch: Arch
     device: torch.device
     rng: Rng
+    digests: Digests = Digests()
 
     @property
     def has_images(self) -> bool:
@@ -62,9 +80,10 @@ class Experiment:
         round: int = -1,
     ) -> Shard:
         told, _ = self.told(task, round)
-        return Shard(
-            self.dataset.train, self.held(task, client, round), told, self.dataset.transform, net, site, notice
-        )
+        index = self.held(task, client, round)
+        if site is not None:
+            site = replace(site, images=lambda: self.digests.at(self.digests.train, index))
+        return Shard(self.dataset.train, index, told, self.dataset.transform, net, site, notice)
 
     def held(self, task: Task, client: int, round: int) -> Tensor:
         """The client's images in a round: those of the task; while it drifts in, some of it and some of the one before.
@@ -181,12 +200,14 @@ def _prepare_simulated(
     if dataset is None:
         dataset = load_data(recipe.images)
         warn_of_leaks(dataset)
+    hidden = recipe.privacy.mechanism != "none"
+    digests = Digests.of(planned(recipe, dataset)[0]) if hidden else Digests()  # in the order of the planned images
     dataset, tasks = planned(recipe, look(dataset, device))
     check_records(recipe.promise(len(tasks)), sum(len(task.train) for task in tasks))
     dataset = dataset.to(device)
     tasks = [replace(task, train=task.train.to(device), test=task.test.to(device)) for task in tasks]
     shards = [_split(task, dataset.train.labels[task.train].cpu(), recipe.federation, rng) for task in tasks]
-    return Experiment(recipe, method, dataset, tasks, shards, arch_of(recipe, dataset), device, rng)
+    return Experiment(recipe, method, dataset, tasks, shards, arch_of(recipe, dataset), device, rng, digests)
 
 
 def _prepare_planned(recipe: Recipe, plan: SitesSection, own: Dataset | None, kept: Kept | None) -> Experiment:
@@ -202,9 +223,9 @@ def _prepare_planned(recipe: Recipe, plan: SitesSection, own: Dataset | None, ke
         tasks = cut(dataset, sizes)
         check_records(recipe.promise(len(tasks)), max((len(task.train) for task in tasks), default=0))
     shards: list[Sequence[Tensor]] = [[task.train] * recipe.federation.num_clients for task in tasks]
-    return Experiment(
-        recipe, recipe.build_method(), dataset, tasks, shards, arch_of(recipe, dataset), device, Rng(recipe.seed)
-    )
+    digests = Digests() if own is None or recipe.privacy.mechanism == "none" else Digests.of(own)
+    arch, rng = arch_of(recipe, dataset), Rng(recipe.seed)
+    return Experiment(recipe, recipe.build_method(), dataset, tasks, shards, arch, device, rng, digests)
 
 
 def arch_of(recipe: Recipe, dataset: Dataset) -> Arch:

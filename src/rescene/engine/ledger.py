@@ -74,6 +74,9 @@ class Ledger:
         )
         self.client_state_bytes = 0
         self.server_state_bytes = 0
+        self.sites_tell = (
+            True  # what they do and remember; across sites not under a mechanism: it depends on their images
+        )
 
     def exchange(
         self, down: Tree, ups: list[Tree], num_asked: int, turns: int | None, more_up: int = 0, more_down: int = 0
@@ -114,15 +117,16 @@ class Ledger:
         self.client_state_bytes = facts["client_state_bytes"]
         self.server_state_bytes = facts["server_state_bytes"]
 
-    def measured(self) -> dict[str, float]:
+    def measured(self) -> dict[str, float | None]:
+        """None: nobody knows, because the sites do not tell."""
         turns = max(self.sums["round_messages"], 1)  # a site in a round
         return {
             "uplink_bytes": self.sums["uplink_bytes"],
             "downlink_bytes": self.sums["downlink_bytes"],
             "uplink_bytes_per_message": self.sums["round_uplink_bytes"] / turns,
             "downlink_bytes_per_message": self.sums["round_downlink_bytes"] / turns,
-            "client_state_bytes": self.client_state_bytes,
+            "client_state_bytes": self.client_state_bytes if self.sites_tell else None,
             "server_state_bytes": self.server_state_bytes,
-            "client_flops": self.meter.flops["client"],
+            "client_flops": self.meter.flops["client"] if self.sites_tell else None,
             "server_flops": self.meter.flops["server"],
         }

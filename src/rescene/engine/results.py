@@ -74,7 +74,7 @@ def results_of(experiment: Experiment, facts: dict[str, Any], ledger: Ledger) ->
                 "uploads_declined": facts["num_declined"],
                 "classes_suppressed": facts["num_suppressed"],
             },
-            **_at_sites(experiment, facts["recall"]),
+            **_at_sites(experiment, facts["recall"], ledger.sites_tell),
             **stream_record(experiment, facts["closings"]),
             **{name: facts[name] for name in ("elsewhere", "forgotten") if facts[name]},
             **_hazards(experiment, facts),
@@ -153,12 +153,14 @@ def _hazards(experiment: Experiment, facts: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _at_sites(experiment: Experiment, recall: list[float]) -> dict[str, Any]:
+def _at_sites(experiment: Experiment, recall: list[float], sites_tell: bool) -> dict[str, Any]:
     """Where the images are at the sites: where accuracy was measured, and what could not be measured anywhere."""
     if experiment.has_images:
         return {}
     words = "not measured: images are at the sites"
     missing = {"leakage": words, "theory": words, "cost.nominal": words}
+    if not sites_tell:
+        missing["cost.client"] = "not told: behind a mechanism the work and memory of a site stay at the site"
     if not experiment.tested_at_sites:
         return {"evaluated": "on the server's test images", "not_measured": missing}
     by_class = dict(zip(experiment.dataset.classes, recall, strict=False))

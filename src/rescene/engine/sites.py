@@ -36,11 +36,13 @@ class Sites:
         return made
 
 
-def site_at(experiment: Experiment, run: str, task: int, round: int, client: int, ledger: Ledger) -> Site | None:
+def site_at(
+    experiment: Experiment, run: str, task: int, round: int, client: int, ledger: Ledger, why: str = ""
+) -> Site | None:
     """A client at one place in time, with its own ledger; None without a mechanism."""
     promise = experiment.recipe.promise(len(experiment.tasks))
     if promise is None:
         return None
     seeded = experiment.rng.at("privacy", task, round, client).generator() if promise.test_mode else None
     participations = promise.composition.participations
-    return Site(promise.mechanism, Noise(seeded), run, task, round, participations, ledger)
+    return Site(promise.mechanism, Noise(seeded), run, task, round, participations, ledger, why=why)

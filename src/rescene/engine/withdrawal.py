@@ -253,5 +253,5 @@ def _copy_history(source: RunFolder, out: RunFolder, saved: Saved, client: int) 
         data = (source.path / name).read_bytes() if (source.path / name).is_file() else b""
         write_atomically(out.path / name, data[: saved.facts["lengths"][name]])
     if (source.path / "ledgers").is_dir():
-        own = shutil.ignore_patterns(f"client-{client}.jsonl")
+        own = shutil.ignore_patterns(f"client-{client}.jsonl", f"client-{client}")
         shutil.copytree(source.path / "ledgers", out.path / "ledgers", ignore=own, dirs_exist_ok=True)

@@ -9,7 +9,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
-from rescene.data import Shard
+from rescene.data import Shard, Task
+from rescene.errors import RunError
 from rescene.functional import weighted_average
 from rescene.hyperparameters import hyper
 from rescene.methods.base import Federation, Method, Payload, Uploads, weights_of
@@ -45,6 +46,17 @@ def trained(
     final = fit_shard(net, shard, settings, generator, loss, first_class=first_class)
     told = {"local_loss": final, **(notes or {})}
     return {"model": weights_of(net), "num_images": len(shard), "notes": told}
+
+
+def refuse_twice(last_task: int, task: Task) -> None:
+    """Images that are in the memory already may not be trained on beside it: an image in twice weighs twice what is accounted."""
+    if task.index <= last_task:
+        raise RunError(
+            "E375",
+            f"task {task.index} is over for this site: its images are in its memory",
+            why="training on them again would use an image twice in one participation, which nobody accounted for",
+            fix="ask for the tasks in their order",
+        )
 
 
 class AveragingMethod(Method):

@@ -36,7 +36,7 @@ from rescene.functional.leverage import (
 from rescene.functional.release import clip_rows
 from rescene.functional.temperature import grouped_cross_entropy, task_aware_logits
 from rescene.hyperparameters import hyper
-from rescene.methods.averaging import AveragingMethod, trained
+from rescene.methods.averaging import AveragingMethod, refuse_twice, trained
 from rescene.methods.base import Federation, ModelState, Payload, Uploads
 from rescene.methods.forms import MOST, NOTHING, Dim, Form, Place, both, either, fields, labels, tensor
 from rescene.methods.registry import register
@@ -53,6 +53,7 @@ class Memory:
     labels: Tensor  # int64 [m]
     weights: Tensor  # float32 [m], factors of the loss; all 1 unless `reweight`
     desk: dict[str, Tree]
+    last_task: int = -1  # whose images are in it
 
 
 @register
@@ -81,6 +82,8 @@ class FedCBDR(AveragingMethod):
 
     def client_round(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
         memory = _memory(client_state, shard)
+        if shard.site is not None and shard.site.mechanism.formal:
+            refuse_twice(memory.last_task, shard.task)
         mixed = with_replay(shard, memory.pixels, memory.labels)
         net = shard.net(payload["model"])
         num_current, task = len(shard), shard.task
@@ -192,12 +195,15 @@ class FedCBDR(AveragingMethod):
 
 
 def _with_images(memory: Memory, shard: Shard, chosen: Tensor, weights: Tensor) -> Memory:
-    """The memory with these of the shard's images added, and an empty desk."""
+    """The memory with these of the shard's images added, once however often it is asked, and an empty desk."""
+    if shard.task.index <= memory.last_task:
+        return replace(memory, desk={})
     return Memory(
         pixels=torch.cat([memory.pixels, shard.images.pixels[shard.index[chosen]]]),
         labels=torch.cat([memory.labels, shard.labels[chosen]]),
         weights=torch.cat([memory.weights, weights[chosen]]),
         desk={},
+        last_task=shard.task.index,
     )
 
 

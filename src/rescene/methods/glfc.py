@@ -251,8 +251,13 @@ class GLFC(Inversion, AveragingMethod):
         return state
 
     def keep_exemplars(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
-        """Herd exemplars of the finished task's classes under the task-end model, on images that are not augmented."""
+        """Herd exemplars of the finished task's classes under the task-end model, on images that are not augmented.
+
+        They take the place of those that an earlier question of the same kind put there.
+        """
         kept, net = _remembered(client_state, shard), shard.net(payload["model"])
+        others = kept.tasks != shard.task.index
+        kept = replace(kept, pixels=kept.pixels[others], labels=kept.labels[others], tasks=kept.tasks[others])
         pixels, labels = [kept.pixels], [kept.labels]
         for label, members in shard.by_class().items():
             z = _unit_features(net, shard.images.pixels[members], shard)

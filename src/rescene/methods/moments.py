@@ -363,8 +363,8 @@ def added(a: Sums, b: Sums) -> Sums:
 
 def widened(part: Sums, size: int) -> Sums:
     """With a row for each of so many classes."""
-    rows = {name: padded(getattr(part, name), size) for name in ("counts", "sums", "class_noises")}
-    return replace(part, **rows)
+    counts, sums, noises = (padded(rows, size) for rows in (part.counts, part.sums, part.class_noises))
+    return replace(part, counts=counts, sums=sums, class_noises=noises)
 
 
 def padded(rows: Tensor, size: int) -> Tensor:

@@ -28,7 +28,7 @@ from rescene.functional.importance import (
     proximal_penalty,
 )
 from rescene.hyperparameters import hyper
-from rescene.methods.averaging import AveragingMethod, trained
+from rescene.methods.averaging import AveragingMethod, refuse_twice, trained
 from rescene.methods.base import Federation, Model, ModelState, Payload
 from rescene.methods.registry import register
 from rescene.record import Tree, record
@@ -44,6 +44,7 @@ class Memory:
     pixels: Tensor  # uint8 [m, 3, H, W]
     labels: Tensor  # int64 [m]
     chance: float = 1.0  # behind a mechanism: with which an earlier image is still here
+    last_task: int = -1  # whose images are in it
 
 
 @register
@@ -86,7 +87,7 @@ class ReFed(AveragingMethod):
         if room > 0:
             pool = with_replay(replace(shard, index=shard.index[:0]), memory.pixels, memory.labels)
             kept = most_important(self._importance(payload["model"], pool, rng), room)
-        return {}, Memory(memory.pixels[kept], memory.labels[kept])
+        return {}, replace(memory, pixels=memory.pixels[kept], labels=memory.labels[kept])
 
     def _thinned(self, memory: Memory, shard: Shard) -> Memory:
         """Room by public numbers, and a coin for each image: importance would depend on the pool and need a budget."""
@@ -95,7 +96,7 @@ class ReFed(AveragingMethod):
         chance = min(memory.chance, max(0.0, self.storage / count - len(task.classes)) / earlier)
         kept = shard.site.noise.chosen(len(memory.labels), chance / memory.chance if memory.chance else 0.0)
         kept = kept.to(shard.device)
-        return Memory(memory.pixels[kept], memory.labels[kept], chance)
+        return replace(memory, pixels=memory.pixels[kept], labels=memory.labels[kept], chance=chance)
 
     def _importance(self, model: Model, pool: Shard, rng: Rng) -> Tensor:
         """I(x) of every image of the pool, summed while the personalised informative model v moves away from w."""
@@ -136,6 +137,8 @@ class ReFed(AveragingMethod):
 
     def client_round(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
         memory = _memory(client_state, shard)
+        if _hidden(shard):
+            refuse_twice(memory.last_task, shard.task)
         mixed = with_replay(shard, memory.pixels, memory.labels)
         net = shard.net(payload["model"])
         generator, notes = rng.at("sgd").generator(shard.device), {"replay_size": len(memory.labels)}
@@ -147,12 +150,15 @@ class ReFed(AveragingMethod):
         return state
 
     def set_aside(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
-        """What the next refresh chooses from: cache + D_t. Nothing is sent."""
+        """What the next refresh chooses from: cache + D_t, each image once however often this is asked. Nothing is sent."""
         memory, index = _memory(client_state, shard), shard.index
+        if shard.task.index <= memory.last_task:
+            return {}, memory
         if _hidden(shard):  # as likely to be here as those of earlier tasks
             index = index[shard.site.noise.chosen(len(index), memory.chance).to(index.device)]
         pixels = torch.cat([memory.pixels, shard.images.pixels[index]])
-        return {}, Memory(pixels, torch.cat([memory.labels, shard.images.labels[index]]), memory.chance)
+        labels = torch.cat([memory.labels, shard.images.labels[index]])
+        return {}, Memory(pixels, labels, memory.chance, shard.task.index)
 
 
 def _hidden(shard: Shard) -> bool:

@@ -1,7 +1,13 @@
-"""A site's memory of what it has released: one append-only file per site, on the site's own disk.
+"""A site's memory of what it has released: one append-only file per site, on the site's own disk, and what it names.
+
+    ledger.jsonl             what was begun and released, one line each (``book.py`` says what the lines mean)
+    ledger/releases/<hash>   each release, as safetensors; it is read when its question comes again, and only then
+    ledger/images/<hash>     lists of the images that charges touch, as hashes that only this site can make
+    ledger/secret            what those hashes are made with
+    floor.yaml               what the site allows at most (``budget.py``)
 
 The server is the one to be protected from, so the site keeps the books. Order of events: check the budget, write the intent,
-draw the noise, write the release, write the mark, and only then hand it out; each is on disk before the next. So
+draw the noise, write the release, write its line, write the mark, and only then hand it out; each is on disk before the next. So
 
 - the same place asked again gets the same bytes (a resumed run replays; averaging repeated answers gains nothing);
 - the same place with another question is refused; a spent budget declines; an unreadable file stops everything;
@@ -16,10 +22,8 @@ A file that was deleted, emptied, cut or put back from a backup is a budget that
 - ``least``: how far the ledger went when the server last got an answer, as its letter says (E367). A server that lies can
   only make a site refuse.
 
-:meth:`Ledger.recover` charges everything that the mark lists and the ledger has lost. It never takes a charge away.
-
-The floor (``floor.yaml`` beside the file: epsilon_max, min_sigma, max_participations) is the site's own. It can only be
-stricter than what the server asks for. It counts every earlier run in the file in full, because a record may be in all of them.
+:meth:`Ledger.recover` charges everything that the mark lists and the ledger has lost. It never takes a charge away. A list of
+images or a secret that is lost makes the charges that need it count for every image.
 """
 
 from __future__ import annotations
@@ -30,19 +34,22 @@ import hashlib
 import io
 import json
 import os
-from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, fields
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
+from pydantic import ValidationError
 from safetensors.torch import load, save
 from torch import Tensor
 
 from rescene.documents import read_yaml
-from rescene.errors import ConfigError, ResceneError, RunError, command
-from rescene.privacy.accounting import Composition, total_epsilon
-from rescene.record import record
+from rescene.errors import ConfigError, RunError, command
+from rescene.privacy.book import Book, Charge, End, Kept, charges_in, fingerprint
+from rescene.privacy.budget import Declined, Floor, Listed, check_budget, declined
+
+__all__ = ["Charge", "Declined", "End", "Floor", "Ledger", "Released", "Touched"]
 
 try:
     from fcntl import LOCK_EX, flock
@@ -52,43 +59,14 @@ except ImportError:  # not on this system: one process per ledger is then the op
 Released = dict[str, Tensor]
 
 
-class Declined(ResceneError):
-    """The site does not take part this time (E413): its budget is spent or its floor is above what was asked."""
+class Touched(NamedTuple):
+    """The images that a release touches: a digest of each one's pixels, and how they were read.
 
+    Digests of one ``view`` can be compared with each other. Those of another, such as another size, cannot.
+    """
 
-@dataclass(frozen=True)
-class Charge:
-    """One participation: its place, and what it costs a record."""
-
-    run: str
-    task: int
-    round: int
-    mechanism: str
-    sigma: float
-    steps: int
-    rate: float
-    reuses: bool = False  # records of earlier tasks, kept in the site's memory, are used as well
-
-    @property
-    def key(self) -> str:
-        return f"{self.run}/{self.task}/{self.round}"
-
-
-@dataclass(frozen=True)
-class Floor:
-    """What the site allows at most, whatever the server says. None: no limit of its own."""
-
-    epsilon_max: float | None = None
-    min_sigma: float | None = None
-    max_participations: int | None = None
-
-
-@record
-class End:
-    """How far a ledger goes: the number of its last entry, and the hash that stands for all entries up to it."""
-
-    entries: int = 0
-    head: str = ""
+    view: str
+    digests: Sequence[bytes]
 
 
 @dataclass(frozen=True)
@@ -99,50 +77,6 @@ class Mark:
     begun: dict[str, Charge]
 
 
-@dataclass
-class _Book:
-    """What a ledger's entries say, one after the other."""
-
-    end: End = End()
-    chained: bool = False  # whether the last entry names the one before it; entries of older versions do not
-    heads: dict[int, set[str]] = field(default_factory=dict)  # the hashes that are known of an entry's number
-    begun: dict[str, Charge] = field(default_factory=dict)  # every participation, by the hash of its intent
-    questions: dict[str, str] = field(default_factory=dict)  # by place
-    releases: dict[str, tuple[str, End]] = field(default_factory=dict)  # by place, with the ledger's end after it
-    closed: set[str] = field(default_factory=set)  # places whose release may have left the site and is lost
-
-    def add(self, row: dict[str, Any]) -> None:
-        """Take the next entry; ValueError, KeyError or TypeError if it cannot be it."""
-        if row["sha256"] != _fingerprint({key: value for key, value in row.items() if key != "sha256"}):
-            raise ValueError("the line does not match its fingerprint")
-        if (self.chained or "before" in row) and row.get("before") != self.end.head:
-            raise ValueError("the line does not follow the one before it")
-        self.chained = "before" in row
-        number = self.end.entries + 1
-        if row["kind"] == "intent":
-            charge = Charge(**row["charge"])
-            self.begun[row["sha256"]] = charge
-            self.questions[charge.key] = row["question"]
-        elif row["kind"] == "recovered":
-            lost, mark = _charges(row["charges"]), End(**row["mark"])
-            self.closed |= self.questions.keys() - self.releases.keys() | {charge.key for charge in lost.values()}
-            self.begun |= lost
-            self.heads.setdefault(mark.entries, set()).add(mark.head)
-            number = max(number, mark.entries + 1)  # no number is given twice: the server compares them
-        elif row["kind"] not in ("release", "chained"):
-            raise ValueError(f"unknown kind {row['kind']!r}")
-        head = row["sha256"] if self.chained else _fingerprint({"before": self.end.head, "sha256": row["sha256"]})
-        self.end = End(number, head)
-        self.heads.setdefault(number, set()).add(head)
-        if row["kind"] == "release":
-            self.releases[row["key"]] = (row["data"], self.end)
-
-    def reaches(self, end: End) -> bool:
-        """Whether this ledger goes on from there. Numbers that a recovery skipped have no hash to compare."""
-        known = self.heads.get(end.entries)
-        return end.entries <= self.end.entries and (not end.entries or known is None or end.head in known)
-
-
 class Ledger:
     """``mark`` is the path of the mark; None, as in a simulation, keeps none. ``least`` is what the server remembers."""
 
@@ -150,13 +84,23 @@ class Ledger:
         self, path: Path, floor: Floor | None = None, mark: Path | None = None, least: End | None = None
     ) -> None:
         self.path, self.mark_path, self.least = path, mark, least
-        self._floor = floor  # given, or else in the file beside
+        self.files = path.with_suffix("")
+        self.given = floor  # else in the file beside
         self.handed: End | None = None  # how far the ledger goes with the newest release that this object handed out
 
     def once(
-        self, charge: Charge, question: str, delta: float, most: int | None, draw: Callable[[], Released]
+        self,
+        charge: Charge,
+        question: str,
+        delta: float,
+        most: int | None,
+        draw: Callable[[], Released],
+        images: Touched | None = None,
     ) -> Released:
-        """The release at this place: the recorded one, or a new one if the budget allows it."""
+        """The release at this place: the recorded one, or a new one if the budget allows it.
+
+        ``images`` are those that ``draw`` looks at; None stands for every image of the site.
+        """
         with self._open() as file:
             mark = self._read_mark()
             book, num_bytes = self._checked(file, mark)
@@ -170,16 +114,42 @@ class Ledger:
                     why="a second answer about the same round is a second release that nobody accounted for",
                     fix="use the folder of the run that began this round, or start a new run",
                 )
-            if charge.key in book.releases:
-                return self._hand_out(book, charge, _unpacked(book.releases[charge.key][0]))
-            if charge.key in book.closed:
-                raise self._declined(charge, "what it released in this round is lost, and it releases nothing twice")
-            if charge.key not in book.questions:
-                self._check_budget(charge, list(book.begun.values()), delta, most)
+            kept = book.releases.get(charge.key)
+            found = None if kept is None else self._read_release(kept)
+            if found is not None:
+                return self._hand_out(book, charge, found)
+            if kept is not None or charge.key in book.closed:
+                raise declined(charge, "what it released in this round is lost, and it releases nothing twice")
+            charge = replace(charge, delta=delta, images=self._listed(images))
+            begun = book.pending(charge.key)
+            if begun is None or begun.images not in (None, charge.images):  # images may have come since a crash
+                earlier = list(book.begun.values())
+                check_budget(charge, earlier, self._floor_in(book), delta, most, self.lists([*earlier, charge]))
                 self._append(file, book, {"kind": "intent", "question": question, "charge": asdict(charge)})
             found = draw()
-            self._append(file, book, {"kind": "release", "key": charge.key, **_packed(found)})
+            data = save({name: value.detach().cpu().contiguous() for name, value in found.items()})
+            where = {"file": self._write_file("releases", data), "num_bytes": len(data)}
+            self._append(file, book, {"kind": "release", "key": charge.key, **where})
             return self._hand_out(book, charge, found)
+
+    def begin(self, limits: Floor, run: str) -> bool:
+        """Where nobody has set a floor, these limits of the first run become it; returns whether they did now.
+
+        They are also written to floor.yaml, where the site's operator may change them.
+        """
+        with self._open() as file:
+            mark = self._read_mark()
+            book, num_bytes = self._checked(file, mark)
+            if self._floor_in(book) is not None:
+                return False
+            file.truncate(num_bytes)
+            self._adopt(file, book, mark)
+            stated = limits.model_dump(exclude_none=True)
+            self._append(file, book, {"kind": "floor", "limits": stated, "run": run})
+            lines = [f"# Taken from the first run, {run}. Raise a limit here only if the site agrees to spend more."]
+            lines += [f"{name}: {value!r}" for name, value in stated.items()]
+            self._write_whole(self.floor_path, "\n".join(lines).encode() + b"\n")
+            return True
 
     def recover(self) -> list[Charge]:
         """Bring the ledger up to its mark, or make a lost mark from a whole ledger; returns what was charged now.
@@ -191,7 +161,7 @@ class Ledger:
             with contextlib.suppress(RunError):  # damaged: as good as none
                 mark = self._read_mark()
             try:
-                book: _Book | None = self._entries(file)[0]
+                book: Book | None = self._entries(file)[0]
             except RunError:
                 book = None
             if mark is None and (book is None or not book.end.entries):
@@ -221,59 +191,120 @@ class Ledger:
 
     def charges(self) -> list[Charge]:
         """Everything that was ever begun, in order; nothing is written."""
+        return list(self.book().begun.values())
+
+    def book(self) -> Book:
+        """What the ledger says; nothing is written."""
         mark = self._read_mark()  # before the ledger, which only grows
         try:
             with open(self.path, "rb") as file:
-                return list(self._checked(file, mark)[0].begun.values())
+                return self._checked(file, mark)[0]
         except FileNotFoundError:
-            return list(self._checked(io.BytesIO(), mark)[0].begun.values())
+            return self._checked(io.BytesIO(), mark)[0]
         except OSError as error:
             raise self._unusable(str(error)) from None
 
-    def floor(self) -> Floor:
-        """The site's own limits; a floor that cannot be understood allows nothing."""
-        path = self.path.parent / "floor.yaml"
-        if self._floor is not None:
-            return self._floor
-        if not path.exists():
-            return Floor()
+    @property
+    def floor_path(self) -> Path:
+        return self.path.parent / "floor.yaml"
+
+    def floor(self) -> Floor | None:
+        """The site's own limits; None if there are none yet."""
+        return self._floor_in(self.book()) if self.given is None else self.given
+
+    def floor_from(self, book: Book) -> str:
+        """Who set the floor, and where it can be changed."""
+        if self.given is not None:
+            return "set in site.yaml"
+        whose = "set by the operator" if book.floor is None else f"taken from the first run, {book.floor['run']}"
+        return f"{whose}; to change it: {self.floor_path}"
+
+    def _floor_in(self, book: Book) -> Floor | None:
+        """Given, or in the file beside, or taken from the first run. One that cannot be understood allows nothing."""
+        if self.given is not None:
+            return self.given
         try:
-            found = read_yaml(path)
-            unknown = found.keys() - {field.name for field in fields(Floor)}
-            if unknown or not all(float(value) > 0 for value in found.values()):
-                raise ValueError(f"unknown {sorted(unknown)}" if unknown else "limits must be above 0")
-            return Floor(**found)
+            if self.floor_path.exists():
+                return Floor.model_validate(read_yaml(self.floor_path))
+            return None if book.floor is None else Floor.model_validate(book.floor["limits"])
         except (OSError, ValueError, TypeError, AttributeError, ConfigError) as error:
+            lines = str(error).splitlines()
             raise RunError(
                 "E411",
                 "the site's privacy floor cannot be read, so nothing is sent",
-                where=str(path),
-                why=str(error),
-                fix="epsilon_max, min_sigma, max_participations: positive numbers",
+                where=str(self.floor_path),
+                why=" ".join(lines[1:3]) if isinstance(error, ValidationError) else str(error),
+                fix=f"{', '.join(Floor.model_fields)}: positive numbers, without quotes",
             ) from None
 
-    def _check_budget(self, charge: Charge, earlier: list[Charge], delta: float, most: int | None) -> None:
-        floor = self.floor()
-        same = [c for c in earlier if (c.run, c.task) == (charge.run, charge.task)]
-        limits = [limit for limit in (most, floor.max_participations) if limit is not None]
-        if limits and len(same) >= min(limits):
-            raise self._declined(charge, f"{len(same)} participations in this task are all it allows")
-        if floor.min_sigma is not None and charge.sigma < floor.min_sigma:
-            raise self._declined(charge, f"noise multiplier {charge.sigma:g} is below its floor {floor.min_sigma:g}")
-        if floor.epsilon_max is None:
-            return
-        if charge.mechanism == "paper-experiment":
-            raise self._declined(charge, "the paper's experiment promises no epsilon, and this site has a limit on it")
-        used = [c for c in earlier if c.run != charge.run or c.task == charge.task or charge.reuses]
-        steps: Counter[tuple[float, float]] = Counter()
-        for c in (*used, charge):
-            steps[c.sigma, c.rate] += c.steps
-        spent = total_epsilon([(sigma, Composition(n, 1, rate)) for (sigma, rate), n in steps.items()], delta)
-        if spent > floor.epsilon_max:
-            raise self._declined(charge, f"epsilon would be {spent:.2f}, above its limit {floor.epsilon_max:g}")
+    def _listed(self, images: Touched | None) -> str | None:
+        """The name of the list of these images, which is on disk."""
+        if images is None:
+            return None
+        key = self._key(images.view)
+        hashes = sorted({hashlib.blake2b(digest, key=key, digest_size=8).hexdigest() for digest in images.digests})
+        return self._write_file("images", json.dumps({"view": _name_of(key), "images": hashes}).encode())
 
-    def _declined(self, charge: Charge, why: str) -> Declined:
-        return Declined("E413", f"site declines: {why}", where=f"task {charge.task}, round {charge.round}")
+    def lists(self, charges: Sequence[Charge]) -> Listed:
+        """The lists of these charges' images. Only those of the newest view can be compared; another counts for every image."""
+        found = {charge.images: self._read_list(charge.images) for charge in charges}
+        newest = next((one["view"] for charge in reversed(charges) if (one := found[charge.images])), None)
+        return {
+            name: frozenset(one["images"]) if one is not None and one["view"] == newest else None
+            for name, one in found.items()
+        }
+
+    def _read_list(self, name: str | None) -> dict[str, Any] | None:
+        data = None if name is None else self._read_file("images", name)
+        return None if data is None else dict(json.loads(data))
+
+    def _key(self, view: str) -> bytes:
+        """What hashes of images of this view are made with. A simulation has nothing to hide from itself."""
+        return hashlib.blake2b(view.encode(), key=b"" if self.mark_path is None else self.secret()).digest()
+
+    def secret(self) -> bytes:
+        """32 bytes that never leave the site."""
+        path = self.files / "secret"
+        with contextlib.suppress(FileNotFoundError):
+            return path.read_bytes()
+        self._write_whole(path, secrets.token_bytes(32))
+        return path.read_bytes()
+
+    def _read_release(self, kept: Kept) -> Released | None:
+        """None if it is no longer there as it was."""
+        if kept.text:
+            return load(base64.b64decode(kept.text))
+        data = self._read_file("releases", kept.sha256)
+        return None if data is None else load(data)
+
+    def _write_file(self, kind: str, data: bytes) -> str:
+        """A file named by its hash, which it returns; on disk when this returns."""
+        sha256 = hashlib.sha256(data).hexdigest()
+        path = self.files / kind / sha256
+        if not path.exists():
+            self._write_whole(path, data)
+        return sha256
+
+    def _read_file(self, kind: str, sha256: str) -> bytes | None:
+        """None if there is no such file, or it has another content."""
+        with contextlib.suppress(OSError):
+            data = (self.files / kind / sha256).read_bytes()
+            return data if hashlib.sha256(data).hexdigest() == sha256 else None
+        return None
+
+    def _write_whole(self, path: Path, data: bytes) -> None:
+        """Whole or not at all, and on disk when this returns."""
+        temporary = path.with_name(f".{path.name}.tmp")
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with open(temporary, "wb", opener=_for_us_alone) as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+            _sync_folder(path.parent)
+        except OSError as error:
+            raise self._unwritten(error) from None
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[BinaryIO]:
@@ -291,7 +322,7 @@ class Ledger:
                 _sync_folder(self.path.parent)
             yield file
 
-    def _checked(self, file: BinaryIO, mark: Mark | None) -> tuple[_Book, int]:
+    def _checked(self, file: BinaryIO, mark: Mark | None) -> tuple[Book, int]:
         """As :meth:`_entries`, if they reach the mark and what the server remembers."""
         book, num_bytes = self._entries(file)
         if self.mark_path is not None and mark is None and book.chained:
@@ -302,11 +333,11 @@ class Ledger:
             raise self._set_back("E367", "lacks entries that the server knows of", "the server", book, self.least)
         return book, num_bytes
 
-    def _entries(self, file: BinaryIO) -> tuple[_Book, int]:
+    def _entries(self, file: BinaryIO) -> tuple[Book, int]:
         """What all whole lines say, and how many bytes they are."""
         file.seek(0)
         data = file.read()
-        book, whole = _Book(), data[: data.rfind(b"\n") + 1]
+        book, whole = Book(), data[: data.rfind(b"\n") + 1]
         for number, line in enumerate(whole.splitlines(), start=1):
             try:
                 book.add(json.loads(line))
@@ -314,7 +345,7 @@ class Ledger:
                 raise self._unusable(f"line {number}: {error}") from None
         return book, len(whole)
 
-    def _adopt(self, file: BinaryIO, book: _Book, mark: Mark | None) -> None:
+    def _adopt(self, file: BinaryIO, book: Book, mark: Mark | None) -> None:
         """A new ledger gets its mark before its first entry. One from before there was a chain is taken over once, as it is,
         and an entry says so.
         """
@@ -323,16 +354,15 @@ class Ledger:
         if book.end.entries and not book.chained:
             self._append(file, book, {"kind": "chained", "entries": book.end.entries})
 
-    def _hand_out(self, book: _Book, charge: Charge, found: Released) -> Released:
+    def _hand_out(self, book: Book, charge: Charge, found: Released) -> Released:
         """Nothing leaves before the mark knows of it."""
         self._write_mark(book)
-        end = book.releases[charge.key][1]
+        end = book.releases[charge.key].end
         self.handed = max(self.handed or end, end, key=lambda one: one.entries)
         return found
 
-    def _append(self, file: BinaryIO, book: _Book, row: dict[str, Any]) -> None:
-        row |= {"before": book.end.head}
-        row |= {"sha256": _fingerprint(row)}
+    def _append(self, file: BinaryIO, book: Book, row: dict[str, Any]) -> None:
+        row = book.entry(row)
         try:
             file.write(json.dumps(row).encode() + b"\n")
             file.flush()
@@ -346,33 +376,24 @@ class Ledger:
             return None
         try:
             row = json.loads(self.mark_path.read_bytes())
-            if row.pop("sha256") != _fingerprint(row):
+            if row.pop("sha256") != fingerprint(row):
                 raise ValueError("it does not match its fingerprint")
-            return Mark(End(**row["end"]), _charges(row["charges"]))
+            return Mark(End(**row["end"]), charges_in(row["charges"]))
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise self._no_mark(str(error)) from None
 
-    def _write_mark(self, book: _Book) -> None:
+    def _write_mark(self, book: Book) -> None:
         """Whole or not at all."""
         if self.mark_path is None:
             return
         charges = {sha256: asdict(charge) for sha256, charge in book.begun.items()}
         row: dict[str, Any] = {"end": asdict(book.end), "charges": charges}
-        row |= {"sha256": _fingerprint(row)}
-        temporary = self.mark_path.with_name(f".{self.mark_path.name}.tmp")
-        try:
-            with open(temporary, "wb", opener=_for_us_alone) as file:
-                file.write(json.dumps(row, indent=1).encode() + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, self.mark_path)
-            _sync_folder(self.mark_path.parent)
-        except OSError as error:
-            raise self._unwritten(error) from None
+        row |= {"sha256": fingerprint(row)}
+        self._write_whole(self.mark_path, json.dumps(row, indent=1).encode() + b"\n")
 
-    def _set_back(self, code: str, what: str, who: str, book: _Book, end: End) -> RunError:
+    def _set_back(self, code: str, what: str, who: str, book: Book, end: End) -> RunError:
         have = f"ends at entry {book.end.entries}" if end.entries > book.end.entries else "has another one there"
         return RunError(
             code,
@@ -410,10 +431,6 @@ class Ledger:
         return f"{newest}; then: {command('deploy', 'recover-ledger', self.mark_path.parent)}"
 
 
-def _charges(rows: dict[str, Any]) -> dict[str, Charge]:
-    return {sha256: Charge(**row) for sha256, row in rows.items()}
-
-
 def _for_us_alone(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
@@ -428,14 +445,6 @@ def _sync_folder(path: Path) -> None:
             os.close(folder)
 
 
-def _fingerprint(row: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(row, sort_keys=True).encode()).hexdigest()
-
-
-def _packed(tensors: Released) -> dict[str, Any]:
-    plain = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-    return {"data": base64.b64encode(save(plain)).decode()}
-
-
-def _unpacked(data: str) -> Released:
-    return load(base64.b64decode(data))
+def _name_of(key: bytes) -> str:
+    """What can be said of a key without telling it."""
+    return hashlib.blake2b(key, digest_size=8).hexdigest()

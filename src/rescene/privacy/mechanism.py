@@ -15,7 +15,7 @@ from rescene.errors import ConfigError, ResceneWarning
 from rescene.functional.release import release_bound
 from rescene.privacy.accounting import Composition, check_grid
 from rescene.privacy.discrete import discrete_gaussian
-from rescene.privacy.ledger import Charge, Declined, Ledger
+from rescene.privacy.ledger import Charge, Declined, Ledger, Touched
 from rescene.privacy.noise import Noise
 
 ARITHMETIC = 2.0**-10  # room for float32: images of one batch may change each other's last digits
@@ -126,6 +126,8 @@ class Site:
     round: int = 0
     max_participations: int | None = None
     ledger: Ledger | None = None
+    images: Callable[[], Touched] | None = None  # those that its release touches; None: any image of the site
+    why: str = ""  # what the server asked for
 
     def release(self, question: str, draw: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         """What ``draw`` gives, once: the same place in the same run gets the very same numbers again.
@@ -136,8 +138,9 @@ class Site:
             return draw()
         m = self.mechanism
         steps, rate = m.composition.steps, m.composition.rate
-        charge = Charge(self.run, self.task, self.round, m.kind, m.sigma, steps, rate, m.reuses)
-        return self.ledger.once(charge, question, m.delta, self.max_participations, draw)
+        charge = Charge(self.run, self.task, self.round, m.kind, m.sigma, steps, rate, m.reuses, why=self.why)
+        touched = None if m.reuses or self.images is None else self.images()  # the memory may hold any earlier image
+        return self.ledger.once(charge, question, m.delta, self.max_participations, draw, touched)
 
     def answer(self, question: str, draw: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor] | None:
         """As :meth:`release`; None, and a warning, when the site declines."""
