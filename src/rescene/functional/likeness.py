@@ -28,8 +28,8 @@ SHORTLIST = 8  # candidates for each picture that are compared in full, and half
 CHUNK = 4096  # candidates at a time
 FEW_CHANNELS = 3  # above, a "picture" is what a lens gave, and its channels are no colours
 CUT = 2.0  # margin from which a picture is called traced: the other distance is seven times as long
-WIDTHS = (1.0, 1.8)  # pixels: blurs that a copy may have had
-_LEAST = 1e-3  # distances below this are all alike: eight-bit rounding
+WIDTHS = (1.0, 1.4, 1.8)  # pixels: blurs that a copy may have had
+_LEAST = 1e-4  # distances below this are all alike: rounding to eight bits takes about a tenth of it
 _LEAST_VALUES = 1e-5  # sorted values agree better than that only where they are the same
 
 
@@ -46,6 +46,7 @@ def margins(pictures: Tensor, seen: Tensor, unseen: Tensor) -> Tensor:
         least[:, -1] = _LEAST_VALUES
         near, far = (distance + least).log()
         margin = far - near
+        margin[-1] /= 2  # values are few numbers in effect, so that chance brings them close more often
         found.append(margin[margin.abs().argmax()])
     return torch.stack(found) if found else pictures.new_zeros(0)
 
@@ -65,7 +66,7 @@ def _reach(side: int) -> int:
 def _shortlist(pictures: Tensor, pool: Tensor) -> Tensor:
     """[m, k] positions of the candidates that look most alike at a coarse scale, and of those with the most similar values."""
     reach = _reach(pool.shape[-1])
-    views = _windows(_mirrored(_coarse_forms(pictures)), reach, step=max(reach, 1))  # [m, forms, registrations, ...]
+    views = _windows(_mirrored(_coarse_forms(pictures)), reach, step=2)  # [m, forms, registrations, ...]
     queries = _unit(_pooled(views))
     values, scale = _values(pictures), _values(pool).std(dim=0).clamp(min=1e-6)
     alike, same_values = [], []
