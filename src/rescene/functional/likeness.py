@@ -27,8 +27,8 @@ REACH = 3  # pixels
 SHORTLIST = 8  # candidates for each picture that are compared in full, and half as many found by their values alone
 CHUNK = 4096  # candidates at a time
 FEW_CHANNELS = 3  # above, a "picture" is what a lens gave, and its channels are no colours
-CUT = 2.0  # margin from which a picture is called traced: the other distance is seven times as long
-WIDTHS = (1.0, 1.4, 1.8)  # pixels: blurs that a copy may have had
+CUT = 1.5  # margin from which a picture is called traced: the other distance is four and a half times as long
+WIDTHS = (0.8, 1.1, 1.5)  # pixels: blurs that a copy may have had
 _LEAST = 1e-4  # distances below this are all alike: rounding to eight bits takes about a tenth of it
 _LEAST_VALUES = 1e-5  # sorted values agree better than that only where they are the same
 
@@ -66,7 +66,7 @@ def _reach(side: int) -> int:
 def _shortlist(pictures: Tensor, pool: Tensor) -> Tensor:
     """[m, k] positions of the candidates that look most alike at a coarse scale, and of those with the most similar values."""
     reach = _reach(pool.shape[-1])
-    views = _windows(_mirrored(_coarse_forms(pictures)), reach, step=2)  # [m, forms, registrations, ...]
+    views = _windows(_mirrored(_coarse_forms(pictures)), reach)  # [m, forms, registrations, ...]
     queries = _unit(_pooled(views))
     values, scale = _values(pictures), _values(pool).std(dim=0).clamp(min=1e-6)
     alike, same_values = [], []
@@ -95,12 +95,11 @@ def _mirrored(x: Tensor) -> Tensor:
     return torch.stack([x, x.flip(-1)], dim=2)
 
 
-def _windows(x: Tensor, reach: int, step: int = 1) -> Tensor:
+def _windows(x: Tensor, reach: int) -> Tensor:
     """[..., k, c, h, w] -> [..., k * positions, c, h', w']: all windows that moving by ``reach`` leaves, side by side."""
     height, width = x.shape[-2] - 2 * reach, x.shape[-1] - 2 * reach
-    offsets = range(0, 2 * reach + 1, step)
-    found = [x[..., i : i + height, j : j + width] for i in offsets for j in offsets]
-    return torch.cat(found, dim=-4)
+    offsets = range(2 * reach + 1)
+    return torch.cat([x[..., i : i + height, j : j + width] for i in offsets for j in offsets], dim=-4)
 
 
 def _pooled(x: Tensor) -> Tensor:
