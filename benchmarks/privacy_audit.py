@@ -82,7 +82,7 @@ def work() -> Iterator[tuple[dict[str, Any], Any]]:
         for seed in range(20):
             epsilon = EPSILONS[seed % len(EPSILONS)]
             yield {"part": kind, "seed": seed}, lambda a=(kind, seed, epsilon, num_canaries): sound(*a)
-    for kind, draws in (("moments", 1000), ("dp-sgd", 300)):
+    for kind, draws in (("moments", 400), ("dp-sgd", 120)):
         for seed in range(20):
             epsilon = EPSILONS[seed % len(EPSILONS)]
             yield {"part": kind, "seed": seed}, lambda a=(kind, seed, epsilon, draws): two_draws(*a)

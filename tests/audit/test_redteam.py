@@ -46,7 +46,9 @@ def test_weights_hold_and_weak_ones_are_inverted():
     assert shown.control and shown.verdict == "held", shown
 
 
-@pytest.mark.parametrize("attack", [letters.replies, letters.remembered, letters.requests, letters.evaluation, letters.errors])
+@pytest.mark.parametrize(
+    "attack", [letters.replies, letters.remembered, letters.requests, letters.evaluation, letters.errors]
+)
 def test_attacks_on_letters_fire_on_a_site_without_protection(attack):
     """Whether the claims hold is for ``rescene audit --all`` to say; here, that the attacks see anything."""
     assert attack().control

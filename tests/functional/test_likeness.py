@@ -28,9 +28,14 @@ def test_a_changed_copy_is_traced(change):
 
 def test_the_old_figure_is_blind_to_most_of_them():
     """Why there is a second figure: above 30 dB are plain copies only."""
-    decibel = {name: float(psnr(TRANSFORM.normalise(255 * x), TRANSFORM.normalise(255 * SEEN[:8]), TRANSFORM).max()) for name, x in COPIES.items()}
+    decibel = {
+        name: float(psnr(TRANSFORM.normalise(255 * x), TRANSFORM.normalise(255 * SEEN[:8]), TRANSFORM).max())
+        for name, x in COPIES.items()
+    }
     seen = {name for name, value in decibel.items() if value > 30}
-    assert "as it is" in seen and seen <= {"as it is", "blurred", "noise of .02"}, "blur takes little of smooth pictures"
+    assert "as it is" in seen and seen <= {"as it is", "blurred", "blurred twice", "noise of .02"}, (
+        "blur takes little of smooth pictures"
+    )
 
 
 def test_pictures_that_nobody_copied_are_not_traced():
@@ -43,7 +48,9 @@ def test_the_source_is_the_nearest_not_just_any_training_image():
 
 
 def test_what_a_lens_gives_is_compared_too():
-    seen, unseen = (torch.randint(0, 256, (40, 19, 4, 4), generator=torch.Generator().manual_seed(k)).float() for k in (0, 1))
+    seen, unseen = (
+        torch.randint(0, 256, (40, 19, 4, 4), generator=torch.Generator().manual_seed(k)).float() for k in (0, 1)
+    )
     assert (margins(seen[:5] * 0.8 + 3, seen, unseen) > CUT).all()
 
 
@@ -61,5 +68,5 @@ def test_the_figure_counts_uploads_and_chance():
 def test_rates_on_photographs():
     """500 copies of fashion-mini under each change; 150 unseen images. The rates stand in docs/privacy.md."""
     missed, wrong = traced(500, 150)
-    assert wrong <= 0.1 and missed.pop("blurred") <= 0.25
+    assert wrong <= 0.1 and missed.pop("blurred twice") <= 0.25
     assert max(missed.values()) <= 0.05, missed

@@ -25,8 +25,8 @@ CANARIES = 100
 def known_seed(seed: int = 0) -> Found:
     """`waves` without a mechanism: y = mean + C^(1/2) z with noise z that the server can draw too.
 
-    From enough draws it solves for the mean and the covariance, from these for the second moment, which is one of whole numbers, and lattice
-    reduction gives the images. Ten numbers a picture and 24 draws here; a real class takes a few rounds.
+    From enough draws it solves for the mean and the covariance. They give the second moment of whole numbers, and lattice reduction
+    gives the images. Ten numbers a picture and 24 draws here; a real class takes a few rounds.
     """
     n, d, m = 4, 10, 24
     generator = torch.Generator().manual_seed(seed)
@@ -59,7 +59,9 @@ def changes(x: Tensor, seed: int = 0) -> Iterator[tuple[str, Tensor]]:
     yield "mirror", x.flip(-1)
     for pixels in (1, 2, 3):
         yield f"moved by {pixels}", torch.roll(x, (pixels, -pixels), (2, 3))
-    yield "blurred", avg_pool2d(pad(x, (1, 1, 1, 1), mode="replicate"), 3, 1)
+    once = avg_pool2d(pad(x, (1, 1, 1, 1), mode="replicate"), 3, 1)
+    yield "blurred", once
+    yield "blurred twice", avg_pool2d(pad(once, (1, 1, 1, 1), mode="replicate"), 3, 1)
     yield "brighter by .05", (x + 0.05).clamp(0, 1)
     yield "noise of .02", (x + 0.02 * noise).clamp(0, 1)
     yield "contrast .8", (x - 0.5) * 0.8 + 0.5
@@ -87,7 +89,9 @@ def traced(count: int, num_unseen: int | None = None) -> tuple[dict[str, float],
     """By change, the share of copies of fashion-mini that are missed; and the share of unseen images that are traced all the same."""
     experiment = prepare(resolve("demo", []).recipe)
     task, data = experiment.tasks[0], experiment.dataset
-    seen, unseen = (split.pixels[index].float() / 255 for split, index in ((data.train, task.train), (data.test, task.test)))
+    seen, unseen = (
+        split.pixels[index].float() / 255 for split, index in ((data.train, task.train), (data.test, task.test))
+    )
     num = num_unseen or count
     controls, others = unseen[: 2 * num : 2], torch.cat([unseen[1 : 2 * num : 2], unseen[2 * num :]])
     copies = seen[:: len(seen) // count][:count]

@@ -69,11 +69,21 @@ def server(settings: list[str], counts: dict[str, int], floor: dict[str, Any] | 
             for i in range(count):
                 noise = torch.randint(256, (SIDE, SIDE, 3), generator=torch.Generator().manual_seed(1000 * number + i))
                 Image.fromarray(noise.to(torch.uint8).numpy()).save(root / "images" / name / f"{i}.png")
-        section = {"client": 0, "device": "cpu", "holds": "own", "data": {"path": str(root / "images")}, "hold_out": 0.3}
-        (root / "site.yaml").write_text(yaml.safe_dump(section | ({"privacy": floor} if floor else {})), encoding="utf-8")
+        section = {
+            "client": 0,
+            "device": "cpu",
+            "holds": "own",
+            "data": {"path": str(root / "images")},
+            "hold_out": 0.3,
+        }
+        (root / "site.yaml").write_text(
+            yaml.safe_dump(section | ({"privacy": floor} if floor else {})), encoding="utf-8"
+        )
         tasks = [{"classes": list(names), "rounds": 2} for names in TASKS]
         plan = SitesSection.model_validate({"image_size": SIDE, "rounds": 2, "tasks": tasks})
-        resolved = with_plan(resolve("smoke", [*settings, "device=cpu", "federation.per_round=1"]), plan, 1, root / "run")
+        resolved = with_plan(
+            resolve("smoke", [*settings, "device=cpu", "federation.per_round=1"]), plan, 1, root / "run"
+        )
         experiment = prepare(resolved.recipe)
         state = experiment.method.init(experiment.initial_net(), experiment.rng)
         head = {key: state.model[key][:1] for key in ("head.weight", "head.bias")} if SUMS[0] in settings else {}
@@ -87,11 +97,17 @@ def even(count: int) -> dict[str, int]:
 
 def replies() -> Found:
     """Everything beside the upload, from a site with 40 images of each class and from one with an image more."""
-    pairs = {"moments": (SUMS + EPSILON, "sum_up"), "dp-sgd": (WEIGHTS + EPSILON, "client_round"), "none": (PLAIN, "client_round")}
+    pairs = {
+        "moments": (SUMS + EPSILON, "sum_up"),
+        "dp-sgd": (WEIGHTS + EPSILON, "client_round"),
+        "none": (PLAIN, "client_round"),
+    }
     differ = {name: _differing(*pair) for name, pair in pairs.items()}
     found = sorted({*differ["moments"], *differ["dp-sgd"]})
     control = ", ".join(differ["none"])
-    return Found(len(found), 0, bool(differ["none"]), "fields differ", f"without a mechanism: {control}", ", ".join(found))
+    return Found(
+        len(found), 0, bool(differ["none"]), "fields differ", f"without a mechanism: {control}", ", ".join(found)
+    )
 
 
 def _differing(settings: list[str], verb: str) -> list[str]:
@@ -119,7 +135,10 @@ def _shape(value: Any) -> Any:
 def remembered() -> Found:
     """Is the hash of what a site remembers the same at two sites with the same images? Then it names them."""
     same = {}
-    for name, settings, verb in (("release", SUMS + EPSILON, "sum_up"), ("none", ["method=refed", *PLAIN[1:]], "client_round")):
+    for name, settings, verb in (
+        ("release", SUMS + EPSILON, "sum_up"),
+        ("none", ["method=refed", *PLAIN[1:]], "client_round"),
+    ):
         hashes = []
         for _ in range(2):
             with server(settings, even(10)) as one:
@@ -167,7 +186,9 @@ def requests() -> Found:
     fresh = _distinct([*seen[0], *weakened]) > _distinct(seen[0])
     promised = gaussian_epsilon(sigma, 1, 1e-5)
     found = max(gaussian_epsilon(sigma, num, 1e-5), 1e4 if fresh else 0.0)
-    notes = [f"{num} different releases of the same images"] * (num > 1) + ["a recipe with epsilon 10,000 is served"] * fresh
+    notes = [f"{num} different releases of the same images"] * (num > 1) + [
+        "a recipe with epsilon 10,000 is served"
+    ] * fresh
     words = "a second site with the same images gives a second release"
     return Found(found, promised, control == 2, "epsilon", words, "; ".join(notes))
 
@@ -198,7 +219,19 @@ def _distinct(seen: list[torch.Tensor | None]) -> int:
     return len(found)
 
 
-VERBS = ("init", "server_round", "expects", "forget", "_solved", "__init__", "model_dump", "no_such_verb", "", "../sum_up", "\x1b[2J")
+VERBS = (
+    "init",
+    "server_round",
+    "expects",
+    "forget",
+    "_solved",
+    "__init__",
+    "model_dump",
+    "no_such_verb",
+    "",
+    "../sum_up",
+    "\x1b[2J",
+)
 
 
 def verbs() -> Found:
@@ -215,7 +248,9 @@ def evaluation() -> Found:
     for name, settings in (("release", SUMS + EPSILON), ("none", PLAIN)):
         with server(settings, even(12)) as one:
             exact[name] = [one.ask(EVALUATE, token=f"e{k}", round=k).problem is None for k in (0, 1)]
-    return Found(sum(exact["release"]), 0, all(exact["none"]), "of 2 are answered", "without a mechanism both are answered")
+    return Found(
+        sum(exact["release"]), 0, all(exact["none"]), "of 2 are answered", "without a mechanism both are answered"
+    )
 
 
 def errors() -> Found:

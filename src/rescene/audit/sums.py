@@ -95,14 +95,21 @@ def likelihood(seen: Sums, known: Sums, candidates: Tensor, mechanism: Mechanism
     ) / 2
 
 
-def canary_scores(mechanism: Mechanism, draws: int, seed: int, believed: Mechanism | None = None) -> tuple[Tensor, Tensor]:
+def canary_scores(
+    mechanism: Mechanism, draws: int, seed: int, believed: Mechanism | None = None
+) -> tuple[Tensor, Tensor]:
     """Scores of one canary in ``draws`` worlds with it and as many without; the site holds two other images."""
     generator = torch.Generator().manual_seed(seed)
     z = pictures(3, generator)
     labels = torch.tensor([0, 1, 0])
     known = told(z[:2], labels[:2], None)
     scores = [
-        torch.stack([likelihood(told(z[:n], labels[:n], mechanism), known, z[2:], believed or mechanism)[0] for _ in range(draws)])
+        torch.stack(
+            [
+                likelihood(told(z[:n], labels[:n], mechanism), known, z[2:], believed or mechanism)[0]
+                for _ in range(draws)
+            ]
+        )
         for n in (3, 2)
     ]
     return scores[0], scores[1]
@@ -113,7 +120,9 @@ def membership(draws: int = DRAWS, seed: int = 0) -> Found:
     sound = claimed_sums()
     shown = two_world_bound(*canary_scores(sound, draws, seed), DELTA, RISK)
     broken = two_world_bound(*canary_scores(weaker(sound), draws, seed), DELTA, RISK)
-    return Found(shown, epsilon_of(sound.sigma, ONCE, DELTA), broken > CLAIM, "epsilon", f"noise / {WEAK:g} shows {broken:.2f}")
+    return Found(
+        shown, epsilon_of(sound.sigma, ONCE, DELTA), broken > CLAIM, "epsilon", f"noise / {WEAK:g} shows {broken:.2f}"
+    )
 
 
 def reconstruction(tries: int = TRIES, seed: int = 0) -> Found:
@@ -177,7 +186,9 @@ def whole_numbers(seed: int = 0, count: int = 200_000) -> Found:
     floats = [name for name, part in upload.items() if isinstance(part, Tensor) and part.is_floating_point()]
     proofs = _certain(torch.Generator().manual_seed(seed), count, bits=26)
     note = f"{', '.join(floats)} leave as floats: values exist that only one world can give" if floats else ""
-    return Found(len(floats), 0, proofs > 0, "parts in floats", f"noise of 2^26 values: {proofs} proofs in {count:,}", note)
+    return Found(
+        len(floats), 0, proofs > 0, "parts in floats", f"noise of 2^26 values: {proofs} proofs in {count:,}", note
+    )
 
 
 def _certain(generator: torch.Generator, count: int, bits: int) -> int:
@@ -198,7 +209,9 @@ def differencing(seed: int = 0) -> Found:
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the site says that it declines
         books = Ledger(Path(folder) / "ledger.jsonl")
-        kept, lost = (_answers(z, [Site(sound, Noise(), "audit", 0, r, 1, book) for r in (0, 1)]) for book in (books, None))
+        kept, lost = (
+            _answers(z, [Site(sound, Noise(), "audit", 0, r, 1, book) for r in (0, 1)]) for book in (books, None)
+        )
     return Found(kept, 1, lost == 2, "sums", "a site without a ledger is in both")
 
 
@@ -229,7 +242,10 @@ def gradient_scores(mechanism: Mechanism, pick: Tensor, shown: Tensor) -> Tensor
     features = pick.double() / STEPS
     push = torch.tensor([-0.5, 0.5], dtype=torch.float64)  # softmax of a zero head, less the label
     names = list(before)
-    parts = {"head.weight": torch.einsum("c,kd->kcd", push, features).flatten(1), "head.bias": push.expand(len(pick), -1)}
+    parts = {
+        "head.weight": torch.einsum("c,kd->kcd", push, features).flatten(1),
+        "head.bias": push.expand(len(pick), -1),
+    }
     gradients = torch.cat([parts[name] for name in names], dim=1)
     gradients = gradients * (mechanism.clip / gradients.norm(dim=1, keepdim=True)).clamp(max=1)
     return (gradients @ seen - gradients.square().sum(dim=1) / 2) / mechanism.deviation**2

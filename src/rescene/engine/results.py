@@ -240,6 +240,8 @@ def _statement(method: Method, leakage: dict[str, Any] | None) -> str:
         return f"{NO_GUARANTEE} What leaves a site: {method.leaves_site}."
     share = f"{100 * leakage['near_copies']:.0f} %"
     words = f"{share} of the uploaded images are near-copies (PSNR > 30 dB) of a real training image{_traced(leakage)}."
+    if getattr(method, "start", None) == "coloured":
+        words += " They are drawn with a seed that the server knows, so it can solve for the images of small classes."
     return f"{NO_GUARANTEE} {words}"
 
 
@@ -248,7 +250,9 @@ def _traced(leakage: dict[str, Any]) -> str:
     if "traced" not in leakage:
         return ""
     found, chance = (f"{100 * leakage[key]:.0f} %" for key in ("traced", "traced_by_chance"))
-    return f"; of {leakage['num_traced']} looked at with care {found} can be traced to one (images nobody sent: {chance})"
+    return (
+        f"; of {leakage['num_traced']} looked at with care {found} can be traced to one (images nobody sent: {chance})"
+    )
 
 
 def _rounded(value: Any) -> Any:

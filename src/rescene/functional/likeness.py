@@ -28,7 +28,7 @@ SHORTLIST = 8  # candidates for each picture that are compared in full, and half
 CHUNK = 4096  # candidates at a time
 FEW_CHANNELS = 3  # above, a "picture" is what a lens gave, and its channels are no colours
 CUT = 1.5  # margin from which a picture is called traced: the other distance is four and a half times as long
-WIDTHS = (0.8, 1.1, 1.5)  # pixels: blurs that a copy may have had
+BLURS = (("gauss", 1.0), ("gauss", 1.4), ("box", 1.0), ("box", 2.0))  # that a copy may have had; pixels to one side
 _LEAST = 1e-4  # distances below this are all alike: rounding to eight bits takes about a tenth of it
 _LEAST_VALUES = 1e-5  # sorted values agree better than that only where they are the same
 
@@ -117,7 +117,9 @@ def _values(x: Tensor) -> Tensor:
     away = flat - mean
     square = away.square()
     third, fourth = (square * away).mean(dim=2), square.square().mean(dim=2)
-    return torch.cat([mean.squeeze(2), square.mean(dim=2).sqrt(), third.sign() * third.abs() ** (1 / 3), fourth**0.25], 1)
+    return torch.cat(
+        [mean.squeeze(2), square.mean(dim=2).sqrt(), third.sign() * third.abs() ** (1 / 3), fourth**0.25], 1
+    )
 
 
 def _compared(one: Tensor, candidates: Tensor) -> Tensor:
@@ -127,12 +129,14 @@ def _compared(one: Tensor, candidates: Tensor) -> Tensor:
     few = both.shape[1] <= FEW_CHANNELS
     views = {
         "colour": [(one, candidates)],
-        "softer": [(one, _blurred(candidates, width)) for width in WIDTHS] if few else [],
+        "softer": [(one, _blurred(candidates, *blur)) for blur in BLURS] if few else [],
         "blurred": [(soft[0], soft[1:])],
         "edges": [(edges[0], edges[1:]) for edges in (_edges(soft),)] if few else [],
         "channel": [(one[c : c + 1], candidates[:, c : c + 1]) for c in range(both.shape[1])] if few else [],
     }
-    found = [torch.stack([_correlation(*pair, reach) for pair in pairs]).amax(dim=0) for pairs in views.values() if pairs]
+    found = [
+        torch.stack([_correlation(*pair, reach) for pair in pairs]).amax(dim=0) for pairs in views.values() if pairs
+    ]
     values = _unit(both.flatten(2).sort(dim=2).values.flatten(1))
     return torch.stack([*found, values[1:] @ values[0]])
 
@@ -144,11 +148,14 @@ def _correlation(one: Tensor, candidates: Tensor, reach: int) -> Tensor:
     middle = middle - middle.mean(dim=(1, 2), keepdim=True)
     size = middle.shape[-2:]
     query = torch.fft.rfft2(pad(torch.stack([middle, middle.flip(-1)]), (0, 2 * reach, 0, 2 * reach)))
-    product = (torch.fft.rfft2(candidates).unsqueeze(1) * query.conj()).sum(dim=2)  # nothing wraps around within the reach
+    product = (torch.fft.rfft2(candidates).unsqueeze(1) * query.conj()).sum(
+        dim=2
+    )  # nothing wraps around within the reach
     inner = torch.fft.irfft2(product, s=(height, width))[..., : 2 * reach + 1, : 2 * reach + 1]
     square = (_means(candidates.square(), size) - _means(candidates, size).square()).sum(1, keepdim=True)
     norm = (square.clamp(min=0) * size.numel()).sqrt() * middle.norm()
-    return (inner / norm.clamp(min=1e-6)).abs().amax(dim=(1, 2, 3))
+    found: Tensor = (inner / norm.clamp(min=1e-6)).abs().amax(dim=(1, 2, 3))
+    return found
 
 
 def _means(x: Tensor, size: torch.Size) -> Tensor:
@@ -164,19 +171,20 @@ def _unit(x: Tensor) -> Tensor:
     return normalize(x - x.mean(dim=-1, keepdim=True), dim=-1)
 
 
-def _blurred(x: Tensor, width: float = 1.5) -> Tensor:
-    """Gaussian of so many pixels; beyond the border the picture goes on as it ends."""
-    down, right = (_blur(side, width).to(x) for side in x.shape[-2:])
+def _blurred(x: Tensor, kind: str = "gauss", width: float = 1.5) -> Tensor:
+    """By a Gaussian or a box of so many pixels; beyond the border the picture goes on as it ends."""
+    down, right = (_blur(side, kind, width).to(x) for side in x.shape[-2:])
     return down @ x @ right.T
 
 
 @lru_cache
-def _blur(side: int, width: float) -> Tensor:
+def _blur(side: int, kind: str, width: float) -> Tensor:
     """[side, side] the blur of a column as a matrix; a small picture, a lens' say, stays as it is."""
     if side < 8:
         return torch.eye(side)
     away = torch.arange(-4, 5)
-    weights = torch.softmax(-away.square() / (2 * width**2), dim=0)
+    weights = (-away.square() / (2 * width**2)).exp() if kind == "gauss" else (away.abs() <= width).float()
+    weights = weights / weights.sum()
     rows = torch.arange(side).unsqueeze(1)
     return torch.zeros(side, side).scatter_add(1, (rows + away).clamp(0, side - 1), weights.expand(side, -1))
 

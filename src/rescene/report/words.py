@@ -156,9 +156,13 @@ def _copies(head: Group) -> str:
         return ""
     text = ""
     if share.mean > 0:
-        text = f"{percent(100 * share.mean, 0)}{PERCENT} of the images the sites uploaded are near-copies of a real image"
+        text = (
+            f"{percent(100 * share.mean, 0)}{PERCENT} of the images the sites uploaded are near-copies of a real image"
+        )
         text += ": sending them is close to sending the data." if share.mean >= 0.5 else "."
-    found, chance = (head.spread(lambda run, key=key: number(run.leakage.get(key))) for key in ("traced", "traced_by_chance"))
+    found, chance = (
+        head.spread(lambda run, key=key: number(run.leakage.get(key))) for key in ("traced", "traced_by_chance")
+    )
     if found and chance and found.mean > chance.mean:
         shares = [f"{percent(100 * one.mean, 0)}{PERCENT}" for one in (found, chance)]
         text += f" {shares[0]} can be traced to the image they come from; of images that nobody sent {shares[1]} can."
