@@ -1,5 +1,5 @@
 """The stored points of the frontier figure, from the runs under results/: writes src/rescene/report/frontier.csv and the table
-in docs/privacy.md.
+in docs/mechanisms.md.
 
     python benchmarks/frontier.py [PATTERN ...]        of run folders, if not those below
 
@@ -51,7 +51,7 @@ def main(*patterns: str) -> None:
     rows = [{key: value for key, value in asdict(p).items() if key != "stored"} for p in points]
     rows = [{key: round(v, 4) if isinstance(v, float) else v for key, v in row.items()} for row in rows]
     (ROOT / "src/rescene/report/frontier.csv").write_text(csv_text(rows), "utf-8", newline="")
-    page = ROOT / "docs/privacy.md"
+    page = ROOT / "docs/mechanisms.md"
     page.write_text(MARKED.sub(rf"\g<1>{markdown(points)}\g<2>", page.read_text("utf-8")), "utf-8")
     print(f"{len(rows)} points of {len(runs)} runs")
 

@@ -13,7 +13,7 @@ ROOT = Path(rescene.__file__).parent
 BELOW_ALL = {"errors", "rng", "record", "hyperparameters", "run_state", "versions", "documents"}
 LEVEL = {
     "functional": 0, "nets": 1, "data": 1, "privacy": 2, "lens": 2, "steps": 3, "methods": 4, "config": 5, "engine": 6,
-    "deploy": 7, "audit": 7,
+    "deploy": 7, "audit": 8,
     "report": 8, "api": 8, "conformance": 8, "bench": 8, "paper": 9, "use": 7, "trackers": 7, "cli": 10,
     "pytest_plugin": 11,
 }  # fmt: skip

@@ -234,7 +234,7 @@ def test_fewer_server_epochs_look_different_in_a_figure(here):
     assert full.get("fillstyle", "full") == "full" and fast["fillstyle"] != "full"
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/paper.md", "docs/privacy.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/paper.md", "docs/mechanisms.md"])
 def test_documents_are_up_to_date(name):
     text = (ROOT / name).read_text(encoding="utf-8")
     fresh = refreshed(text, Store([ROOT / "results"]))

@@ -5,10 +5,20 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rescene.audit import Scale, audit, audit_words, control_words, run_controls, stage_of
+from rescene.audit import (
+    Scale,
+    audit,
+    audit_words,
+    control_words,
+    red_team,
+    red_team_words,
+    run_controls,
+    stage_of,
+)
 from rescene.cli.listing import print_rows
 from rescene.config import resolve
 from rescene.engine import prepare, use_all_cores
@@ -48,6 +58,34 @@ def run_audit(
         if out:
             print(out)
     return good
+
+
+def run_red_team(out: Path | None, quiet: bool, as_json: bool) -> bool:
+    """Attack every claim; whether all that were attacked held and all controls fired."""
+    use_all_cores()
+    rows = red_team(_silent if quiet or as_json else _say)
+    found = {"schema": 1, "rows": [asdict(row) for row in rows], "words": [red_team_words(rows)]}
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_json(out, found)
+    if as_json:
+        print(json.dumps(found))
+    else:
+        print_rows(
+            {
+                "claim": row.claim,
+                "attack": row.attack,
+                "positive control": row.control,
+                "found": row.found,
+                "promised at most": row.promised,
+                "verdict": row.verdict + (f": {row.note}" if row.note else ""),
+            }
+            for row in rows
+        )
+        print("\n" + textwrap.fill(red_team_words(rows), 118))
+        if out:
+            print(out)
+    return all(row.good for row in rows)
 
 
 def _run_folder(what: str, overrides: list[str]) -> Path | None:

@@ -102,6 +102,9 @@ def privacy(
 def audit(
     what: Annotated[str, typer.Argument(help="recipe, recipe file or run folder")] = "demo",
     overrides: Overrides = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="attack every claim that rescene makes; one table, a few minutes")
+    ] = False,
     controls: Annotated[bool, typer.Option("--controls", help="break privacy in five ways: are they noticed?")] = False,
     canaries: Annotated[int, typer.Option("--canaries", min=20, help="of each kind; more can show more")] = 200,
     shadows: Annotated[int, typer.Option("--shadows", min=8, help="shadow condensations")] = 64,
@@ -117,7 +120,12 @@ def audit(
     """Attack what sites upload; exit code 5 if a promise is contradicted or a control does not fire."""
     load_plugins(plugin)
     from rescene.audit import Scale
-    from rescene.cli.auditing import run_audit
+    from rescene.cli.auditing import run_audit, run_red_team
+
+    if everything:
+        if not run_red_team(out, quiet, as_json):
+            raise typer.Exit(5)
+        return
 
     scale = Scale(canaries, shadows, targets, participations)
     if not run_audit(what, list(overrides or []), controls, scale, out, quiet, as_json):

@@ -32,7 +32,7 @@ def demo(
         bool,
         typer.Option(
             "--privacy",
-            help="three ways to send less: near-copies (demo), drawn pictures (waves), a guarantee (waves-dp)",
+            help="three uploads: near-copies (demo), drawn pictures, not private either (waves), a guarantee (waves-dp)",
         ),
     ] = False,
     quiet: Quiet = False,

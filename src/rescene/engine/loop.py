@@ -209,7 +209,8 @@ class Run(Restartable):
         if self.adversary.clients:
             net = self.federation.net(self.state.model)
             self.facts.attack_success = self.adversary.success(net, self.experiment.tasks[: task.index + 1])
-        summary = self.leakage.summary()
+        with self.timer.phase("leakage"):
+            summary = self.leakage.summary()
         if summary is not None:
             self.facts.leakage.append({"task": task.index, **summary})
             with self.timer.phase("leakage"):

@@ -190,6 +190,12 @@ def _leakage(per_task: list[dict[str, Any]]) -> dict[str, Any] | None:
         starts = {key: mean(key) for key in ("start_rms_mean", "start_rms_median", "start_psnr_median_db")}
         starts["start_rms_min"] = min(row["start_rms_min"] for row in per_task)
         starts["unmoved"] = sum(row["unmoved"] for row in per_task)
+    traced = {}
+    if all("num_traced" in row for row in per_task):
+        num = sum(row["num_traced"] for row in per_task)
+        keys = ("traced", "traced_by_chance", "nearest_seen", "nearest_seen_by_chance")
+        traced = {key: sum(row[key] * row["num_traced"] for row in per_task) / num for key in keys}
+        traced["num_traced"] = num
     return {
         "num_images": total,
         "nearest_rms_mean": mean("nearest_rms_mean"),
@@ -199,6 +205,7 @@ def _leakage(per_task: list[dict[str, Any]]) -> dict[str, Any] | None:
         "near_copies": mean("near_copies"),
         "exact_copies": sum(row["exact_copies"] for row in per_task),
         **starts,
+        **traced,
         "per_task": per_task,
     }
 
@@ -211,7 +218,7 @@ def _privacy(experiment: Experiment, leakage: dict[str, Any] | None) -> dict[str
     words = promise.statement()
     if leakage is not None:
         images = "images that the server drew" if promise.mechanism.sends_sums else "uploaded images"
-        words += f" {100 * leakage['near_copies']:.0f} % of the {images} are near-copies of a real training image."
+        words += f" {100 * leakage['near_copies']:.0f} % of the {images} are near-copies of a real training image{_traced(leakage)}."
     return {
         "private": promise.formal,
         "statement": words,
@@ -236,7 +243,20 @@ def _statement(method: Method, leakage: dict[str, Any] | None) -> str:
         simulated = "Simulation, exact sums. " if method.needs_mechanism else ""
         return f"{simulated}{NO_GUARANTEE} What leaves a site: {method.leaves_site}."
     share = f"{100 * leakage['near_copies']:.0f} %"
-    return f"{NO_GUARANTEE} {share} of the uploaded images are near-copies (PSNR > 30 dB) of a real training image."
+    words = f"{share} of the uploaded images are near-copies (PSNR > 30 dB) of a real training image{_traced(leakage)}."
+    if getattr(method, "start", None) == "coloured":
+        words += " They are drawn with a seed that the server knows, so it can solve for the images of small classes."
+    return f"{NO_GUARANTEE} {words}"
+
+
+def _traced(leakage: dict[str, Any]) -> str:
+    """What stands beside the near-copies; nothing where no image was left to compare with."""
+    if "traced" not in leakage:
+        return ""
+    found, chance = (f"{100 * leakage[key]:.0f} %" for key in ("traced", "traced_by_chance"))
+    return (
+        f"; of {leakage['num_traced']} looked at with care {found} can be traced to one (images nobody sent: {chance})"
+    )
 
 
 def _rounded(value: Any) -> Any:

@@ -18,7 +18,15 @@ from rescene.data import Dataset, Task
 from rescene.engine.class_means import ClassMeans
 from rescene.errors import ResceneWarning
 from rescene.methods import Payload
-from rescene.privacy import nearest_real, psnr, summarise, summarise_starts
+from rescene.privacy import (
+    MOST_TRACED,
+    evenly,
+    nearest_real,
+    psnr,
+    summarise,
+    summarise_starts,
+    summarise_traced,
+)
 
 SAMPLES = {"first": 1, "middle": 1, "latest": 2}  # uploads of each class kept from these rounds of a task
 Progress = Callable[[dict[str, Any]], None]
@@ -114,6 +122,7 @@ class LeakageWatch:
         self.rms: list[Tensor] = []
         self.psnr: list[Tensor] = []
         self.starts: list[Tensor] = []  # [m, 2] RMS and PSNR of surrogates against their own start images
+        self.kept: list[Tensor] = []  # uploads that are compared with care at the end of the task
 
     def see_start(self, images: Tensor, start: Tensor) -> None:
         """Shown by the condensation itself, because start images are not on the wire."""
@@ -133,6 +142,9 @@ class LeakageWatch:
         self.means.look(images, labels)
         self.rms.append(rms.cpu())
         self.psnr.append(decibel.cpu())
+        room = MOST_TRACED - sum(map(len, self.kept))
+        chosen = evenly(len(images), min(room, -(-MOST_TRACED // self.num_rounds)))
+        self.kept.append(images[chosen.to(images.device)].detach().cpu())
         for moment in self._moments():
             most = SAMPLES[moment]
             chosen = torch.cat([(labels == c).nonzero().squeeze(1)[:most] for c in labels.unique().tolist()])
@@ -165,7 +177,15 @@ class LeakageWatch:
         if not self.rms:
             return None
         starts = summarise_starts(*torch.cat(self.starts).unbind(dim=1)) if self.starts else {}
-        return summarise(torch.cat(self.rms), torch.cat(self.psnr)) | starts
+        return summarise(torch.cat(self.rms), torch.cat(self.psnr)) | starts | self._traced()
+
+    def _traced(self) -> dict[str, Any]:
+        """Nothing for a task that an older version began."""
+        if self.task is None or not self.kept:
+            return {}
+        data = self.dataset
+        seen, unseen = data.train.pixels[self.task.train], data.test.pixels[self.task.test]
+        return summarise_traced(torch.cat(self.kept).to(seen.device), seen, unseen, data.transform)
 
     def gallery(self) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
         """All samples as two tensors of pictures, and one row of facts for each pair."""
@@ -192,6 +212,7 @@ class LeakageWatch:
             "rms": rms,
             "psnr": decibel,
             "starts": starts,
+            "kept": torch.cat(self.kept) if self.kept else empty,
             "samples": dict(self.samples),
             "means": self.means.tree(),
         }
@@ -203,6 +224,7 @@ class LeakageWatch:
         if len(tree["rms"]):
             self.rms, self.psnr = [tree["rms"]], [tree["psnr"]]
         self.starts = [tree["starts"]] if len(tree.get("starts", ())) else []
+        self.kept = [tree["kept"]] if len(tree.get("kept", ())) else []
 
 
 def _task_and_moment(entry: tuple[str, Any]) -> tuple[int, int]:

@@ -90,3 +90,54 @@ def bounds(attacks: Mapping[str, tuple[Tensor, Tensor]], delta: float, risk: flo
 def most_to_show(m: int, delta: float, num_attacks: int, risk: float = 0.05) -> float:
     """The bound that an attacker who is always right would get: what m canaries cannot show beyond."""
     return epsilon_lower_bound(m, m, m, delta, risk / (num_attacks * len(GUESSES)))
+
+
+def success_lower_bound(right: int, tries: int, risk: float) -> float:
+    """Clopper and Pearson: the chance of success is above this, wrong with probability ``risk`` at most.
+
+    >>> round(success_lower_bound(10, 10, 0.05), 3)
+    0.741
+    """
+    low, high = 0.0, right / tries if tries else 0.0
+    k, choose = _log_binomials(tries)
+    while high - low > 1e-9:
+        middle = (low + high) / 2
+        pmf = (choose + k * math.log(middle) + (tries - k) * math.log1p(-middle)).exp()
+        low, high = (middle, high) if float(pmf[right:].sum()) < risk else (low, middle)
+    return low
+
+
+THRESHOLDS = 20
+
+
+def two_world_bound(inside: Tensor, outside: Tensor, delta: float, risk: float = 0.05) -> float:
+    """Epsilon at least, from scores in worlds with a record and in worlds without it; higher says "with".
+
+    For every test, right of those with it <= e^eps x wrong of those without it + delta, and the other way round. Both rates are bounded
+    by Clopper and Pearson. Thresholds come from the first half of the scores and are judged by the second, so none is chosen by
+    what it shows; the risk is divided among them.
+    """
+    (first_in, last_in), (first_out, last_out) = (part.double().chunk(2) for part in (inside, outside))
+    places = torch.cat([first_in, first_out]).quantile(torch.linspace(0, 1, THRESHOLDS + 2, dtype=torch.float64)[1:-1])
+    each, best = risk / (4 * THRESHOLDS), 0.0
+    for place in places.tolist():
+        says = [(part > place) for part in (last_in, last_out)]
+        for with_it, without in ((says[0], says[1]), (~says[1], ~says[0])):
+            true = success_lower_bound(int(with_it.sum()), len(with_it), each)
+            false = 1 - success_lower_bound(int((~without).sum()), len(without), each)
+            if true > delta and false > 0:
+                best = max(best, math.log((true - delta) / false))
+    return best
+
+
+def most_identified(num_candidates: int, sigma: float, releases: int = 1) -> float:
+    """Largest chance to tell which of so many equally likely records is behind Gaussian releases with this noise multiplier.
+
+    Without the record a guess is right once in ``num_candidates``; the noise lets a test of that size succeed no more often than this
+    (Hayes, Mahloujifar, Balle 2023: 1 - T(1 / k) for the trade-off function T of the mechanism).
+
+    >>> round(most_identified(64, 1e9), 4)
+    0.0156
+    """
+    chance = torch.special.ndtri(torch.tensor(1.0 / num_candidates, dtype=torch.float64))
+    return float(torch.special.ndtr(chance + math.sqrt(releases) / sigma))

@@ -1,7 +1,12 @@
 """How close an uploaded image is to a real one. Only a simulation can know, so only a simulation can tell.
 
 Distances are RMS over pixels in normalised units (a standard deviation of the data is 1) and PSNR in dB with pixels in
-[0, 1]. A PSNR above 30 dB is an image that a person would take for the same picture: a near-copy.
+[0, 1]. A PSNR above 30 dB is an image that a person would take for the same picture: a near-copy. That figure looks at every
+upload and sees plain copies only.
+
+A *traced* upload is one whose source stands out among all real images, after mirror, small moves, gain, offset, negative and blur are
+undone (functional/likeness.py). It takes longer, so it looks at ``MOST_TRACED`` uploads of a task. Beside it stands the same
+figure for as many images that no site had: what pictures of this kind score by chance.
 """
 
 from __future__ import annotations
@@ -12,9 +17,11 @@ import torch
 from torch import Tensor
 
 from rescene.data import Transform
+from rescene.functional.likeness import CUT, margins
 
 NEAR_COPY_DB = 30.0
 EXACT_RMS = 1e-6  # normalised units; below it an upload is the real image up to rounding
+MOST_TRACED = 12  # uploads of a task, and unseen images beside them
 _CHUNK = 4096
 
 
@@ -60,6 +67,37 @@ def summarise(rms: Tensor, decibel: Tensor) -> dict[str, Any]:
         "nearest_psnr_median_db": float(decibel.median()),
         "near_copies": float((decibel > NEAR_COPY_DB).float().mean()),
         "exact_copies": int((rms < EXACT_RMS).sum()),
+    }
+
+
+def evenly(count: int, most: int) -> Tensor:
+    """At most so many positions below ``count``, spread over all of it.
+
+    >>> evenly(10, 4).tolist()
+    [0, 3, 6, 9]
+    """
+    return torch.linspace(0, count - 1, min(count, most)).round().long() if count else torch.zeros(0, dtype=torch.long)
+
+
+def summarise_traced(images: Tensor, seen: Tensor, unseen: Tensor, transform: Transform) -> dict[str, Any]:
+    """How many of these normalised images can be traced to one of the ``seen`` pixels, and how many unseen ones by chance.
+
+    Half of the unseen images at most stand in for uploads; the others are what a source must stand out from.
+    """
+    chance = evenly(len(unseen), min(len(images), len(unseen) // 2))
+    if not len(chance):
+        return {}
+    others = torch.ones(len(unseen), dtype=torch.bool)
+    others[chance] = False
+    had, never = transform.normalise(seen), transform.normalise(unseen[others.to(unseen.device)])
+    found = margins(torch.cat([images, transform.normalise(unseen[chance.to(unseen.device)])]), had, never).cpu()
+    sent, control = found[: len(images)], found[len(images) :]
+    return {
+        "num_traced": len(images),
+        "traced": float((sent > CUT).float().mean()),
+        "traced_by_chance": float((control > CUT).float().mean()),
+        "nearest_seen": float((sent > 0).float().mean()),
+        "nearest_seen_by_chance": float((control > 0).float().mean()),
     }
 
 

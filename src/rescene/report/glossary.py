@@ -62,5 +62,11 @@ GLOSSARY: tuple[tuple[str, str, str], ...] = (
         "Likeness of two images in decibel. An upload above 30 dB counts as a near-copy: "
         "to most people such a pair looks the same.",
     ),
+    (
+        "Traced",
+        "",
+        "An upload whose nearest training image is much nearer than the nearest image that no site had, after mirror, small moves, "
+        "negative, contrast and blur are undone. Beside it stands the same share for images that nobody sent: chance.",
+    ),
     ("±", "√(Σ(x − x̄)² / (n−1))", "Standard deviation over n seeds; none is shown for one seed."),
 )

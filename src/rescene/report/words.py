@@ -152,10 +152,21 @@ def _seeds(head: Group, rival: Group | None) -> str:
 
 def _copies(head: Group) -> str:
     share = head.spread(near_copies)
-    if share is None or share.mean <= 0:
+    if share is None:
         return ""
-    text = f"{percent(100 * share.mean, 0)}{PERCENT} of the images the sites uploaded are near-copies of a real image"
-    return text + (": sending them is close to sending the data." if share.mean >= 0.5 else ".")
+    text = ""
+    if share.mean > 0:
+        text = (
+            f"{percent(100 * share.mean, 0)}{PERCENT} of the images the sites uploaded are near-copies of a real image"
+        )
+        text += ": sending them is close to sending the data." if share.mean >= 0.5 else "."
+    found, chance = (
+        head.spread(lambda run, key=key: number(run.leakage.get(key))) for key in ("traced", "traced_by_chance")
+    )
+    if found and chance and found.mean > chance.mean:
+        shares = [f"{percent(100 * one.mean, 0)}{PERCENT}" for one in (found, chance)]
+        text += f" {shares[0]} can be traced to the image they come from; of images that nobody sent {shares[1]} can."
+    return text.strip()
 
 
 def simulated(run: Run) -> list[str]:

@@ -14,7 +14,6 @@ from rescene.data import Shard
 from rescene.functional import clip_groups
 from rescene.functional.starts import coloured_noise, dead_leaves
 from rescene.hyperparameters import Hyperparameters, hyper
-from rescene.privacy.leakage import NEAR_COPY_DB, nearest_real, psnr
 from rescene.rng import Rng
 from rescene.steps.moments import is_grey, possible
 
@@ -157,9 +156,7 @@ def groups_of(client: int, shard: Shard, rng: Rng, settings: Condensation) -> It
             start = shard.transform.normalise(255 * leaves.to(shard.device))
         elif settings.start == "coloured":
             drawn = coloured_noise(shard.pictures(members), m, generator, settings.neighbours)
-            start = _no_copies(possible(drawn, shard.transform), shard, members)
-            if not len(start):
-                continue
+            start = possible(drawn, shard.transform)
         else:
             # a fresh draw every round, so that the pool of a task sees many different images
             chosen = torch.randperm(n, generator=generator)[:m]
@@ -172,13 +169,6 @@ def groups_of(client: int, shard: Shard, rng: Rng, settings: Condensation) -> It
             keys = torch.rand(settings.num_steps, n, generator=generator).to(members.device)
             batches = keys.argsort(dim=1)[:, :b]
         yield Group(client, label, start, members, batches)
-
-
-def _no_copies(drawn: Tensor, shard: Shard, members: Tensor) -> Tensor:
-    """Those of the drawn pictures that are not, by chance, near-copies of one of the client's own images of the class."""
-    _, nearest = nearest_real(drawn, shard.images.pixels[members], shard.transform)
-    decibel = psnr(drawn, shard.pictures(members[nearest]), shard.transform)
-    return drawn[decibel <= NEAR_COPY_DB]
 
 
 def collect(shard: Shard, outcomes: list[Outcome]) -> Surrogates:

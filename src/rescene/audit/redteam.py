@@ -1,0 +1,77 @@
+"""``rescene audit --all``: every claim, the attack on it, its positive control, what was found and what was promised."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from rescene.audit import drawn, letters, sums
+from rescene.audit.rows import Found, Row, row_of
+from rescene.errors import ConfigError
+
+EXTRAS = ("E174", "E439")  # codes of "a package that is not installed is needed"
+
+
+class Attack(NamedTuple):
+    claim: str
+    words: str
+    run: Callable[[], Found]
+
+
+ATTACKS = (
+    Attack("a reply holds what the mechanism released, and constants", "all fields, from 40 and from 42 images", letters.replies),
+    Attack("what a site remembers does not name its images", "hashes of memory of two sites with the same images", letters.remembered),
+    Attack("no request buys a second release", "a lie in every field; other runs, tasks, rounds, recipes", letters.requests),
+    Attack("a site does what its method's verbs say, and nothing else", "names of other functions", letters.verbs),
+    Attack("under a mechanism a hold-out is no oracle", "evaluation of any weights", letters.evaluation),
+    Attack("errors of a site tell nothing of its images", "a site with a class of its own only", letters.errors),
+    Attack("moments: epsilon", "canaries on two draws, inner product with the noised sums", sums.membership),
+    Attack("moments: a class of 1, 3 or 5 images stays hidden", "which of 64 pictures is it?", sums.reconstruction),
+    Attack("moments: sums cannot be solved for images", "lattice reduction (LLL) of the second moment", sums.lattice),
+    Attack("moments: no release is a certain proof", "gaps of floating-point numbers", sums.whole_numbers),
+    Attack("moments: an image is in one sum only", "two sums that differ by a site, subtracted", sums.differencing),
+    Attack("dp-sgd: weights hide the images they were trained on", "gradient inversion: which of 64 pictures?", sums.gradient_inversion),
+    Attack("release, condensed images: epsilon", "canaries in one run, replay", drawn.canaries(
+        "demo", "method.start=noise", "method.num_steps=3", "privacy.mechanism=release", "privacy.epsilon=1")),
+    Attack("release, waves-dp: epsilon", "canaries in one run, replay", drawn.canaries("waves-dp", "privacy.epsilon=1")),
+    Attack("waves without a mechanism: nothing is promised", "known seed, then lattice reduction", drawn.known_seed),
+    Attack("the near-copy figure sees changed copies", "thirteen changes: share of copies that are missed", drawn.blind_spots),
+)  # fmt: skip
+
+UNTESTED = (
+    ("per-example: epsilon", "rescene audit RECIPE attacks it; it takes too long here"),
+    ("a crash between noise and sending never leads to a second draw", "tests kill the process; no attack here"),
+    ("the server learns nothing but the sum of a secure sum", "tests only; no attack here"),
+    ("times and sizes of messages", "not hidden, and not measured"),
+    ("settings chosen by looking at private data", "outside of every epsilon here"),
+)
+
+
+def red_team(say: Callable[[str], None] = lambda text: None) -> list[Row]:
+    """All rows; an attack that needs a package that is not there is listed as not run."""
+    rows = []
+    for number, attack in enumerate(ATTACKS, start=1):
+        say(f"{number} of {len(ATTACKS)}: {attack.claim}")
+        began = time.perf_counter()
+        try:
+            rows.append(row_of(attack.claim, attack.words, attack.run(), time.perf_counter() - began))
+        except (ImportError, ConfigError) as error:
+            if isinstance(error, ConfigError) and error.code not in EXTRAS:
+                raise
+            needs = error.name if isinstance(error, ImportError) else error.what
+            rows.append(Row(attack.claim, attack.words, "-", "-", "-", "not run", f"needs {needs}"))
+    return rows + [Row(claim, "-", "-", "-", "-", "untested", why) for claim, why in UNTESTED]
+
+
+def red_team_words(rows: list[Row]) -> str:
+    """One sentence on the table."""
+    broken = [row.claim for row in rows if row.verdict == "BROKEN"]
+    silent = [row.claim for row in rows if row.verdict == "CONTROL DID NOT FIRE"]
+    held = sum(row.verdict == "held" for row in rows)
+    text = f"{held} claims held under attack."
+    if broken:
+        text += f" {len(broken)} BROKEN: {'; '.join(broken)}."
+    if silent:
+        text += f" {len(silent)} attacks missed what was broken on purpose, so they show nothing: {'; '.join(silent)}."
+    return text + " An attack can refute a claim, it cannot prove one."

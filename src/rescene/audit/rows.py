@@ -1,0 +1,67 @@
+"""A row of the red team's table: what is claimed, how it was attacked, what was found and what was promised."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Verdict = Literal["held", "BROKEN", "CONTROL DID NOT FIRE", "as stated", "not run", "untested"]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What an attack found, smaller is better, and whether it also finds what was broken on purpose.
+
+    ``promised`` None: nothing is promised, and the row only shows what that means.
+    """
+
+    found: float
+    promised: float | None
+    control: bool
+    unit: str
+    control_words: str  # what was broken on purpose
+    note: str = ""
+
+    @property
+    def verdict(self) -> Verdict:
+        if not self.control:
+            return "CONTROL DID NOT FIRE"
+        if self.promised is None:
+            return "as stated"
+        return "held" if self.found <= self.promised else "BROKEN"
+
+
+@dataclass(frozen=True)
+class Row:
+    claim: str
+    attack: str
+    control: str  # "fires: ...", "does not fire: ..." or "-"
+    found: str
+    promised: str
+    verdict: Verdict
+    note: str = ""
+    seconds: float = 0.0
+
+    @property
+    def good(self) -> bool:
+        return self.verdict not in ("BROKEN", "CONTROL DID NOT FIRE")
+
+
+def row_of(claim: str, attack: str, found: Found, seconds: float) -> Row:
+    fires = "fires" if found.control else "does not fire"
+    promised = "nothing" if found.promised is None else _number(found.promised, found.unit)
+    return Row(
+        claim,
+        attack,
+        f"{fires}: {found.control_words}",
+        _number(found.found, found.unit),
+        promised,
+        found.verdict,
+        found.note,
+        round(seconds, 1),
+    )
+
+
+def _number(value: float, unit: str) -> str:
+    """0.031 of unit "share" is 3.1 %."""
+    return f"{100 * value:.1f} %" if unit == "share" else f"{value:.4g} {unit}"
