@@ -104,7 +104,8 @@ class Moments(Method):
         return MomentsState(model=weights_of(net), parts=(), notes={})
 
     def begin_task(self, state: MomentsState, task: Task, federation: Federation, rng: Rng) -> MomentsState:
-        return replace(super().begin_task(state, task, federation, rng), answered=())
+        grown: MomentsState = super().begin_task(state, task, federation, rng)
+        return replace(grown, answered=())
 
     def broadcast(self, state: MomentsState, round: int, federation: Federation, rng: Rng) -> Payload:
         return {}
@@ -190,7 +191,10 @@ class Moments(Method):
         if mechanism is not None:
             noises = sum(part.noises for part in state.parts)
             floor = FLOOR * noise_eigenvalue(mechanism, d, noises) / max(float(counts.clamp_min(0).sum()), 1.0)
-            noise = sum(part.class_noises for part in state.parts) * (deviations(mechanism, d)[1] / STEPS) ** 2
+            noise = (
+                torch.stack([part.class_noises for part in state.parts]).sum(dim=0)
+                * (deviations(mechanism, d)[1] / STEPS) ** 2
+            )
             ridge = ridge or 0.0
         elif ridge is None:
             ridge = cross_validated_ridge(counts, sums, second)
@@ -360,8 +364,8 @@ def added(a: Sums, b: Sums) -> Sums:
 
 def widened(part: Sums, size: int) -> Sums:
     """With a row for each of so many classes."""
-    rows = {name: padded(getattr(part, name), size) for name in ("counts", "sums", "class_noises")}
-    return replace(part, **rows)
+    counts, sums, noises = (padded(rows, size) for rows in (part.counts, part.sums, part.class_noises))
+    return replace(part, counts=counts, sums=sums, class_noises=noises)
 
 
 def padded(rows: Tensor, size: int) -> Tensor:
