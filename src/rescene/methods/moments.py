@@ -193,7 +193,10 @@ class Moments(Method):
         if mechanism is not None:
             noises = sum(part.noises for part in state.parts)
             floor = FLOOR * noise_eigenvalue(mechanism, d, noises) / max(float(counts.clamp_min(0).sum()), 1.0)
-            noise = sum(part.class_noises for part in state.parts) * (deviations(mechanism, d)[1] / STEPS) ** 2
+            noise = (
+                torch.stack([part.class_noises for part in state.parts]).sum(dim=0)
+                * (deviations(mechanism, d)[1] / STEPS) ** 2
+            )
             ridge = ridge or 0.0
         elif ridge is None:
             ridge = cross_validated_ridge(counts, sums, second)
