@@ -153,7 +153,8 @@ class Moments(Method):
         labels = positions(shard.images.labels[fresh], shard.task.classes)
         if not formal:
             return exact_sums(z, labels, len(shard.task.classes)), state
-        question = digest(weights_of(net).items(), "moments", z.shape[1], shard.site.mechanism)
+        mechanism = shard.site.mechanism
+        question = digest(weights_of(net).items(), "moments", z.shape[1], mechanism.honest_sites, mechanism)
         found = shard.site.answer(question, lambda: noised_sums(z, labels, len(shard.task.classes), shard.site))
         return ({} if found is None else found), state
 
