@@ -20,7 +20,7 @@ from rescene.privacy.accounting import (
 )
 from rescene.privacy.discrete import sampler_error
 from rescene.privacy.meaning import limit
-from rescene.privacy.mechanism import Mechanism
+from rescene.privacy.mechanism import Mechanism, digest
 from rescene.privacy.noise import Noise
 
 ONCE = Composition(1, 1)
@@ -86,6 +86,7 @@ def test_noise_of_a_mechanism_has_its_size_and_shares_add_up():
     assert float(one.std()) == pytest.approx(m.deviation, rel=0.03)
     part = replace(m, honest_sites=4)
     assert part.deviation == m.deviation / 2 and part.sensitivity == m.sensitivity
+    assert digest([], m) != digest([], part), "its answer is not given to who asks for the whole noise"
     four = sum(part.noised(torch.zeros(200, 100, dtype=torch.int64), Noise()) for _ in range(4))
     assert float(four.std()) == pytest.approx(m.deviation, rel=0.03)
 

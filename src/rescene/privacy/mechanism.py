@@ -152,8 +152,12 @@ class Site:
 
 
 def digest(state: Iterable[tuple[str, Tensor]], *more: object) -> str:
-    """A fingerprint of a model and whatever else defines the question a server asks."""
-    found = hashlib.sha256(repr(more).encode())
+    """A fingerprint of a model and whatever else defines the question a server asks.
+
+    A release with a share of the noise answers no question for the whole noise: it must not leave outside a secure sum.
+    """
+    shared = [part.honest_sites for part in more if isinstance(part, Mechanism) and part.honest_sites is not None]
+    found = hashlib.sha256(repr((*more, *shared)).encode())
     for name, value in state:
         found.update(name.encode())
         found.update(value.detach().cpu().contiguous().numpy().tobytes())
