@@ -10,7 +10,7 @@ from rescene.audit import drawn, letters, sums
 from rescene.audit.rows import Found, Row, row_of
 from rescene.errors import ConfigError
 
-EXTRAS = ("E174", "E439")  # codes of "a package that is not installed is needed"
+EXTRAS = ("E174",)  # codes of "a package that is not installed is needed"
 
 
 class Attack(NamedTuple):
