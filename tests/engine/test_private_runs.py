@@ -66,7 +66,7 @@ def test_an_interrupted_private_run_ends_with_the_same_bytes(tmp_path, monkeypat
     shutil.copytree(tmp_path / "stopped" / "ledgers", tmp_path / "copy")
     resumed = run(tmp_path / "stopped", **RELEASE)
     monkeypatch.setenv("RESCENE_LEDGERS", str(tmp_path / "copy"))
-    drawn = {path.name: path.read_bytes() for path in (tmp_path / "copy").iterdir()}
+    drawn = {path.name: path.read_bytes() for path in (tmp_path / "copy").glob("*.jsonl")}
     whole = run(tmp_path / "whole", **RELEASE)
     assert drawn and all((tmp_path / "copy" / name).read_bytes() == data for name, data in drawn.items())
     assert (resumed.folder / "results.json").read_bytes() == (whole.folder / "results.json").read_bytes()
