@@ -269,7 +269,7 @@ def look(
 
     ``span`` holds two places of ``order``: where the batch begins, where the epoch ends.
     """
-    kernels = kernels_for(x)
+    kernels = kernels_for(x) if x.shape[1] == 3 else None  # the kernel knows three channels; a lens gives thousands
     if kernels is not None:
         kernels.look(pictures, labels, order, span, crops, x, y, valid, transform)
         return
