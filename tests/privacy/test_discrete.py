@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from rescene.errors import ConfigError
+from rescene.errors import RunError
 from rescene.privacy import discrete
 from rescene.privacy.discrete import discrete_gaussian, sampler_error
 from rescene.privacy.noise import Noise
@@ -121,7 +121,7 @@ def test_long_vectors_are_not_a_short_one_repeated():
 
 @pytest.mark.parametrize("sigma", [0.0, 0.99, 2.0**40 * 1.01, math.inf, math.nan, -3.0])
 def test_deviations_out_of_reach_are_refused(sigma):
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(RunError) as refused:
         discrete_gaussian(1, sigma, Noise())
     assert refused.value.code == "E430"
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rescene.config.privacy import PrivacySection, promise_of
-from rescene.errors import ConfigError
+from rescene.errors import ConfigError, RunError
 from rescene.functional.release import class_sums
 from rescene.privacy.accounting import (
     GRID_COST,
@@ -60,7 +60,7 @@ def test_epsilon_of_discrete_noise_on_one_number(sigma, shift):
 
 
 def test_coarse_grids_are_refused_and_those_of_the_mechanisms_are_fine():
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(RunError) as refused:
         check_grid(2.0**14, 10)
     assert refused.value.code == "E431" and "finer grid" in refused.value.fix
     check_grid(2.0**19, 131_328)

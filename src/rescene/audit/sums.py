@@ -20,7 +20,7 @@ from rescene.audit.rows import Found
 from rescene.data import Images, Shard, Task, Transform
 from rescene.functional.auditing import most_identified, success_lower_bound, two_world_bound
 from rescene.functional.lattice import vectors_of
-from rescene.methods.moments import STEPS, Moments, Sums, on_diagonal, packed, received, scales, unpacked
+from rescene.methods.moments import STEPS, Moments, Sums, deviations, on_diagonal, packed, received, unpacked
 from rescene.nets import Arch
 from rescene.privacy.accounting import Composition, epsilon_of, sigma_for
 from rescene.privacy.ledger import Ledger
@@ -61,7 +61,7 @@ def pictures(count: int, generator: torch.Generator) -> Tensor:
 def told(z: Tensor, labels: Tensor, mechanism: Mechanism | None) -> Sums:
     """What the server has after a site with these features was asked once, in steps."""
     upload = _upload(z, None if mechanism is None else Site(mechanism, Noise()), labels)
-    return received(0, upload, tuple(range(CLASSES)), mechanism)
+    return received(0, upload, tuple(range(CLASSES)), mechanism, float(mechanism is not None))
 
 
 def _upload(z: Tensor, site: Site | None, labels: Tensor | None = None) -> dict[str, Any]:
@@ -80,17 +80,16 @@ def _shard(z: Tensor, labels: Tensor, site: Site | None) -> Shard:
 
 def likelihood(seen: Sums, known: Sums, candidates: Tensor, mechanism: Mechanism) -> Tensor:
     """[k] log-likelihood ratio of "one of class 0 more, with these features" against "nothing more than what is known"."""
-    _, first, unit = scales(mechanism, D)
-    sigma = mechanism.deviation
+    of_count, of_sum, of_square = deviations(mechanism, D)
     count = (seen.counts[0] - known.counts[0]).double()
     total = (seen.sums[0] - known.sums[0]).double()
     second = (seen.second - known.second).double()
-    weight = torch.where(on_diagonal(D, second.device), 1.0, 2.0).double() * (unit / sigma) ** 2
+    weight = torch.where(on_diagonal(D, second.device), 1.0, 2.0).double() / of_square**2
     products = torch.stack([packed(torch.outer(z, z)) for z in candidates.double()])
     z = candidates.double()
     return (
-        (2 * count - 1) * (mechanism.kappa / sigma) ** 2
-        + (2 * z @ total - z.square().sum(dim=1)) * (first / sigma) ** 2
+        (2 * count - 1) / of_count**2
+        + (2 * z @ total - z.square().sum(dim=1)) / of_sum**2
         + (weight * (2 * products * second - products.square())).sum(dim=1)
     ) / 2
 

@@ -182,5 +182,5 @@ def _in_domain(images: Images, domain: int) -> int:
 
 def hashes(images: Images) -> list[bytes]:
     """One digest per picture, by its pixels."""
-    rows = images.pixels.cpu().flatten(1).numpy()
+    rows = images.pixels.cpu().flatten(1).contiguous().numpy()
     return [hashlib.blake2b(row.data, digest_size=16).digest() for row in rows]

@@ -122,7 +122,10 @@ class LeakageWatch:
         self.rms: list[Tensor] = []
         self.psnr: list[Tensor] = []
         self.starts: list[Tensor] = []  # [m, 2] RMS and PSNR of surrogates against their own start images
-        self.kept: list[Tensor] = []  # uploads that are compared with care at the end of the task
+        self.kept, self.kept_from = (
+            torch.zeros(0),
+            torch.zeros(0),
+        )  # uploads to compare with care at the task's end; senders
 
     def see_start(self, images: Tensor, start: Tensor) -> None:
         """Shown by the condensation itself, because start images are not on the wire."""
@@ -142,9 +145,11 @@ class LeakageWatch:
         self.means.look(images, labels)
         self.rms.append(rms.cpu())
         self.psnr.append(decibel.cpu())
-        room = MOST_TRACED - sum(map(len, self.kept))
-        chosen = evenly(len(images), min(room, -(-MOST_TRACED // self.num_rounds)))
-        self.kept.append(images[chosen.to(images.device)].detach().cpu())
+        room = MOST_TRACED - len(self.kept)
+        chosen = evenly(len(images), min(room, -(-MOST_TRACED // self.num_rounds))).to(images.device)
+        more, senders_of = images[chosen].detach().cpu(), clients[chosen].cpu()
+        self.kept = torch.cat([self.kept, more]) if len(self.kept) else more
+        self.kept_from = torch.cat([self.kept_from, senders_of]) if len(self.kept_from) else senders_of
         for moment in self._moments():
             most = SAMPLES[moment]
             chosen = torch.cat([(labels == c).nonzero().squeeze(1)[:most] for c in labels.unique().tolist()])
@@ -166,6 +171,8 @@ class LeakageWatch:
 
     def forget(self, client: int) -> None:
         """The samples without those of this client; figures of what was sent stay."""
+        theirs = self.kept_from == client
+        self.kept, self.kept_from = self.kept[~theirs], self.kept_from[~theirs]
         for task, part in list(self.samples.items()):
             left = (
                 part["clients"] != client if "clients" in part else torch.zeros(len(part["labels"]), dtype=torch.bool)
@@ -181,11 +188,11 @@ class LeakageWatch:
 
     def _traced(self) -> dict[str, Any]:
         """Nothing for a task that an older version began."""
-        if self.task is None or not self.kept:
+        if self.task is None or not len(self.kept):
             return {}
         data = self.dataset
         seen, unseen = data.train.pixels[self.task.train], data.test.pixels[self.task.test]
-        return summarise_traced(torch.cat(self.kept).to(seen.device), seen, unseen, data.transform)
+        return summarise_traced(self.kept.to(seen.device), seen, unseen, data.transform)
 
     def gallery(self) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
         """All samples as two tensors of pictures, and one row of facts for each pair."""
@@ -212,7 +219,8 @@ class LeakageWatch:
             "rms": rms,
             "psnr": decibel,
             "starts": starts,
-            "kept": torch.cat(self.kept) if self.kept else empty,
+            "kept": self.kept,
+            "kept_from": self.kept_from,
             "samples": dict(self.samples),
             "means": self.means.tree(),
         }
@@ -224,7 +232,8 @@ class LeakageWatch:
         if len(tree["rms"]):
             self.rms, self.psnr = [tree["rms"]], [tree["psnr"]]
         self.starts = [tree["starts"]] if len(tree.get("starts", ())) else []
-        self.kept = [tree["kept"]] if len(tree.get("kept", ())) else []
+        if "kept_from" in tree:
+            self.kept, self.kept_from = tree["kept"], tree["kept_from"]
 
 
 def _task_and_moment(entry: tuple[str, Any]) -> tuple[int, int]:

@@ -33,7 +33,7 @@ from functools import lru_cache, partial
 
 import torch
 
-from rescene.errors import ConfigError
+from rescene.errors import ConfigError, RunError
 
 NEIGHBOURS = "one record of one site added or removed"
 _GRID = 1e-3  # discretisation of the privacy loss; a tenth of it changes epsilon by less than 1e-3 (tests)
@@ -129,7 +129,7 @@ def check_grid(deviation: float, num_numbers: int) -> None:
     """Refuse a grid on which discrete noise of this deviation (in steps) cannot be counted as continuous."""
     cost = max(num_numbers, 1024) / (8 * deviation**2)
     if not (cost <= GRID_COST and num_numbers <= 2**32):
-        raise ConfigError(
+        raise RunError(
             "E431",
             f"the grid is too coarse: {num_numbers:,} numbers with discrete noise of {deviation:.4g} steps each",
             why=f"they would cost {cost:.1g} in epsilon beside what is accounted for; {GRID_COST:g} is allowed",

@@ -22,7 +22,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from rescene.errors import ConfigError
+from rescene.errors import RunError
 from rescene.privacy.noise import BLOCK, Noise
 
 LEAST, MOST = 1.0, 2.0**40  # deviations that can be drawn
@@ -68,7 +68,7 @@ def largest(sigma: float) -> int:
 
 def _variance(sigma: float) -> Fraction:
     if not LEAST <= sigma <= MOST:
-        raise ConfigError(
+        raise RunError(
             "E430",
             f"discrete noise of deviation {sigma:g} cannot be drawn",
             why="the deviation must lie between 1 and 2^40 grid steps",
