@@ -37,7 +37,7 @@ def test_these_claims_hold_and_their_controls_fire(attack):
 def test_noised_sums_hold_and_weak_ones_are_seen_through():
     shown = sums.reconstruction(tries=40)
     assert shown.control and shown.verdict == "held", shown
-    assert sums.membership(draws=150).control
+    assert sums.membership().control
 
 
 def test_weights_hold_and_weak_ones_are_inverted():

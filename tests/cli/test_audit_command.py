@@ -77,7 +77,7 @@ def test_the_test_mode_is_seen_through():
 
 
 def test_a_mechanism_that_forgets_its_noise_is_contradicted_with_exit_code_5(monkeypatch):
-    monkeypatch.setattr("rescene.privacy.mechanism.Mechanism.deviation", property(lambda self: 1e-3))
+    monkeypatch.setattr("rescene.privacy.mechanism.Mechanism.noised", lambda self, units, noise: units * self.step)
     settings = [f"{key}={value}" for key, value in (RELEASE | {"privacy.epsilon": 0.3}).items()]
     result = invoke("smoke", *settings, *SMALL, "--participations", "1")
     assert result.exit_code == 5 and "CONTRADICTED" in result.output, result.output

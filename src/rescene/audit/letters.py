@@ -23,6 +23,7 @@ import rescene
 from rescene.audit.rows import Found
 from rescene.config import Recipe, resolve
 from rescene.config.plan import SitesSection
+from rescene.deploy.holding import hash_of
 from rescene.deploy.letters import EVALUATE, Letter, Reply, Request
 from rescene.deploy.message import pack_message, unpack_message
 from rescene.deploy.plan import with_plan
@@ -53,6 +54,7 @@ class Server:
         model = self.whole if verb == EVALUATE else self.model
         token = str(abs(hash((verb, *sorted(map(str, changes.items()))))))
         request = Request(rescene.__version__, "run", self.recipe, verb, 0, 0, ("client", 0, 0, verb, 0), None, token)
+        request = replace(request, lens=hash_of(json.loads(self.recipe)["model"]["lens"]))
         letter = Letter(pack_message(replace(request, **changes)).data, pack_message({"model": model}).data)
         with contextlib.redirect_stderr(io.StringIO()):  # the site's own log
             found: Reply = unpack_message(self.site.answer(letter)).tree

@@ -20,7 +20,7 @@ from rescene.audit.rows import Found
 from rescene.data import Images, Shard, Task, Transform
 from rescene.functional.auditing import most_identified, success_lower_bound, two_world_bound
 from rescene.functional.lattice import vectors_of
-from rescene.methods.moments import STEPS, Moments, Sums, deviations, on_diagonal, packed, received, unpacked
+from rescene.methods.moments import RADIUS, STEPS, Moments, Sums, deviations, on_diagonal, packed, received, unpacked
 from rescene.nets import Arch
 from rescene.privacy.accounting import Composition, epsilon_of, sigma_for
 from rescene.privacy.ledger import Ledger
@@ -46,7 +46,7 @@ MODEL = {"model": Arch("linear", 1, channels=D).build(CLASSES).state_dict()}
 def claimed_sums(epsilon: float = CLAIM) -> Mechanism:
     """The mechanism of the recipes lens-*-dp, with the noise that this epsilon takes."""
     sigma = sigma_for(epsilon, ONCE, DELTA)
-    return Mechanism("release", sigma, 1.0, ONCE, DELTA, kappa=0.3, covariance_weight=2.0)
+    return Mechanism("release", sigma, 1.0, ONCE, DELTA, kappa=0.3, covariance_weight=1.5)
 
 
 def weaker(mechanism: Mechanism) -> Mechanism:
@@ -55,7 +55,7 @@ def weaker(mechanism: Mechanism) -> Mechanism:
 
 def pictures(count: int, generator: torch.Generator) -> Tensor:
     """Features [n, D] in steps, all with the largest norm that is not clipped: the worst case that the guarantee covers."""
-    return STEPS * (2 * torch.randint(2, (count, D), generator=generator) - 1)
+    return int(RADIUS * STEPS) * (2 * torch.randint(2, (count, D), generator=generator) - 1)
 
 
 def told(z: Tensor, labels: Tensor, mechanism: Mechanism | None) -> Sums:
