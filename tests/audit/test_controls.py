@@ -18,6 +18,7 @@ def test_the_claim_is_what_the_accountant_says():
     assert epsilon_of(mechanism.sigma, mechanism.composition, mechanism.delta) == pytest.approx(1.0, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_all_five_controls_fire(stage, monkeypatch):
     monkeypatch.setattr(controls, "RETRIES", 40)
     monkeypatch.setattr(controls, "MANY", 4)  # of four images and the canary two are copied: enough for this size
