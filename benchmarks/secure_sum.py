@@ -1,4 +1,4 @@
-"""What a secure sum costs beyond a plain one: 10 sites with 4 MB each, as it stands in issue and docs.
+"""What a secure sum costs beyond a plain one: 10 sites with 4 MB each.
 
     python benchmarks/secure_sum.py [--sites 10] [--megabytes 4] [--lost 3]
 

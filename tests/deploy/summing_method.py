@@ -52,7 +52,7 @@ class SumOfCounts(Method):
         site = shard.site
 
         def draw():
-            noise = site.noise.normal(len(counts)) * site.mechanism.deviation * site.mechanism.share * GRID
+            noise = site.noise.normal(len(counts)) * site.mechanism.deviation * GRID
             noised = counts * GRID + noise.round().long()
             return {"counts": noised, "low": (noised % 1000).int()}
 
