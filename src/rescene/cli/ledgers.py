@@ -77,7 +77,7 @@ def _row(book: Book, ledger: Ledger, charges: list[Charge], delta: float) -> dic
         "images": "all" if images is None else len(images),
         "epsilon": _number(largest_total([charge], lists, delta)),
         "total": _number(largest_total(charges, lists, delta)),
-        "released": None if kept is None else (kept.sha256 or "in the ledger"),
+        "released": None if kept is None else (kept.sha256 or "in its line"),
         "bytes": None if kept is None else (kept.num_bytes or len(kept.text)),
     }
 
