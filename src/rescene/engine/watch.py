@@ -145,8 +145,8 @@ class LeakageWatch:
         self.means.look(images, labels)
         self.rms.append(rms.cpu())
         self.psnr.append(decibel.cpu())
-        room = MOST_TRACED - len(self.kept)
-        chosen = evenly(len(images), min(room, -(-MOST_TRACED // self.num_rounds))).to(images.device)
+        most = min(MOST_TRACED, max(2, len(self.task.train) // 400))  # a small run is not to spend its time on this
+        chosen = evenly(len(images), min(most - len(self.kept), -(-most // self.num_rounds))).to(images.device)
         more, senders_of = images[chosen].detach().cpu(), clients[chosen].cpu()
         self.kept = torch.cat([self.kept, more]) if len(self.kept) else more
         self.kept_from = torch.cat([self.kept_from, senders_of]) if len(self.kept_from) else senders_of
