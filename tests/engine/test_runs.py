@@ -223,6 +223,7 @@ def test_interrupted_anywhere_the_end_is_the_same(whole, tmp_path, monkeypatch):
         assert (folder / "metrics.jsonl").read_text() == (whole.folder / "metrics.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_killed_at_five_random_moments_the_end_is_the_same(tmp_path):
     """kill -9, wherever it hits: results.json and the model are bit-identical to the undisturbed run."""
     many = {**SMALL, "model.width": 32, "federation.num_rounds": 13}  # enough steps for five kills on any machine

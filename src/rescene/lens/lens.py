@@ -38,7 +38,7 @@ from rescene.versions import source_hash
 BUILT_IN = ("waves", "leaves")
 LEAVES_FILE = Path(__file__).with_name("leaves.safetensors")
 KEY = "rescene-lens"  # under which a lens file says what it is
-CHUNK = {"cpu": 16, "cuda": 256}  # pictures at a time
+CHUNK = {"cpu": 32, "cuda": 256}  # pictures at a time
 STEP = 16  # bytes to one deviation of a feature
 
 
