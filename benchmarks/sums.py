@@ -1,9 +1,9 @@
 """Noised sums on embedded images: accuracy against the number of images, and what one site that lies does to a secure sum.
 
-    python benchmarks/sums.py size results/lens/own-size.csv       # what `rescene data inspect` says of how many are enough
-    python benchmarks/sums.py poison results/lens/poisoned-sums.csv
+    python benchmarks/sums.py size results/lens/own-size.csv poison results/lens/poisoned-sums.csv
 
-500 training images of fashion-mini are held back to measure on; test images play no part. Noise comes from the operating system.
+``size`` is what `rescene data inspect` says of how many images are enough. 500 training images of fashion-mini are held back to
+measure on; test images play no part. Noise comes from the operating system.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import csv
 import sys
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from rescene.config import resolve
 from rescene.data import load
-from rescene.lens import through
+from rescene.lens import open_lens
 from rescene.methods.moments import EVERYBODY, Moments, exact_sums, in_steps, merged, noised_sums, received
 from rescene.nets import Arch
 from rescene.privacy.mechanism import Mechanism, Site
@@ -27,17 +28,18 @@ from rescene.privacy.noise import Noise
 from rescene.privacy.totals import added
 from rescene.rng import Rng
 
-HELD_BACK, CLASSES, PER_TASK, DRAWS = 500, 10, 2, 3
+HELD_BACK, USED, CLASSES, PER_TASK, DRAWS = 500, 3500, 10, 2, 3
 Lie = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 
+@lru_cache
 def seen(lens: str) -> tuple[Tensor, Tensor]:
-    """Features in whole steps and labels of all training images, in a random order."""
-    train = through(lens, load("fashion-mini")).train
-    order = torch.randperm(len(train.labels), generator=torch.Generator().manual_seed(0))
-    scale = 32 / 16 if lens == "waves" else 1  # bytes to a unit
-    z = in_steps((train.pixels.flatten(1).float() - 128) / (16 * scale))
-    return z[order], train.labels[order]
+    """Features in whole steps and labels of some training images, in a random order."""
+    train = load("fashion-mini").train
+    chosen = torch.randperm(len(train.labels), generator=torch.Generator().manual_seed(0))[:USED]
+    looking = open_lens(lens)
+    z = (looking.look(train.pixels[chosen]).flatten(1).float() - 128) / looking.step
+    return in_steps(z), train.labels[chosen]
 
 
 def mechanism(epsilon: float, honest: int | None) -> Mechanism:
@@ -80,7 +82,7 @@ def accuracy(
 def sizes() -> Iterator[dict[str, object]]:
     for lens, choices in (("leaves", (512, 1024, 1728)), ("waves", (None,))):
         z, y = seen(lens)
-        for count in (30, 60, 100, 175, 600):
+        for count in (30, 60, 100, 175, 250):
             for features in choices:
                 for epsilon in (None, 8, 1):
                     m = None if epsilon is None else mechanism(epsilon, None)
@@ -100,8 +102,8 @@ def lies() -> Iterator[dict[str, object]]:
         "labels swapped, ten times": lambda a: {k: 10 * v.flip(0) if k != "second" else v for k, v in a.items()},
         "second moment times -10": lambda a: a | {"second": -10 * a["second"]},
     }.items():
-        found = [accuracy(z, y, 600, 10, 1728, m, lie) for _ in range(DRAWS)]
-        yield row(lie=name, sites=10, images_per_class=600, epsilon=8, found=found)
+        found = [accuracy(z, y, 250, 10, 1728, m, lie) for _ in range(DRAWS)]
+        yield row(lie=name, sites=10, images_per_class=250, epsilon=8, found=found)
 
 
 def row(found: list[float], **facts: object) -> dict[str, object]:
@@ -110,8 +112,12 @@ def row(found: list[float], **facts: object) -> dict[str, object]:
 
 
 def main() -> None:
-    rows = {"size": sizes, "poison": lies}[sys.argv[1]]()
-    with open(Path(sys.argv[2]), "w", newline="", encoding="utf-8") as file:
+    for part, path in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+        write(Path(path), {"size": sizes, "poison": lies}[part]())
+
+
+def write(path: Path, rows: Iterator[dict[str, object]]) -> None:
+    with open(path, "w", newline="", encoding="utf-8") as file:
         for number, one in enumerate(rows):
             writer = csv.DictWriter(file, list(one))
             if not number:

@@ -57,6 +57,8 @@ def mode_of(run: Run) -> str:
     seen = plain(PurePath(str(lens)).stem, 20) if lens else ""  # what sums are made of: what the lens sees
     sums = (kind, start) == ("release", "coloured") or look_of(run.method).sends == SUMS
     words = seen or "moments" if sums else _KINDS.get(kind, plain(kind, 20))
+    if table(run.config, "privacy").get("honest_sites"):
+        words += ", secure sum"
     if epsilon is not None:
         return f"{words} ε={epsilon:g}"
     if kind == "paper-experiment":
