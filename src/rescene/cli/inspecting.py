@@ -10,7 +10,7 @@ from rescene.cli.listing import print_rows
 from rescene.data import inspect, load_readable, plan_tasks
 from rescene.errors import ResceneError, command
 
-WITHOUT_NOISE = "privacy.mechanism=none model.lens=leaves"
+WITHOUT_NOISE = "privacy.mechanism=none"
 MOST_CLASSES = 40  # listed on a terminal; --json has them all
 
 
@@ -20,7 +20,7 @@ def show_inspection(path: str, layout: str, as_json: bool) -> None:
     found = inspect(dataset, told)
     found["tasks"] = _tasks(dataset, found)
     found["command"] = _command(path, here, layout, any(warning.code == "W203" for warning in told), found)
-    found["simulation"] = f"{found['command']} {WITHOUT_NOISE}"
+    found["simulation"] = f"{found['command'].replace(' model.lens=waves', '')} {WITHOUT_NOISE}"
     if as_json:
         print(json.dumps(found))
         return
