@@ -45,7 +45,8 @@ def seen(lens: str) -> tuple[Tensor, Tensor]:
 def mechanism(epsilon: float, honest: int | None) -> Mechanism:
     """That of the recipe `own`."""
     keys = [f"privacy.epsilon={epsilon}", "data.path=."]
-    recipe = resolve("own", keys + ([f"privacy.honest_sites={honest}"] if honest else [])).recipe
+    secure = [f"privacy.honest_sites={honest}", f"federation.num_clients={honest}", f"federation.per_round={honest}"]
+    recipe = resolve("own", keys + (secure if honest else [])).recipe
     promise = recipe.promise(CLASSES // PER_TASK)
     assert promise is not None
     return promise.mechanism
