@@ -23,10 +23,10 @@ import torch
 import torch.nn.functional as F
 
 from rescene.config import resolve
+from rescene.core.rng import Rng, seeded_generator
 from rescene.engine import prepare, use_all_cores
 from rescene.functional import herd
-from rescene.rng import Rng, seeded_generator
-from rescene.steps import condense, fit_pool, fit_shard
+from rescene.training import condense, fit_pool, fit_shard
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "results" / "bench" / "cpu.json"

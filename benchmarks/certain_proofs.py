@@ -23,8 +23,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rescene.functional.release import class_sums
 from rescene.privacy.accounting import Composition, sigma_for
+from rescene.privacy.class_sums import class_sums
 from rescene.privacy.discrete import largest
 from rescene.privacy.mechanism import Mechanism
 from rescene.privacy.noise import Noise

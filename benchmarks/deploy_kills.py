@@ -29,12 +29,12 @@ from smallworld import METHODS, images, overrides
 
 from rescene.api import execute
 from rescene.config import Resolved, resolve
+from rescene.core.errors import RunError
 from rescene.deploy.control import run, start_server, start_site
-from rescene.deploy.folder import Federation, init
-from rescene.deploy.keeping import start_kept
-from rescene.deploy.letters import Patience
+from rescene.deploy.exchange import Patience
+from rescene.deploy.federation_folder import FederationFolder, init
+from rescene.deploy.node_start import start_kept
 from rescene.deploy.processes import Started, _descendants, _facts, alive, free_port, running, stop
-from rescene.errors import RunError
 
 OUT = Path(__file__).parents[1] / "results" / "trust" / "deploy-kills.jsonl"
 PARTS = ("link", "site", "server app")
@@ -75,7 +75,7 @@ def planned(times: int, seed: int, parts: Sequence[str] = PARTS) -> list[tuple[s
 class Disturbed:
     """One run across sites, and what is done to it while it goes on."""
 
-    def __init__(self, federation: Federation, resolved: Resolved, out: Path, chance: random.Random) -> None:
+    def __init__(self, federation: FederationFolder, resolved: Resolved, out: Path, chance: random.Random) -> None:
         self.federation, self.out, self.chance, self.kills = federation, out, chance, list[Kill]()
         self.commands = 0  # more than one if `rescene deploy run` gave up and the operator gave it again
 

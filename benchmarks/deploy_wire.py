@@ -26,8 +26,8 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from rescene.deploy import flower
-from rescene.deploy.letters import Letter, Patience
-from rescene.deploy.message import pack_message, unpack_message
+from rescene.deploy.exchange import Letter, Patience
+from rescene.deploy.message_bytes import pack_message, unpack_message
 
 NUM_SITES, NUM_ROUNDS, IDLE_S = 4, 3, 40.0
 LAYOUTS = ("unpacked", "packed", "engine")
@@ -142,26 +142,28 @@ def exchange(grid: Grid, post: flower.FlowerPost, layout: str, model: dict[str, 
 def engine(post: flower.FlowerPost) -> tuple[Any, Any]:
     """The federation of a real run, without the loop around it."""
     from rescene.config import resolve
-    from rescene.deploy.federation import GridFederation
-    from rescene.deploy.journal import Journal
+    from rescene.deploy.post_transport import PostTransport
     from rescene.engine import prepare
-    from rescene.engine.ledger import FlopMeter, Ledger
+    from rescene.engine.cost_ledger import CostLedger, FlopMeter
+    from rescene.engine.federation import RunFederation
+    from rescene.engine.transport import FederationSettings
 
     recipe = resolve("demo", RECIPE).recipe
     e = prepare(recipe)
-    federation = GridFederation(
-        e.method, e.arch, lambda task, k: e.shard(task, k, federation.net), Ledger(FlopMeter(e.arch)), print,
+    settings = FederationSettings(
+        e.method, e.arch, lambda task, k: e.shard(task, k, federation.net), CostLedger(FlopMeter(e.arch)), print,
         num_clients=NUM_SITES, num_rounds=NUM_ROUNDS, transform=e.dataset.transform, device=e.device, rng=e.rng,
-        post=post, run="wire", recipe=json.dumps(recipe.model_dump(mode="json")), patience=Patience(300, 600),
-        journal=Journal(Path(tempfile.mkdtemp())),
     )  # fmt: skip
-    federation.fingerprint = e.dataset.fingerprint()
+    text, uploads = json.dumps(recipe.model_dump(mode="json")), Path(tempfile.mkdtemp())
+    transport = PostTransport(post, "wire", text, Patience(300, 600), uploads)
+    transport.fingerprint = e.dataset.fingerprint()
+    federation = RunFederation(settings, transport)
     return e, federation
 
 
 def run() -> None:
     from rescene.deploy.control import LINK, flwr, runs, start_server, start_site
-    from rescene.deploy.folder import init
+    from rescene.deploy.federation_folder import init
     from rescene.deploy.processes import free_port, stop
 
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])

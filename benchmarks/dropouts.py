@@ -35,9 +35,9 @@ def measure(cell: Cell) -> Cell:
     import torch
 
     from rescene.config import resolve
-    from rescene.engine.folder import RunFolder
+    from rescene.core.errors import RunError
     from rescene.engine.loop import run
-    from rescene.errors import RunError
+    from rescene.engine.run_folder import RunFolder
 
     torch.set_num_threads(1)
     begin = time.perf_counter()

@@ -23,14 +23,15 @@ os.environ.update(
 import torch
 
 from rescene.config import resolve
+from rescene.core.rng import Rng
 from rescene.data import Shard
+from rescene.engine.cost_ledger import CostLedger, FlopMeter
 from rescene.engine.experiment import Experiment, prepare
-from rescene.engine.federation import InProcess
-from rescene.engine.ledger import FlopMeter, Ledger
+from rescene.engine.federation import RunFederation
+from rescene.engine.transport import FederationSettings
 from rescene.functional import weighted_average
 from rescene.methods.base import weights_of
-from rescene.rng import Rng
-from rescene.steps import fit_shard
+from rescene.training import fit_shard
 
 NUM_CLIENTS, NUM_ROUNDS = 10, 6
 OVERRIDES = [
@@ -56,10 +57,11 @@ def shard_of(e: Experiment, client: int) -> Shard:
 def ours(e: Experiment, per_task: int) -> list[float]:
     """Seconds of each round, two threads as Flower gets two actors."""
     torch.set_num_threads(2)
-    federation = InProcess(
-        e.method, e.arch, lambda task, k: e.shard(task, k, federation.net), Ledger(FlopMeter(e.arch)), lambda *a, **k: None,
+    settings = FederationSettings(
+        e.method, e.arch, lambda task, k: e.shard(task, k, federation.net), CostLedger(FlopMeter(e.arch)), lambda *a, **k: None,
         num_clients=NUM_CLIENTS, num_rounds=NUM_ROUNDS, transform=e.dataset.transform, device=e.device, rng=Rng(0),
     )  # fmt: skip
+    federation = RunFederation(settings)
     task, rng = e.tasks[0], Rng(0)
     federation.move(task, None)
     state = e.method.begin_task(e.method.init(e.initial_net(), rng), task, federation, rng)

@@ -11,14 +11,13 @@ from __future__ import annotations
 import math
 import re
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
+from rescene.core.method_style import style_of
 from rescene.report import load_run
-from rescene.report.canvas import csv_text
+from rescene.report.figures_tradeoffs import Point, point_row, points_of
 from rescene.report.groups import group_runs
-from rescene.report.look import look_of
-from rescene.report.plots_frontier import Point, points_of
+from rescene.report.table_formats import csv_text
 
 ROOT = Path(__file__).parents[1]
 MARKED = re.compile(r"(<!-- benchmarks/frontier.py -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -38,7 +37,7 @@ def markdown(points: list[Point]) -> str:
             ("no images", "-") if p.nearest_rms is None else (f"{p.near_copies_percent:.0f} %", f"{p.nearest_rms:.2f}")
         )
         known = f"{p.epsilon:g}" if p.epsilon else "none"
-        name = look_of(p.method).label
+        name = style_of(p.method).label
         lines.append(
             f"| {name} | {p.mode or 'real images'} | {p.num} | {p.aa:.1f}{std} | {sent[0]} | {sent[1]} | {known} |"
         )
@@ -48,7 +47,7 @@ def markdown(points: list[Point]) -> str:
 def main(*patterns: str) -> None:
     runs = [load_run(run) for pattern in patterns or FOLDERS for run in sorted(ROOT.glob(pattern))]
     points = points_of(group_runs(runs))
-    rows = [{key: value for key, value in asdict(p).items() if key != "stored"} for p in points]
+    rows = [{key: value for key, value in point_row(p).items() if key != "stored"} for p in points]
     rows = [{key: round(v, 4) if isinstance(v, float) else v for key, v in row.items()} for row in rows]
     (ROOT / "src/rescene/report/frontier.csv").write_text(csv_text(rows), "utf-8", newline="")
     page = ROOT / "docs/mechanisms.md"

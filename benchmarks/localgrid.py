@@ -12,8 +12,8 @@ from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
 from rescene.config import Resolved
+from rescene.deploy.federation_folder import init
 from rescene.deploy.flower import client, server
-from rescene.deploy.folder import init
 
 
 class LocalGrid(Grid):

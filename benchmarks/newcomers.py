@@ -44,7 +44,7 @@ PATHS: dict[str, tuple[str, list[str]]] = {
         [
             *installed("[dev]"),
             "rescene list methods",
-            "rescene new method near_start",
+            "rescene method new near_start",
             # The idea: the template's penalty on the weights becomes one on the distance from the broadcast weights.
             'sed -i \'s/extra = sum(.*/extra = sum((p - payload["model"][name]).square().sum() for name, p in '
             "net.named_parameters())/' near_start.py && grep -n 'extra' near_start.py",
@@ -86,7 +86,7 @@ PATHS: dict[str, tuple[str, list[str]]] = {
             "rescene paper table main | head -n 16",
             "rescene paper check main",
             "cat results/cifar10/rescene-beta0.5-s0/command.txt",
-            "rescene explain rescene | head -n 40",
+            "rescene method explain rescene | head -n 40",
             "rescene rerun results/fashion-mini/fedavg-s0-ef3393fe --out runs/again || true   # 5: a number differs",
             "rescene paper run safl-lite --only '*/0.5/fedaf' --seeds 0",
         ],

@@ -21,8 +21,8 @@ from rescene.config import resolve
 from rescene.data import Shard
 from rescene.engine.experiment import prepare
 from rescene.functional import matching_loss
-from rescene.steps import Condensation, Surrogates, condense
-from rescene.steps.matching import embedding
+from rescene.training import Condensation, Surrogates, condense
+from rescene.training.condensation import embedding
 
 
 @torch.no_grad()

@@ -31,10 +31,10 @@ def measure(cell: Cell) -> Cell:
     from safetensors.torch import load_file
 
     from rescene.config import resolve
-    from rescene.engine.adversary import Adversary
     from rescene.engine.experiment import prepare
-    from rescene.engine.folder import RunFolder
     from rescene.engine.loop import run
+    from rescene.engine.observers.adversary import Adversary
+    from rescene.engine.run_folder import RunFolder
 
     torch.set_num_threads(1)
     begin = time.perf_counter()

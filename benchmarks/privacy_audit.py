@@ -25,8 +25,8 @@ from rescene.audit.stage import as_promised, without_noise
 from rescene.audit.sums import DELTA, ONCE, TWO_DRAWS
 from rescene.config import resolve
 from rescene.engine.experiment import prepare
-from rescene.functional.auditing import two_world_bound
 from rescene.privacy.accounting import epsilon_of
+from rescene.privacy.epsilon_bounds import two_world_bound
 
 SMALL = ["method.num_steps=3", "method.ipc=1", "method.start=noise"]
 EPSILONS = (0.5, 1.0, 2.0, 4.0, 8.0)

@@ -28,14 +28,14 @@ import numpy as np
 import torch
 
 from rescene.config import resolve
+from rescene.core.record import Tree, num_bytes, tensors
 from rescene.data import LazySplit
-from rescene.engine import ledger
-from rescene.engine.folder import RunFolder
+from rescene.engine import cost_ledger as ledger
 from rescene.engine.forecast import forecast
 from rescene.engine.forecast import rates as speed
 from rescene.engine.loop import Run
+from rescene.engine.run_folder import RunFolder
 from rescene.engine.scaling import Means, scale
-from rescene.record import Tree, num_bytes, tensors
 
 OUT = Path(__file__).parents[1] / "results" / "scale" / "simulation.json"
 N, K, WARM_UP = 10_000, 100, 5
@@ -76,7 +76,7 @@ def simulate(method: str) -> dict[str, Any]:
 
         def look(event: dict[str, Any]) -> None:
             if event["event"] == "round":
-                state, sites = num_bytes(run.state) / 1e6, run.federation.client_states
+                state, sites = num_bytes(run.parts.state) / 1e6, run.federation.client_states
                 kept = sum(map(num_bytes, sites.values())) / 1e6
                 pools.append(int(event["notes"].get("pool_size", 0)))
                 rows.append(
@@ -84,27 +84,27 @@ def simulate(method: str) -> dict[str, Any]:
                         "rss_mb": resident_mb(),
                         "server_state_mb": state,
                         "client_states_mb": kept,
-                        "s": run.timer.total(),
+                        "s": run.context.timer.total(),
                     }
                 )
 
         run = Run(resolved, RunFolder(Path(spare) / "run"), look)
         speed.time = SimpleNamespace(perf_counter=time.process_time)  # type: ignore[assignment]
-        rates = speed.measured_rates(run.experiment)
+        rates = speed.measured_rates(run.context.experiment)
         begin = time.process_time()
         results = run.complete()
         seconds = time.process_time() - begin
         files = {path.name: path.stat().st_size for path in (Path(spare) / "run" / "checkpoints").iterdir()}
-    measured, predicted = results["cost"]["measured"], forecast(run.experiment)
+    measured, predicted = results["cost"]["measured"], forecast(run.context.experiment)
     assert predicted is not None
-    row = scale(resolved.recipe, run.experiment.dataset, N, K, Means())
+    row = scale(resolved.recipe, run.context.experiment.dataset, N, K, Means())
     assert row is not None
     told, flops = predicted.measured(), predicted.evaluation_flops
     expected = (told["client_flops"] + flops) / rates.client + told["server_flops"] / rates.server
     return {
         "rounds": rows,
         "shards_drawn": builds[0],
-        "sites_times_tasks": N * len(run.experiment.tasks),
+        "sites_times_tasks": N * len(run.context.experiment.tasks),
         "sites_with_state": len(run.federation.client_states),
         "growth": growth(rows),
         "checkpoint_mb": sum(files.values()) / 1e6,

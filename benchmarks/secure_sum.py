@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "privacy"))
 
 from sum_world import World
 
-from rescene.deploy.message import pack_message, unpack_message
+from rescene.deploy.message_bytes import pack_message, unpack_message
 from rescene.deploy.summing import MASK, STEPS
 from rescene.privacy.totals import added, threshold
 

@@ -28,12 +28,12 @@ import flwr.clientapp, flwr.serverapp
 rows = {"flower": look()}
 from rescene.deploy import flower
 rows["app"] = look()
-from rescene.deploy.letters import Letter
+from rescene.deploy.exchange import Letter
 from rescene.deploy.site import Site
 folder = Path(sys.argv[1])
 reply = Site.open(folder).answer(Letter((folder / "head").read_bytes(), (folder / "body").read_bytes()))
 rows["answer"] = look()
-from rescene.deploy.message import unpack_message
+from rescene.deploy.message_bytes import unpack_message
 assert unpack_message(reply).tree.problem is None
 print(json.dumps(rows))
 """
@@ -42,8 +42,8 @@ print(json.dumps(rows))
 def write_letter(folder: Path, method: str) -> None:
     import rescene
     from rescene.config import resolve
-    from rescene.deploy.letters import Request
-    from rescene.deploy.message import pack_message
+    from rescene.deploy.exchange import Request
+    from rescene.deploy.message_bytes import pack_message
     from rescene.engine import prepare
     from rescene.methods.base import weights_of
 

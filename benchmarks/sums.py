@@ -1,15 +1,18 @@
 """Noised sums on embedded images: accuracy against the number of images, and what one site that lies does to a secure sum.
 
     python benchmarks/sums.py size results/lens/own-size.csv poison results/lens/poisoned-sums.csv
+    python benchmarks/sums.py noticed results/lens/noticed-sums.csv
 
-``size`` is what `rescene data inspect` says of how many images are enough. 500 training images of fashion-mini are held back to
-measure on; test images play no part. Noise comes from the operating system.
+``size`` is what `rescene data inspect` says of how many images are enough. ``poison`` is the accuracy if a false sum were used,
+``noticed`` how often a run leaves it out. 500 training images of fashion-mini are held back to measure on; test images play no
+part. Noise comes from the operating system.
 """
 
 from __future__ import annotations
 
 import csv
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -19,16 +22,17 @@ import torch
 from torch import Tensor
 
 from rescene.config import resolve
+from rescene.core.rng import Rng
 from rescene.data import load
 from rescene.lens import open_lens
-from rescene.methods.moments import EVERYBODY, Moments, exact_sums, in_steps, merged, noised_sums, received
+from rescene.methods.moments import EVERYBODY, Moments, exact_sums, impossible, in_steps, merged, noised_sums, received
 from rescene.nets import Arch
-from rescene.privacy.mechanism import Mechanism, Site
+from rescene.privacy.mechanism import Mechanism, SitePrivacy
 from rescene.privacy.noise import Noise
 from rescene.privacy.totals import added
-from rescene.rng import Rng
 
 HELD_BACK, USED, CLASSES, PER_TASK, DRAWS = 500, 3500, 10, 2, 3
+SUMS = 5
 Lie = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 
@@ -37,9 +41,12 @@ def seen(lens: str) -> tuple[Tensor, Tensor]:
     """Features in whole steps and labels of some training images, in a random order."""
     train = load("fashion-mini").train
     chosen = torch.randperm(len(train.labels), generator=torch.Generator().manual_seed(0))[:USED]
+    return looked(lens, train.pixels[chosen]), train.labels[chosen]
+
+
+def looked(lens: str, pixels: Tensor) -> Tensor:
     looking = open_lens(lens)
-    z = (looking.look(train.pixels[chosen]).flatten(1).float() - 128) / looking.step
-    return in_steps(z), train.labels[chosen]
+    return in_steps((looking.look(pixels).flatten(1).float() - 128) / looking.step)
 
 
 def mechanism(epsilon: float, honest: int | None) -> Mechanism:
@@ -67,7 +74,7 @@ def accuracy(
         for site in range(sites):
             own = chosen[(owner == site) & (labels[chosen] >= first) & (labels[chosen] < first + PER_TASK)]
             told = rest[own], labels[own] - first, PER_TASK
-            answers[site] = exact_sums(*told) if m is None else noised_sums(*told, Site(m, Noise()))
+            answers[site] = exact_sums(*told) if m is None else noised_sums(*told, SitePrivacy(m, Noise()))
             if lie is not None and site == 0:
                 answers[site] = lie(answers[site])
         noises = float(m is not None)
@@ -93,18 +100,45 @@ def sizes() -> Iterator[dict[str, object]]:
                     )
 
 
+LIES: dict[str, Lie | None] = {
+    "none": None,
+    "labels swapped": lambda a: a | {"sums": a["sums"].flip(0), "counts": a["counts"].flip(0)},
+    "labels swapped, ten times": lambda a: {k: 10 * v.flip(0) if k != "second" else v for k, v in a.items()},
+    "second moment times -10": lambda a: a | {"second": -10 * a["second"]},
+}
+MORE_LIES: dict[str, Lie | None] = {
+    "second moment times 10": lambda a: a | {"second": 10 * a["second"]},
+    "class sums times 10": lambda a: a | {"sums": 10 * a["sums"]},
+    "counts times 10": lambda a: a | {"counts": 10 * a["counts"]},
+    "labels swapped, all ten times": lambda a: {k: 10 * (v.flip(0) if k != "second" else v) for k, v in a.items()},
+}
+
+
 def lies() -> Iterator[dict[str, object]]:
     """Ten sites, epsilon 8, a secure sum of all; the first site may send anything that fits 32 bits."""
     z, y = seen("leaves")
     m = mechanism(8, 10)
-    for name, lie in {
-        "none": None,
-        "labels swapped": lambda a: a | {"sums": a["sums"].flip(0), "counts": a["counts"].flip(0)},
-        "labels swapped, ten times": lambda a: {k: 10 * v.flip(0) if k != "second" else v for k, v in a.items()},
-        "second moment times -10": lambda a: a | {"second": -10 * a["second"]},
-    }.items():
+    for name, lie in LIES.items():
         found = [accuracy(z, y, 250, 10, 1728, m, lie) for _ in range(DRAWS)]
         yield row(lie=name, sites=10, images_per_class=250, epsilon=8, found=found)
+
+
+def noticed() -> Iterator[dict[str, object]]:
+    """The same sites in their first task: how many sums a run leaves out because no images have them."""
+    train = load("fashion-mini").train
+    chosen = torch.cat([(train.labels == c).nonzero().flatten()[:250] for c in range(PER_TASK)])
+    z, y = looked("leaves", train.pixels[chosen])[:, :1728], train.labels[chosen]
+    owner, classes = torch.randperm(len(y), generator=torch.Generator().manual_seed(1)) % 10, tuple(range(PER_TASK))
+    for epsilon in (8, 1):
+        m, left_out = mechanism(epsilon, 10), Counter[str]()
+        for _ in range(SUMS):
+            honest = [noised_sums(z[owner == k], y[owner == k], PER_TASK, SitePrivacy(m, Noise())) for k in range(10)]
+            for name, lie in (LIES | MORE_LIES).items():
+                total = added([honest[0] if lie is None else lie(honest[0]), *honest[1:]])
+                left_out[name] += bool(impossible(received(EVERYBODY, total, classes, m, 1.0), m, classes))
+        for name in LIES | MORE_LIES:
+            facts = {"lie": name, "sites": 10, "images_per_class": 250, "epsilon": epsilon}
+            yield facts | {"left_out": left_out[name], "sums": SUMS}
 
 
 def row(found: list[float], **facts: object) -> dict[str, object]:
@@ -114,7 +148,7 @@ def row(found: list[float], **facts: object) -> dict[str, object]:
 
 def main() -> None:
     for part, path in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
-        write(Path(path), {"size": sizes, "poison": lies}[part]())
+        write(Path(path), {"size": sizes, "poison": lies, "noticed": noticed}[part]())
 
 
 def write(path: Path, rows: Iterator[dict[str, object]]) -> None:

@@ -26,9 +26,9 @@ from typing import Any
 import smallworld as world
 from trust import options, tell
 
+from rescene.core.errors import ResceneWarning, RunError
+from rescene.core.record import pack
 from rescene.engine.checkpoint import Checkpoints
-from rescene.errors import ResceneWarning, RunError
-from rescene.record import pack
 
 ERRORS = (errno.ENOSPC, errno.EROFS, errno.EIO)
 CALLS = ("fsync", "replace", "truncate", "unlink", "mkdir")  # of the module os; open and write are wrapped below

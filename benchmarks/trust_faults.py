@@ -18,7 +18,7 @@ import torch
 from trust import options, tell
 
 import rescene
-from rescene.errors import RunError
+from rescene.core.errors import RunError
 
 torch.set_num_threads(1)
 SITES = 10

@@ -35,8 +35,8 @@ def flood(job: tuple[str, int, int]) -> dict[str, Any]:
     from local_sites import TINY, LocalPost, across, hashes, sites
 
     from rescene.config import resolve
-    from rescene.deploy.letters import HELLO, Patience
-    from rescene.deploy.message import unpack_message
+    from rescene.deploy.exchange import HELLO, Patience
+    from rescene.deploy.message_bytes import unpack_message
 
     class Watched(FloodedPost):
         """Looks at the memory of the process while hostile answers come."""

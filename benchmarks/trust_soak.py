@@ -38,7 +38,7 @@ from soak_measure import (
 from trust import RESULTS, parser, tell
 
 from rescene.config import resolve
-from rescene.deploy.message import unpack_message
+from rescene.deploy.message_bytes import unpack_message
 from rescene.deploy.site import KEPT
 
 FILES = 6  # of a site, beside what it remembers: site.yaml, ledger and its mark, recipe, answer, model
@@ -138,8 +138,8 @@ def as_processes(num_sites: int, num_rounds: int, seed: int) -> dict[str, list[S
     A site's app is a new process for every letter; of it, the most that it held in a round.
     """
     from rescene.deploy.control import run, start_server, start_site
-    from rescene.deploy.folder import init
-    from rescene.deploy.letters import Patience
+    from rescene.deploy.exchange import Patience
+    from rescene.deploy.federation_folder import init
     from rescene.deploy.processes import _descendants, free_port, running, stop
 
     with tempfile.TemporaryDirectory(prefix="rescene-trust-") as spare:

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from rescene.config import resolve
 from rescene.engine import wire
-from rescene.engine.folder import RunFolder
 from rescene.engine.loop import Run
+from rescene.engine.run_folder import RunFolder
 
 OUT = Path(__file__).parents[1] / "results" / "bench"
 RAW_LZMA = [{"id": lzma.FILTER_LZMA2, "preset": 6, "lc": 0, "lp": 0, "pb": 0}]
@@ -33,7 +33,7 @@ def uploads_of(recipe: str, overrides: list[str]) -> list[Tensor]:
     """The pictures of every upload of a run."""
     found: list[Tensor] = []
     with tempfile.TemporaryDirectory() as spare, RunFolder(Path(spare) / "run") as folder:
-        run = Run(resolve(recipe, overrides), folder, lambda event: None)
+        run = Run(resolve(recipe, overrides), folder)
         run.federation.observe = lambda uploads: found.extend(u["images"] for u in uploads.values() if len(u["images"]))
         run.complete()
     return found

@@ -11,12 +11,12 @@ Try it:  rescene run demo --plugin examples/anchored.py method=anchored method.s
 from dataclasses import replace
 from typing import ClassVar
 
-from rescene.hyperparameters import hyper
+from rescene.core.hyperparameters import hyper
+from rescene.core.record import record
 from rescene.methods import register
 from rescene.methods.averaging import AveragingMethod
 from rescene.methods.base import Model, weights_of
-from rescene.record import record
-from rescene.steps import Batch, cross_entropy, fit_shard
+from rescene.training import Batch, cross_entropy, fit_shard
 
 
 @record

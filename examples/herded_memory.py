@@ -13,13 +13,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from rescene.core.hyperparameters import hyper
+from rescene.core.record import record
 from rescene.functional import herd
-from rescene.hyperparameters import hyper
 from rescene.methods import register
 from rescene.methods.averaging import AveragingMethod
 from rescene.methods.base import weights_of
-from rescene.record import record
-from rescene.steps import embed, fit_shard, with_replay
+from rescene.training import embed, fit_shard, with_replay
 
 
 @record

@@ -9,13 +9,15 @@ import pytest
 import torch
 import typer.testing
 
-from rescene.data import Images, Shard, Task, Transform
+from rescene.core.rng import Rng
+from rescene.data import Images, Task, Transform
 from rescene.data.sources import fashion_mini
 from rescene.engine import experiment
-from rescene.lens import keeping, lens
+from rescene.lens import feature_cache as keeping
+from rescene.lens import lens
+from rescene.methods.base import Client
 from rescene.nets import Arch
-from rescene.report import canvas
-from rescene.rng import Rng
+from rescene.report import drawing
 
 torch.set_num_threads(1)
 
@@ -35,7 +37,7 @@ def images_are_read_and_looked_at_once():
 def features_are_kept_elsewhere(tmp_path_factory):
     """Not in the cache folder of whoever runs the tests."""
     with pytest.MonkeyPatch.context() as patch:
-        kept = keeping.Kept(tmp_path_factory.mktemp("seen"))
+        kept = keeping.FeatureCache(tmp_path_factory.mktemp("seen"))
         patch.setattr(experiment, "users_own", lambda: kept)
         yield
 
@@ -61,16 +63,16 @@ def tiny_world():
     arch = Arch("convnet", 16, "batch", 4)
     net = arch.build(2, torch.Generator().manual_seed(1))
     parts = [torch.arange(0, 12), torch.cat([torch.arange(12, 25), torch.arange(30, 33)]), torch.arange(33, 60)]
-    shards = [Shard(images, part, task, transform, arch.restore) for part in parts]
+    shards = [Client(images, part, task, transform, arch.restore) for part in parts]
     return {"shards": shards, "arch": arch, "net": net, "task": task, "transform": transform, "rng": Rng(0)}
 
 
 @pytest.fixture
 def blank_figures(monkeypatch):
     """Blank figures, for tests of what stands around them: drawing is most of a page. What is added to this set is drawn."""
-    drawn, draw = set(), canvas._draw
+    drawn, draw = set(), drawing._draw
     blank = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1 1"></svg>'
-    monkeypatch.setattr(canvas, "_draw", lambda plot: draw(plot) if plot.name in drawn else (blank, b""))
+    monkeypatch.setattr(drawing, "_draw", lambda plot: draw(plot) if plot.name in drawn else (blank, b""))
     return drawn
 
 

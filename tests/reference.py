@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rescene.core.rng import seeded_generator
 from rescene.data import Shard, Transform
 from rescene.functional import perturbed
-from rescene.rng import seeded_generator
-from rescene.steps import Condensation, Training
+from rescene.training import Condensation, Training
 
 Picture = Callable[[int], Tensor]
 

@@ -11,15 +11,15 @@ from typer.testing import CliRunner
 import rescene
 from rescene.cli.app import app
 from rescene.config import resolve
+from rescene.core.documents import MOST_VALUES, parse_json, parse_toml, parse_yaml
+from rescene.core.errors import ConfigError, DataError, RunError
+from rescene.core.json_files import yaml_object
 from rescene.data import load
 from rescene.data.prepared import FORMAT
-from rescene.deploy.folder import Federation
-from rescene.deploy.plan import read_plan
+from rescene.deploy.federation_folder import FederationFolder
+from rescene.deploy.plan_file import read_plan
 from rescene.deploy.site import Site
-from rescene.documents import MOST_VALUES, parse_json, parse_toml, parse_yaml
-from rescene.errors import ConfigError, DataError, RunError
 from rescene.privacy.ledger import Ledger
-from rescene.report.reading import yaml_object
 
 DIGITS, DEEP = "9" * 5000, 3000
 
@@ -68,6 +68,7 @@ def test_a_key_that_stands_twice_is_named_with_its_lines():
     assert "'lr'" in caught.value.what and caught.value.where == "mine.yaml, line 4" and "line 2" in caught.value.why
 
 
+@pytest.mark.slow
 def test_aliases_and_merged_sections_work_within_the_bounds():
     text = "base: &b {lr: 1, size: 2}\nown: {<<: *b, lr: 3}\nagain: {<<: *b}\nlist: [*b, *b]"
     found = parse_yaml(text, "here")
@@ -118,7 +119,7 @@ def test_a_section_that_is_also_a_value_is_refused():
 def test_the_files_of_a_federation_are_read_the_same_way(tmp_path, text):
     for name in ("site.yaml", "plan.yaml", "federation.yaml", "floor.yaml", "config.yaml"):
         (tmp_path / name).write_text(text)
-    for read in (Site.open, Federation.open, lambda folder: read_plan(folder / "plan.yaml")):
+    for read in (Site.open, FederationFolder.open, lambda folder: read_plan(folder / "plan.yaml")):
         with pytest.raises(ConfigError) as caught:
             read(tmp_path)
         assert caught.value.code in ("E139", "E149") and str(tmp_path) in caught.value.where

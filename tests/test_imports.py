@@ -17,19 +17,25 @@ SOURCE = Path(rescene.__file__).parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # The files of an extra. They are loaded when somebody uses the extra, never before.
 EXTRAS_OF = {
+    "audit/masked.py": ["deploy"],
     "deploy/executor.py": ["deploy"],
     "deploy/flower.py": ["deploy"],
     "deploy/keys.py": ["deploy"],
     "privacy/accounting.py": ["privacy"],
     "privacy/noise.py": ["privacy"],
     "privacy/secure_sum.py": ["deploy"],
-    "steps/dp_sgd.py": ["privacy"],
+    "privacy/dp_sgd.py": ["privacy"],
     "trackers.py": ["tensorboard", "wandb", "mlflow", "trackio"],
-    "lens/backbone.py": ["onnx", "timm"],
+    "lens/backbone.py": ["onnx"],
+    "sweeps/cluster.py": ["slurm"],
+    "sweeps/search.py": ["search"],
+    "nets/timm_networks.py": ["timm"],
+    "api.py": ["notebooks"],
+    "data/objects.py": ["notebooks"],
     "use/formats.py": ["onnx"],
 }
-# Loaded by pytest itself, and by torch builds that bring Triton.
-GUESTS = {"pytest_plugin.py": "pytest", "steps/kernels.py": "triton"}
+# Loaded in a notebook, by pytest itself, and by torch builds that bring Triton.
+GUESTS = {"notebook.py": "IPython", "testing/pytest_plugin.py": "pytest", "accel/triton_kernels.py": "triton"}
 INSTALLED = functools.cache(packages_distributions)
 NOT_INSTALLED = {"mlflow": ["mlflow-skinny"]}  # by the tests, and its import has another name; other names are the same
 

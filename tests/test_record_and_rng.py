@@ -8,9 +8,9 @@ from copy import copy
 import pytest
 import torch
 
-from rescene.errors import RunError
-from rescene.record import check_tree, map_tensors, num_bytes, pack, record, tensors, unpack
-from rescene.rng import Rng
+from rescene.core.errors import RunError
+from rescene.core.record import check_tree, map_tensors, num_bytes, pack, record, tensors, unpack
+from rescene.core.rng import Rng
 
 
 @record

@@ -71,7 +71,7 @@ def test_the_wheel_runs_away_from_the_checkout(installed, tmp_path):
 
 
 def test_the_wheel_brings_the_conformance_suite(installed, tmp_path):
-    said(installed.parent / "rescene", "new", "method", "mine", cwd=tmp_path)
+    said(installed.parent / "rescene", "method", "new", "mine", cwd=tmp_path)
     shown = said(installed, "-m", "pytest", "--rescene", "mine.py", "-k", "unkind or streams", cwd=tmp_path)
     assert "2 passed" in shown
 

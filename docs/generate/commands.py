@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import typer.main
 
 from generate.markdown import code, safe, table
+from rescene.cli.help import leaves
 
 
 def page() -> str:
@@ -22,15 +22,6 @@ def page() -> str:
         if rows:
             lines += [table(("", "meaning", "default"), rows), ""]
     return "\n".join(lines) + "\n"
-
-
-def leaves(command: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Every command that does something, with its full name."""
-    if not hasattr(command, "commands"):
-        yield name, command
-        return
-    for key, inner in command.commands.items():
-        yield from leaves(inner, f"{name} {key}")
 
 
 def _usage(command: Any) -> str:

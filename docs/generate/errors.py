@@ -18,6 +18,7 @@ GROUPS = {
     "E2": ("Images", "exit status 3"),
     "E3": ("A run that cannot go on", "exit status 4"),
     "E4": ("Run folders, checkpoints and the sites' ledgers", "exit status 4"),
+    "E5": ("Command line and settings, second part", "exit status 2"),
     "W": ("Warnings", "the run goes on; they are kept in its events"),
 }
 

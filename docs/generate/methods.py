@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +31,9 @@ def _built_in() -> set[str]:
 
 
 def _page(name: str) -> str:
-    from rescene.cli.extending import explain
+    from rescene.cli.experiment_verbs import explain_method
 
-    facts, rows = explain(name)
+    facts, rows = explain_method(name)
     title = facts.pop("method").rsplit(" (", 1)[0]
     about = facts.pop("about")
     if name in REFERENCES:
@@ -72,21 +74,21 @@ def _page(name: str) -> str:
 
 
 def _measured(name: str) -> list[tuple[str, ...]]:
-    from rescene.errors import ResceneError
-    from rescene.report.runs import load_run
+    return [_result_row(run) for run in _stored_runs() if run.method == name]
 
-    found = [
-        path.parent for path in sorted(RESULTS.rglob("results.json")) if path.parts[len(RESULTS.parts)] not in STUDIES
-    ]
-    rows = []
-    for folder in found:
-        try:
-            run = load_run(folder)
-        except ResceneError:  # an older form, told by `rescene paper list`
-            continue
-        if run.method == name:
-            rows.append(_result_row(run))
-    return rows
+
+@functools.cache
+def _stored_runs() -> list[Any]:
+    """Every stored run, loaded once for all pages."""
+    from rescene.core.errors import ResceneError
+    from rescene.report.load import load_run
+
+    runs = []
+    for path in sorted(RESULTS.rglob("results.json")):
+        if path.parts[len(RESULTS.parts)] not in STUDIES:
+            with contextlib.suppress(ResceneError):  # an older form, told by `rescene paper list`
+                runs.append(load_run(path.parent))
+    return runs
 
 
 def _result_row(run: Any) -> tuple[str, ...]:
@@ -96,7 +98,7 @@ def _result_row(run: Any) -> tuple[str, ...]:
     setting += f"{sections['federation']['num_rounds']} rounds a task, E_srv {sections['train']['server_epochs']}"
     if "step" in sections["method"]:
         setting += f", {sections['method']['step']} steps"
-    copies = run.leakage.get("near_copies")
+    copies = run.near_copies
     where = run.folder.relative_to(RESULTS.parent).as_posix()
     shown = "no images" if copies is None else f"{100 * copies:.0f} %"
-    return safe(setting), str(run.seed), f"{run.number('aa'):.2f}", f"{run.number('aia'):.2f}", shown, code(where)
+    return safe(setting), str(run.seed), f"{run.results.aa:.2f}", f"{run.results.aia:.2f}", shown, code(where)

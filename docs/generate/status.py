@@ -17,10 +17,10 @@ Made from `results/` when this site was built. How a table is run and compared: 
 def page() -> str:
     from rescene.paper.compare import compare
     from rescene.paper.pages import judged_claims
+    from rescene.paper.paper_tables import results_grid, status_grid, table_grid
     from rescene.paper.recipes import paper_recipe, recipe_names
     from rescene.paper.store import Store
-    from rescene.paper.tables import results_grid, status_grid, table_grid
-    from rescene.report.formats import render
+    from rescene.report.table_formats import render
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a split that no draw makes even, told by the runs themselves

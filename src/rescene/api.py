@@ -2,31 +2,49 @@
 
 from __future__ import annotations
 
+import html
 import math
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rescene.config import Resolved, resolve
+from rescene.core.errors import ConfigError, DataError, RunError, command
+from rescene.core.run_state import read_object
+from rescene.core.versions import RESULTS, refuse_newer
+from rescene.data import Dataset
+from rescene.data.objects import dataset_of
+from rescene.data.objects import enter_object as enter_dataset
+from rescene.data.options import Options
 from rescene.engine import RunFolder, use_all_cores
 from rescene.engine import run as run_engine
-from rescene.errors import RunError, command
-from rescene.run_state import read_object
-from rescene.trackers import Tracker, open_trackers, tracked
-from rescene.versions import RESULTS, refuse_newer
+from rescene.engine.experiment import load_data
+from rescene.engine.observers import Observer, open_callbacks
+from rescene.lens.lens import enter_lens
+from rescene.methods import Method
+from rescene.methods.registry import register
+from rescene.nets import OwnModel
+from rescene.nets.own_networks import enter_object as enter_model
+from rescene.notebook import NotebookLine, in_notebook, show_lines
+from rescene.trackers import Tracker, open_trackers
 
 if TYPE_CHECKING:
+    import pandas
+    from torch import nn
+
     from rescene.use import Prediction
+
+Progress = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
 class Result:
-    """A finished run. ``values`` is the whole of results.json."""
+    """A finished run. ``values`` is the whole of results.json; the methods that return frames need pandas."""
 
     folder: Path
-    values: dict[str, Any]
+    values: dict[str, Any] = field(repr=False)
 
     @property
     def aa(self) -> float:
@@ -44,45 +62,222 @@ class Result:
 
         return predict(open_model(self.folder), find_images([Path(image) for image in images]), top)[0]
 
+    def __str__(self) -> str:
+        return (
+            f"{self.values['method']}: average accuracy {self.aa:.1f} % after {len(self.matrix)} tasks ({self.folder})"
+        )
+
     @property
     def matrix(self) -> list[list[float]]:
         """matrix[i][j]: accuracy on task j after task i; NaN for j > i."""
         return [[math.nan if v is None else float(v) for v in row] for row in self.values["accuracy_matrix"]]
 
+    @property
+    def objects(self) -> list[str]:
+        """The parts of the run that were handed over as Python objects; empty for a run that a command can repeat."""
+        return list(self.values.get("made_from_objects", ()))
+
+    def rounds(self) -> pandas.DataFrame:
+        """One row for each round: task, round, accuracy on all classes seen (percent), bytes up and down."""
+        return self._table("rounds")
+
+    def tasks(self) -> pandas.DataFrame:
+        """One row for each task: its classes, sizes, and accuracy right after it and at the end (percent)."""
+        rows = [
+            {
+                "task": task["index"],
+                "classes": ", ".join(task["classes"]),
+                "domain": task["domain"],
+                "train_size": task["train_size"],
+                "test_size": task["test_size"],
+                "accuracy_after": self.matrix[i][i],
+                "accuracy_at_end": self.matrix[-1][i],
+            }
+            for i, task in enumerate(self.values["tasks"])
+        ]
+        return _pandas().DataFrame(rows)
+
+    def accuracies(self) -> pandas.DataFrame:
+        """The accuracy matrix in long form: after_task, task, accuracy (percent)."""
+        rows = [
+            {"after_task": i, "task": j, "accuracy": value}
+            for i, row in enumerate(self.matrix)
+            for j, value in enumerate(row[: i + 1])
+        ]
+        return _pandas().DataFrame(rows)
+
+    def costs(self) -> pandas.DataFrame:
+        """One row for each quantity: what was measured, and what the method says it must be."""
+        return self._table("cost")
+
+    def confusion(self) -> pandas.DataFrame:
+        """One row for each true class, one column for each predicted class: counts after the last task."""
+        return self._table("confusion").set_index("true_class")
+
+    def participation(self) -> pandas.DataFrame:
+        """One row for each site that took part in a round."""
+        return self._table("participation")
+
+    def _table(self, name: str) -> pandas.DataFrame:
+        return _pandas().read_csv(self.folder / "csv" / f"{name}.csv")
+
+    def _repr_html_(self) -> str:
+        """A small table, for notebooks."""
+        facts = {
+            "method": self.values["method"],
+            "average accuracy": f"{self.aa:.1f} %",
+            "forgetting": _percent(self.values.get("forgetting")),
+            **{f"task {i + 1}": _percent(value) for i, value in enumerate(self.matrix[-1])},
+            "up per site and round": f"{self.values['cost']['measured']['uplink_bytes_per_message'] / 1e6:.2f} MB",
+            **({"made from Python objects": ", ".join(self.objects)} if self.objects else {}),
+            "privacy": self.values["privacy"]["statement"],
+            "folder": self.folder,
+        }
+        rows = "".join(
+            f'<tr><th style="text-align:left">{html.escape(key)}</th>'
+            f'<td style="text-align:left">{html.escape(str(value))}</td></tr>'
+            for key, value in facts.items()
+        )
+        return f"<table>{rows}</table>"
+
 
 def run(
     recipe: str | Path,
     *,
+    model: nn.Module | Callable[..., nn.Module] | OwnModel | str | None = None,
+    data: Any = None,
+    transform: Callable[[Any], Any] | None = None,
+    method: Method | type[Method] | str | None = None,
     out: str | Path | None = None,
     log: str | Sequence[str | Tracker] = (),
+    callbacks: Sequence[str | Observer] = (),
+    progress: bool | Progress | Literal["auto"] = "auto",
     elsewhere: bool = False,
     **overrides: Any,
 ) -> Result:
     """Run (or continue) a recipe: ``rescene.run("demo", out="runs/mine", **{"data.path": "images/", "seed": 1})``.
 
-    A folder that holds an unfinished run of the same recipe is continued; a finished one is returned as it is. With
+    ``model``: an ``nn.Module`` (its weights are the ones to start from), a function that makes one, a :class:`rescene.Model`
+    that says more about it, or a name. ``data``: a torch ``Dataset`` or a pair (train, test) of them, arrays ``(x, y)`` or
+    ``(x_train, y_train, x_test, y_test)``, a Hugging Face data set, a pandas frame with columns path and label (and split,
+    domain, site), or a name. ``transform``: a function that changes each picture once, before the run: uint8 tensor
+    [3, H, W] in, a picture out. ``method``: a method, its class, or its name.
+
+    A folder that holds an unfinished run of the same recipe and objects is continued; a finished one is returned as it is. With
     ``elsewhere`` it may go on with other code or on another machine than it began with; its results then say so.
-    ``log``: trackers by name or as objects (see ``rescene.trackers``).
+    ``log``: trackers by name or as objects (see ``rescene.trackers``). ``callbacks``: observers of yours that watch the run,
+    as objects or by the name of an entry point (see ``rescene.Observer``). ``progress``: "auto" shows one line that changes in a
+    notebook and nothing elsewhere; True prints a line for each round; a function gets every event.
     """
-    return execute(resolve(recipe, overrides), Path(out) if out else None, log=log, elsewhere=elsewhere)
+    given = {**_model(model), **_method(method), **overrides}
+    given |= _data(recipe, data, transform, given)
+    resolved = resolve(recipe, given)
+    with NotebookLine(_shown(progress)) as show:
+        return execute(resolved, Path(out) if out else None, show, log=log, elsewhere=elsewhere, callbacks=callbacks)
+
+
+def continue_run(
+    run: Result | str | Path,
+    tasks: Sequence[Sequence[str]] | None = None,
+    data: str | Path | None = None,
+    *,
+    out: str | Path | None = None,
+    log: str | Sequence[str | Tracker] = (),
+    callbacks: Sequence[str | Observer] = (),
+    progress: bool | Progress | Literal["auto"] = "auto",
+    elsewhere: bool = False,
+) -> Result:
+    """Add tasks to a finished run: ``rescene.continue_run("runs/mine", [["boots", "sandals"]], "images-of-may/")``.
+
+    ``tasks``: names of the classes of each new task; without it all new classes of ``data`` are one task. ``data``: where the
+    new images lie, if not among those of the run. The run stays as it is; ``out`` (RUN-continued) goes on from a copy of it.
+    The other arguments are those of :func:`run`.
+    """
+    from rescene.engine.continuation import continued
+
+    folder = run.folder if isinstance(run, Result) else Path(run)
+    resolved, target = continued(folder, tasks, None if data is None else str(data), Path(out) if out else None)
+    with NotebookLine(_shown(progress)) as show:
+        return execute(resolved, target, show, log=log, elsewhere=elsewhere, callbacks=callbacks)
+
+
+def _model(model: Any) -> dict[str, Any]:
+    """What a recipe says of a network that was handed over."""
+    if model is None or isinstance(model, str):
+        return {} if model is None else {"model.name": model}
+    name, found = enter_model(model)
+    if found.frozen:
+        return {"model.name": "linear", "model.lens": enter_lens(name, found), "train.augment": False}
+    return {"model.name": name}
+
+
+def _method(method: Any) -> dict[str, Any]:
+    """The method's name, and its hyperparameters where it was handed over with them."""
+    if method is None or isinstance(method, str):
+        return {} if method is None else {"method": method}
+    kind = method if isinstance(method, type) else type(method)
+    if not issubclass(kind, Method):
+        why = f"it is a {kind.__name__}"
+        raise ConfigError("E103", "this is no method", where="method", why=why, fix="a rescene.Method, or a name")
+    register(kind)
+    given: dict[str, Any] = {"method": kind.name}
+    if isinstance(method, Method):
+        given |= {f"method.{key}": value for key, value in method.model_dump(exclude={"train"}).items()}
+        if "train" in method.model_fields_set:
+            given |= {f"train.{key}": value for key, value in method.train.model_dump().items()}
+    return given
+
+
+def _data(recipe: str | Path, data: Any, transform: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What a recipe says of data that were handed over, or changed by a transform."""
+    if transform is not None and not callable(transform):
+        why = f"a {type(transform).__name__} cannot be called"
+        raise DataError("E243", "this is no transform", where="transform", why=why, fix="a function of a picture")
+    named = {"data.name": data} if isinstance(data, str) else {}
+    if transform is None and (data is None or named):
+        return named
+    section = resolve(recipe, {**given, **named}).recipe.images
+    options = Options(section.image_size, section.test_fraction, section.seed, section.skip_unreadable)
+    source = load_data(section) if data is None or named else data
+    dataset = dataset_of(source, transform, _name_of(data, source), options)
+    return {"data.name": enter_dataset(dataset), "data.path": None}
+
+
+def _name_of(data: Any, source: Any) -> str:
+    """What the data are called: their own name, or what kind of thing they are."""
+    if isinstance(source, Dataset):
+        return source.name
+    kinds = {"ndarray": "arrays", "Tensor": "arrays", "tuple": "arrays", "list": "arrays", "dict": "arrays"}
+    first = data[0] if isinstance(data, (tuple, list)) and data else data
+    kind = type(first).__name__
+    return str(getattr(data, "name", None) or kinds.get(kind, kind))
+
+
+def _shown(progress: Any) -> Progress | None:
+    if callable(progress):
+        return progress  # type: ignore[no-any-return]
+    if progress is True and not in_notebook():
+        return show_lines
+    return None if progress and in_notebook() else lambda event: None
 
 
 def execute(
     resolved: Resolved,
     out: Path | None = None,
-    progress: Callable[[dict[str, Any]], None] = lambda event: None,
+    progress: Progress = lambda event: None,
     log: str | Sequence[str | Tracker] = (),
     elsewhere: bool = False,
+    callbacks: Sequence[str | Observer] = (),
 ) -> Result:
+    """Run a resolved recipe in this process and return its result; a finished folder is only read."""
     use_all_cores()
-    trackers = open_trackers(log)
+    observers = open_callbacks([*open_trackers(log), *callbacks])
     folder = RunFolder(out or default_folder(resolved))
     folder.check(resolved)
     if folder.finished:
         folder.settle()
     else:
-        with tracked(progress, trackers, folder.path, resolved.flat()) as tell:
-            run_engine(resolved, folder, tell, elsewhere=elsewhere)
+        run_engine(resolved, folder, progress, elsewhere=elsewhere, callbacks=observers)
     return load(folder.path)
 
 
@@ -106,3 +301,17 @@ def default_folder(resolved: Resolved) -> Path:
     root = Path(os.environ.get("RESCENE_RUNS", "runs"))
     recipe, name = resolved.recipe, f"{resolved.recipe.method['name']}-s{resolved.recipe.seed}-{resolved.digest()}"
     return root / resolved.name / "-without-".join([name, *map(str, recipe.federation.exclude or ())])
+
+
+def _percent(value: Any) -> str:
+    return "-" if value is None or math.isnan(value) else f"{value:.1f} %"
+
+
+def _pandas() -> Any:
+    """pandas, when somebody asks for a frame and not before."""
+    try:
+        import pandas
+    except ImportError:
+        why = "it is not part of the plain installation"
+        raise DataError("E223", "frames need pandas", why=why, fix="pip install pandas") from None
+    return pandas

@@ -1,4 +1,4 @@
-"""How fast this machine runs the steps everything consists of: ``rescene bench``.
+"""How fast this machine runs the steps everything consists of: ``rescene doctor --speed``.
 
 On a GPU the sizes are those of the paper's CIFAR-10 runs (ResNet-18, 32 x 32 pixels); on a CPU those of the demo, with fewer
 images. The images are random numbers: speed does not depend on them. Work is also given as a share of the rate of a large
@@ -18,15 +18,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rescene.data import Images, Shard, Task, Transform
-from rescene.engine import Streams, wire
+from rescene.accel.cuda_graph import TURN
+from rescene.accel.streams import Streams
+from rescene.core.rng import Rng, seeded_generator
+from rescene.data import Batch, Images, Shard, Task, Transform
+from rescene.engine import wire
 from rescene.functional import herd_classes, perturbed
 from rescene.functional.distillation import distillation_loss
+from rescene.methods.base import Client
 from rescene.nets import Arch, forward_flops
-from rescene.rng import Rng, seeded_generator
-from rescene.steps import Condensation, Training, class_scores, condense, fit_pool, fit_shard, frozen, repeatable, sgd
-from rescene.steps.per_image import gradient_norms
-from rescene.steps.recording import TURN
+from rescene.training import (
+    Condensation,
+    Training,
+    class_scores,
+    condense,
+    fit_pool,
+    fit_shard,
+    frozen,
+    repeatable,
+    sgd,
+)
+from rescene.training.per_image import gradient_norms
 
 LOOK = Transform(mean=(0.49, 0.48, 0.45), std=(0.25, 0.24, 0.26), pad=4)
 CLASSES, SITES = 2, 10
@@ -53,7 +65,7 @@ SIZES = {
 
 
 @dataclass(frozen=True)
-class Figure:
+class SpeedFigure:
     """One measurement. ``goal`` is stated for an H200 only; ``share`` is of the matrix rate."""
 
     name: str
@@ -63,12 +75,12 @@ class Figure:
     share: float | None = None
 
 
-def measure(device: torch.device) -> Iterator[Figure]:
+def measure(device: torch.device) -> Iterator[SpeedFigure]:
     """All figures, one after the other; each is the best of three after a first call that warms up."""
     size = SIZES[device.type]
     rate = matrix_rate(device, size.matrix)
-    yield Figure("large matrix product", rate / 1e12, "TFLOP/s", share=1.0)
-    yield Figure("first server epoch, with recording", _first_epoch(device, size), "s")
+    yield SpeedFigure("large matrix product", rate / 1e12, "TFLOP/s", share=1.0)
+    yield SpeedFigure("first server epoch, with recording", _first_epoch(device, size), "s")
     for precision in ("bfloat16", "float32") if device.type == "cuda" else ("float32",):
         speed = server_speed(device, size, 1, precision)
         goal = ">= 65,000" if precision == "bfloat16" else ""
@@ -81,14 +93,14 @@ def measure(device: torch.device) -> Iterator[Figure]:
     taught = local_speed(device, size, _taught)
     yield _work("the same with a teacher (a loss of one's own)", taught, 4, size, rate)
     if device.type == "cuda":
-        yield Figure("the last against plain steps", taught / local_speed(device, size, _taught_plainly), "x")
+        yield SpeedFigure("the last against plain steps", taught / local_speed(device, size, _taught_plainly), "x")
     yield _work("norms of single images' gradients", norms_speed(device, size), 3, size, rate)
     yield _work("evaluation", evaluation_speed(device, size), 1, size, rate)
     picks = herding_seconds(device, size)
-    yield Figure(f"herding, 10 classes, B={size.budget} of {size.candidates}", picks, "s", "<= 0.2")
+    yield SpeedFigure(f"herding, 10 classes, B={size.budget} of {size.candidates}", picks, "s", "<= 0.2")
 
 
-def report(device: torch.device, figures: Sequence[Figure]) -> dict[str, Any]:
+def report(device: torch.device, figures: Sequence[SpeedFigure]) -> dict[str, Any]:
     """For the JSON file: what was measured, on what, with what."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     versions = {"torch": torch.__version__, "threads": torch.get_num_threads()}
@@ -96,6 +108,7 @@ def report(device: torch.device, figures: Sequence[Figure]) -> dict[str, Any]:
 
 
 def matrix_rate(device: torch.device, side: int) -> float:
+    """FLOP/s of a product of two square matrices with this side: bfloat16 on a GPU, float32 elsewhere."""
     kind = torch.bfloat16 if device.type == "cuda" else torch.float32
     a, b = (torch.randn(side, side, device=device, dtype=kind) for _ in range(2))
     return 10 * 2 * side**3 / best(device, lambda: [a @ b for _ in range(10)])
@@ -120,9 +133,9 @@ def _finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _work(name: str, images_per_s: float, passes: int, size: Size, rate: float, goal: str = "") -> Figure:
+def _work(name: str, images_per_s: float, passes: int, size: Size, rate: float, goal: str = "") -> SpeedFigure:
     flops = passes * images_per_s * forward_flops(size.arch, 10)
-    return Figure(name, images_per_s, "images/s", goal, flops / rate)
+    return SpeedFigure(name, images_per_s, "images/s", goal, flops / rate)
 
 
 def _pool(device: torch.device, count: int) -> tuple[Tensor, Tensor]:
@@ -168,13 +181,13 @@ def server_speed(device: torch.device, size: Size, runs: int, precision: str = "
     return runs * size.server_epochs * size.pool / best(device, lambda: list(streams.outcomes(one, nets)))
 
 
-def _agreement(device: torch.device) -> Iterator[Figure]:
+def _agreement(device: torch.device) -> Iterator[SpeedFigure]:
     """The fast path is the same computation: its distance from float64 beside that of the plain path, as shares of the way."""
     recorded, plain, exact = ways(device, num_steps=1)
     for name, way in (("recorded", recorded), ("plain", plain)):
-        yield Figure(f"one {name} step in float32 against float64, share of the way", apart(way, exact), "")
+        yield SpeedFigure(f"one {name} step in float32 against float64, share of the way", apart(way, exact), "")
     recorded, plain, _ = ways(device, num_steps=5)
-    yield Figure("five recorded against five plain steps in float32, share of the way", apart(recorded, plain), "")
+    yield SpeedFigure("five recorded against five plain steps in float32, share of the way", apart(recorded, plain), "")
 
 
 def apart(way: Tensor, other: Tensor) -> float:
@@ -192,7 +205,7 @@ def ways(device: torch.device, num_steps: int) -> list[Tensor]:
     torch.backends.cudnn.allow_tf32 = False
     try:
         _train(nets[0], (images, labels), 1, "float32")
-        sgd.is_recorded = lambda images, labels: False
+        sgd.is_recorded = lambda *_: False
         _train(nets[1], (images, labels), 1, "float32")
         _train(nets[2], (images.double(), labels), 1, "float32")
     finally:
@@ -200,42 +213,42 @@ def ways(device: torch.device, num_steps: int) -> list[Tensor]:
     return [nn.utils.parameters_to_vector(net.parameters()).detach().double() - start for net in nets]
 
 
-def _shards(device: torch.device, size: Size) -> list[Shard]:
+def _shards(device: torch.device, size: Size) -> list[Client]:
     count = SITES * CLASSES * size.real
     pixels = torch.randint(256, (count, 3, 32, 32), generator=seeded_generator(0), dtype=torch.uint8).to(device)
     images = Images(pixels, torch.arange(count, device=device) % CLASSES)
     everything = torch.arange(count, device=device)
     task = Task(0, tuple(range(CLASSES)), CLASSES, None, everything, everything[:0])
-    return [Shard(images, part, task, LOOK, size.arch.restore) for part in everything.chunk(SITES)]
+    return [Client(images, part, task, LOOK, size.arch.restore) for part in everything.chunk(SITES)]
 
 
-def _condensation(device: torch.device, size: Size, rate: float) -> Iterator[Figure]:
+def _condensation(device: torch.device, size: Size, rate: float) -> Iterator[SpeedFigure]:
     shards, rngs, net = _shards(device, size), [Rng(0).at(k) for k in range(SITES)], _net(device, size, CLASSES)
     settings = Condensation(num_steps=size.num_steps, real_batch=size.real)
     together = best(device, lambda: condense(net, shards, rngs, settings, 1))
     passes = size.num_steps * SITES * CLASSES * (size.real + 2 * settings.ipc)
     share = passes * forward_flops(size.arch, CLASSES) / together / rate
     sizes = f"{SITES} sites x {CLASSES} classes, {size.num_steps} steps, {size.real} real images"
-    yield Figure(f"condensation of a round, {sizes}", together, "s", "<= 0.25", share)
+    yield SpeedFigure(f"condensation of a round, {sizes}", together, "s", "<= 0.25", share)
     pairs = list(zip(shards, rngs, strict=True))
     alone = best(device, lambda: [condense(net, [s], [r], settings, 1) for s, r in pairs], 1)
-    yield Figure("condensation, all sites together against one at a time", alone / together, "x", ">= 4")
+    yield SpeedFigure("condensation, all sites together against one at a time", alone / together, "x", ">= 4")
     if device.type == "cuda":  # a move of one's own, even this one, is never recorded
 
         def plainly(theta: Sequence[Tensor], noise: torch.Generator) -> Sequence[Tensor]:
             return perturbed(theta, settings.radius, noise)
 
         step_by_step = best(device, lambda: [condense(net, [s], [r], settings, 1, move=plainly) for s, r in pairs], 1)
-        yield Figure("the same against one at a time, not recorded", step_by_step / together, "x", ">= 4")
+        yield SpeedFigure("the same against one at a time, not recorded", step_by_step / together, "x", ">= 4")
     made = condense(net, shards, rngs, settings, 1)[0]
     for form in wire.FORMS:
-        yield Figure(f"upload of one site, {form}", len(wire.encode(made.images, form)) / 1e6, "MB", "<= 0.07")
+        yield SpeedFigure(f"upload of one site, {form}", len(wire.encode(made.images, form)) / 1e6, "MB", "<= 0.07")
 
 
 def _taught_plainly(teacher: nn.Module) -> sgd.Loss:
     """Cross-entropy and distillation, as FedLwF has them."""
 
-    def loss(net: nn.Module, batch: sgd.Batch) -> Tensor:
+    def loss(net: nn.Module, batch: Batch) -> Tensor:
         logits = net(batch.x)
         with torch.no_grad():
             targets = teacher(batch.x)
@@ -263,16 +276,19 @@ def local_speed(device: torch.device, size: Size, loss_of: Callable[[nn.Module],
 
 
 def norms_speed(device: torch.device, size: Size) -> float:
+    """Images per second of per-image gradient norms."""
     net, (images, labels) = _net(device, size).eval(), _pool(device, size.real)
     return size.real / best(device, lambda: gradient_norms(net, images, labels))
 
 
 def evaluation_speed(device: torch.device, size: Size) -> float:
+    """Images per second of evaluation."""
     net, images = _net(device, size), _pool(device, size.pool)[0]
     return size.pool / best(device, lambda: class_scores(net, images))
 
 
 def herding_seconds(device: torch.device, size: Size) -> float:
+    """Seconds to herd ten classes."""
     z = F.normalize(torch.randn(10, size.candidates, 512, generator=seeded_generator(0)).to(device), dim=2)
     targets = [own.mean(dim=0) for own in z]
     return best(device, lambda: herd_classes(list(z), targets, size.budget))

@@ -11,26 +11,29 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from rescene.errors import ConfigError, ResceneWarning, did_you_mean
+from rescene.core.errors import ConfigError, ResceneWarning, did_you_mean
+from rescene.engine.observers import Observer, RunView
 
-Event = dict[str, Any]
 Numbers = Mapping[str, float]
 
 
 class Tracker(Protocol):
     """What a tool is told. ``step`` counts rounds from 1 over the whole run, also where a resumed run goes on."""
 
-    def start(self, folder: Path, config: Mapping[str, Any]) -> None: ...
+    def start(self, folder: Path, config: Mapping[str, Any]) -> None:
+        """Called once, with the run's folder and its flat configuration."""
 
-    def log(self, step: int, values: Numbers) -> None: ...
+    def log(self, step: int, values: Numbers) -> None:
+        """Called after each round; ``step`` counts rounds over the whole run."""
 
-    def finish(self, summary: Numbers) -> None: ...
+    def finish(self, summary: Numbers) -> None:
+        """Called once, with the final figures."""
 
 
 class TensorBoard:
@@ -123,10 +126,11 @@ TRACKERS: dict[str, tuple[str, Callable[[], Tracker]]] = {
 }
 
 
-def open_trackers(log: str | Sequence[str | Tracker]) -> list[Tracker]:
+def open_trackers(log: str | Sequence[str | Tracker]) -> list[Curves]:
     """Trackers by name (``"tensorboard,wandb"``) or as they are; an unknown or missing one is told before the run."""
     wanted: Sequence[str | Tracker] = [w.strip() for w in log.split(",") if w.strip()] if isinstance(log, str) else log
-    return [_by_name(one) if isinstance(one, str) else one for one in wanted]
+    trackers = [_by_name(one) if isinstance(one, str) else one for one in wanted]
+    return [Curves(trackers)] if trackers else []
 
 
 def _by_name(name: str) -> Tracker:
@@ -143,57 +147,48 @@ def _by_name(name: str) -> Tracker:
     return make()
 
 
-@contextmanager
-def tracked(
-    tell: Callable[[Event], None], trackers: Sequence[Tracker], folder: Path, config: Mapping[str, Any]
-) -> Iterator[Callable[[Event], None]]:
-    """Pass events on and tell the trackers what a curve can show; they are closed however the run ends."""
-    open_ones: list[Tracker] = []
-    summary: dict[str, float] = {}
+class Curves(Observer):
+    """Tells the trackers of a run what a curve can show; they are closed however the run ends."""
 
-    def each(words: Callable[[Tracker], None]) -> None:
-        for tracker in list(open_ones):
+    name = "trackers"
+
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
+        self.trackers, self.open = trackers, list[Tracker]()
+        self.summary: dict[str, float] = {}
+
+    def begin_run(self, run: RunView) -> None:
+        self.open = list(self.trackers)
+        self._each(lambda tracker: tracker.start(run.folder, run.recipe))
+
+    def end_round(self, run: RunView) -> None:
+        row = run.row
+        found = {"accuracy/seen": row["accuracy"], "bytes/up": row["uplink_bytes"], "bytes/down": row["downlink_bytes"]}
+        self._log(row["round"] + 1, run, found | {f"notes/{key}": value for key, value in row["notes"].items()})
+
+    def end_task(self, run: RunView) -> None:
+        found = {f"accuracy/task_{j}": value for j, value in enumerate(run.row["accuracy"])}
+        self._log(run.recipe["federation.num_rounds"], run, found | {"accuracy/aa": run.row["aa"]})
+
+    def end_run(self, run: RunView, results: dict[str, Any]) -> None:
+        self.summary = _summary(results)
+
+    def close(self) -> None:
+        self._each(lambda tracker: tracker.finish(self.summary))
+
+    def _log(self, round: int, run: RunView, found: Mapping[str, Any]) -> None:
+        step, values = run.task.index * run.recipe["federation.num_rounds"] + round, _finite(found)
+        if values:
+            self._each(lambda tracker: tracker.log(step, values))
+
+    def _each(self, words: Callable[[Tracker], None]) -> None:
+        for tracker in list(self.open):
             try:
                 with redirect_stdout(sys.stderr):  # standard output is for results
                     words(tracker)
             except Exception as error:  # somebody else's code, network or disk
-                open_ones.remove(tracker)
+                self.open.remove(tracker)
                 told = f"{type(tracker).__name__} failed and is left out: {error or type(error).__name__}"
                 warnings.warn(ResceneWarning("W420", told), stacklevel=2)
-
-    def take(event: Event) -> None:
-        tell(event)
-        if event["event"] == "start":
-            open_ones.extend(trackers)
-            each(lambda tracker: tracker.start(folder, config))
-        elif event["event"] == "done":
-            summary.update(_summary(event["results"]))
-        elif values := _values(event):
-            each(lambda tracker: tracker.log(_step(event), values))
-
-    try:
-        yield take
-    finally:
-        each(lambda tracker: tracker.finish(summary))
-
-
-def _step(event: Event) -> int:
-    rounds = event["num_rounds"]
-    return int(event["task"] * rounds + (event["round"] + 1 if event["event"] == "round" else rounds))
-
-
-def _values(event: Event) -> dict[str, float]:
-    """Curves of an event: accuracy, bytes and the method's notes of a round, accuracy per task at the end of one."""
-    if event["event"] == "round":
-        found = {"accuracy/seen": event["accuracy"], "bytes/up": event["uplink_bytes"]}
-        found |= {"bytes/down": event["downlink_bytes"], **{f"notes/{k}": v for k, v in event["notes"].items()}}
-    elif event["event"] == "task":
-        found = {f"accuracy/task_{j}": value for j, value in enumerate(event["accuracy"])} | {
-            "accuracy/aa": event["aa"]
-        }
-    else:
-        return {}
-    return _finite(found)
 
 
 def _summary(results: Mapping[str, Any]) -> dict[str, float]:

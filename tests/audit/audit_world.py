@@ -5,11 +5,11 @@ from dataclasses import replace
 import torch
 
 from rescene.audit.stage import Stage
+from rescene.core.rng import Rng
 from rescene.data import Images
 from rescene.privacy.accounting import Composition
 from rescene.privacy.mechanism import Mechanism
-from rescene.rng import Rng
-from rescene.steps import Condensation
+from rescene.training import Condensation
 
 RELEASE = Mechanism("release", 2.0, 2.0, Composition(1, 1), kappa=1.0, num_nets=1, threshold=0.0)
 PER_EXAMPLE = Mechanism("per-example", 2.0, 0.1, Composition(2, 1), typical_count=3.0)

@@ -8,11 +8,11 @@ from audit_world import PER_EXAMPLE, RELEASE, small_stage, with_settings
 
 from rescene.audit.canaries import FEW, MANY, canary_audit, plan, rankings
 from rescene.audit.stage import as_promised, seeded, uploads, without_noise
-from rescene.functional.auditing import bounds
+from rescene.core.rng import Rng
 from rescene.privacy.accounting import gaussian_epsilon
-from rescene.privacy.mechanism import Site
+from rescene.privacy.epsilon_bounds import bounds
+from rescene.privacy.mechanism import SitePrivacy
 from rescene.privacy.noise import Noise
-from rescene.rng import Rng
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def stage(tiny_world):
 
 def unknown_seed(mechanism):
     """Noise that repeats in this test but that the attacker does not know."""
-    return lambda site, turn: Site(mechanism, Noise(Rng(99).at(site, turn).generator()))
+    return lambda site, turn: SitePrivacy(mechanism, Noise(Rng(99).at(site, turn).generator()))
 
 
 def test_each_canary_is_the_only_question_about_its_class_at_its_site(stage):
@@ -94,6 +94,7 @@ def test_a_look_finds_photographs_that_surrogates_started_from(stage):
 
 def test_the_number_of_surrogates_gives_a_canary_away(stage):
     """Of three images one surrogate is made, of four two: the shape alone tells."""
+    stage = with_settings(stage, surrogates_per_class="half")
     placed = plan(stage, 10, giant=False, companions=3)
     scores = rankings(stage, placed, as_promised(None), as_promised(None), ("replay",))["replay"]
     assert torch.equal(scores > 0, placed.included) and bool(torch.isinf(scores).all())

@@ -5,9 +5,13 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from rescene.audit import drawn, letters, redteam, sums
+from rescene.audit import drawn_pictures as drawn
+from rescene.audit import lying_requests as letters
+from rescene.audit import masked, redteam, sums
 from rescene.audit.rows import Found, row_of
 from rescene.cli.app import app
+from rescene.core.errors import RunError
+from rescene.privacy.epsilon_bounds import success_lower_bound
 
 
 def found(value=0.0, promised=1.0, control=True):
@@ -34,6 +38,34 @@ def test_these_claims_hold_and_their_controls_fire(attack):
     assert one.control and one.verdict in ("held", "as stated"), one
 
 
+@pytest.mark.parametrize("attack", [letters.memories, masked.second_sum, masked.two_lists])
+def test_asking_twice_shows_no_site_alone_and_keeps_no_image_twice(attack):
+    one = attack()
+    assert one.control and one.verdict == "held", one
+
+
+def test_masked_numbers_tell_nothing_and_bare_ones_everything():
+    one = masked.traces(tries=40)
+    assert one.control and one.verdict == "held", one
+
+
+def test_secrets_from_the_time_of_day_are_guessed_and_the_systems_are_not():
+    one = masked.guesses(num_seeds=10)
+    assert one.control and one.verdict == "held", one
+
+
+@pytest.mark.slow
+def test_one_honest_site_is_seen_through_where_many_are_promised():
+    one = masked.honest_few(draws=240)
+    assert one.control and one.verdict == "held", one
+
+
+def test_an_attack_that_reaches_its_bound_is_no_false_alarm():
+    """Five right of 40 happen by chance in one of 150 attacks where 3 % are allowed: no proof of anything."""
+    assert success_lower_bound(5, 40, sums.SURE / len(sums.SIZES)) < 0.03 < success_lower_bound(5, 40, sums.RISK / 3)
+
+
+@pytest.mark.slow
 def test_noised_sums_hold_and_weak_ones_are_seen_through():
     shown = sums.reconstruction(tries=40)
     assert shown.control and shown.verdict == "held", shown
@@ -78,3 +110,13 @@ def test_a_missing_package_is_told(monkeypatch):
     monkeypatch.setattr(redteam, "ATTACKS", [redteam.Attack("claim", "attack", attack)])
     row = redteam.red_team()[0]
     assert (row.verdict, row.note) == ("not run", "needs opacus") and row.good
+
+
+def test_secure_sums_without_their_packages_are_listed_as_not_run(monkeypatch):
+    def attack():
+        raise RunError("E439", "sums across sites need packages", fix='pip install "rescene[deploy]"')
+
+    monkeypatch.setattr(redteam, "ATTACKS", [redteam.Attack("claim", "attack", attack)])
+    rows = redteam.red_team()
+    assert (rows[0].verdict, rows[0].note) == ("not run", 'pip install "rescene[deploy]"')
+    assert "Not run, because packages are missing: 1 " in redteam.red_team_words(rows)

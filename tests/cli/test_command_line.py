@@ -83,9 +83,9 @@ def test_the_demo_has_three_lines_and_claims_no_guarantee(tmp_path, image_folder
     result = invoke(app, ["demo", *few, "--out", str(tmp_path / "d"), "--quiet"])
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
-    assert [line.split()[0] for line in lines[1:4]] == ["fedavg", "rescene", "moments"]
-    (told,) = (line for line in lines if line.startswith("moments: "))
-    assert told.startswith("moments: Simulation, exact sums. Not private") and "epsilon" not in told
+    assert [line.split()[0] for line in lines[1:4]] == ["FedAvg", "ReSCENE", "Moments"]
+    (told,) = (line for line in lines if line.startswith("Moments: "))
+    assert told.startswith("Moments: Simulation, exact sums. Not private") and "epsilon" not in told
     page = (tmp_path / "d" / "report.html").read_text()
     assert all(name in page for name in ("FedAvg", "ReSCENE", "Moments"))
 

@@ -15,12 +15,12 @@ def say(*words):
 def federation(tmp_path):
     pytest.importorskip("flwr", reason="Flower is not installed: pip install 'rescene[deploy]'")
     code, output = say("init", tmp_path / "clinic", "--sites", "north,south", "--port", "9000")
-    assert code == 0 and "carry to north" in output
+    assert code == 0 and "bring it to north" in output
     return tmp_path / "clinic"
 
 
 def test_without_flower_the_extra_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("rescene.deploy.folder.find_spec", lambda name: None)
+    monkeypatch.setattr("rescene.deploy.federation_folder.find_spec", lambda name: None)
     for words in (["init", tmp_path / "new", "--sites", "a"], ["rehearse", "--out", tmp_path / "out"]):
         code, output = say(*words)
         assert code == 2 and 'pip install "rescene[deploy]"' in output
@@ -75,8 +75,8 @@ def folder(tmp_path):
 
 def test_classes_are_opened_on_the_command_line(folder):
     code, output = say("add-classes", folder, "scratch, dent", "--rounds", "3")
-    assert code == 0 and "task 0: scratch, dent; rounds: 3" in output and "deploy run" in output
-    assert say("add-classes", folder, "crack")[1].startswith("task 1: crack; rounds: 3")
+    assert code == 0 and "task 1: scratch, dent; rounds: 3" in output and "deploy run" in output
+    assert say("add-classes", folder, "crack")[1].startswith("task 2: crack; rounds: 3")
     for words in (["add-classes", folder, "dent"], ["add-classes", folder, ", "]):
         code, output = say(*words)
         assert code == 2 and "E193" in output

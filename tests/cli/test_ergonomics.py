@@ -12,30 +12,83 @@ from typer.testing import CliRunner
 
 import rescene
 from rescene.cli.app import app
-from rescene.cli.completion import complete_recipe
-from rescene.cli.examples import EXAMPLES
-from rescene.cli.live import Pace
-from rescene.config import recipe_names
+from rescene.cli.help import GROUPS, examples, leaves
+from rescene.cli.progress import Pace
+from rescene.cli.shared_options import complete_method, complete_recipe, recipe_keys
+from rescene.config import recipe_names, resolve
+from rescene.methods import method_class, method_names
 
 invoke = CliRunner().invoke
+PROGRAM = typer.main.get_command(app)
 
 
 def test_version_and_bare_call():
     assert invoke(app, ["--version"]).output == f"rescene {rescene.__version__}\n"
-    assert "Commands:" in invoke(app, []).output
+    assert invoke(app, []).output.strip() == invoke(app, ["--help"]).output.strip()
 
 
-@pytest.mark.parametrize("line", [line for lines in EXAMPLES.values() for line in lines])
-def test_every_example_of_the_help_parses(line):
-    program, name, *words = shlex.split(line)
-    assert program == "rescene" and name in EXAMPLES
-    command = typer.main.get_command(app).commands[name]
-    command.make_context(name, words)  # raises UsageError on an unknown option or a missing argument
-    shown = invoke(app, [name, "--help"], terminal_width=200).output
-    assert f"  {line}\n" in shown
+def test_the_first_screen_has_every_verb_in_twelve_lines_of_eighty_columns():
+    lines = invoke(app, ["--help"]).output.rstrip("\n").split("\n")
+    assert len(lines) <= 12 and max(map(len, lines)) <= 80 and lines[-1].startswith("More: rescene help")
+    shown = [name for line in lines for name in re.split(r",? +", line.strip())[1:]]
+    grouped = [name for _, verbs in GROUPS.values() for name in verbs]
+    assert len(grouped) == 27 and set(grouped) <= set(shown)
+    there = {name for name, command in PROGRAM.commands.items() if not command.hidden}
+    assert sorted([*grouped, "help"]) == sorted(there)
 
 
-@pytest.mark.parametrize("verb", [("run",), ("table",), ("paper", "run"), ("data", "inspect"), ("deploy", "check")])
+def test_all_verbs_are_listed_in_whole_sentences(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = invoke(app, ["help"]).output
+    assert max(len(line) for line in shown.splitlines()) <= 82 and "..." not in shown.partition("\n")[2]
+    for name, command in leaves(PROGRAM, ""):
+        if name != "help":
+            assert f"\n  {name} " in shown and command.help.split()[-1] in shown, name
+
+
+def test_help_of_one_verb_is_the_verbs_own_help():
+    assert invoke(app, ["help", "data", "inspect"]).output == invoke(app, ["data", "inspect", "--help"]).output
+    assert "Did you mean" in invoke(app, ["help", "swep"]).output
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("swep", "sweep"), ("reprot", "report"), ("deplyo", "deploy")])
+def test_an_unknown_verb_gets_a_suggestion(typed, meant):
+    found = invoke(app, [typed])
+    assert found.exit_code == 2 and found.output.count(f"Did you mean '{meant}'?") == 1
+    unknown = invoke(app, ["deploy", "qqq"])
+    assert unknown.exit_code == 2 and "No such verb: qqq. rescene help lists them." in unknown.output
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (["explain", "fedavg"], ["method", "explain", "fedavg"]),
+        (["theory", "nowhere"], ["paper", "theory", "nowhere"]),
+        (["quarantine", "nowhere"], ["deploy", "quarantine", "nowhere"]),
+        (["bench", "--device", "warp"], ["doctor", "--speed", "--device", "warp"]),
+        (["new", "method", "Not-A-Name"], ["method", "new", "Not-A-Name"]),
+    ],
+)
+def test_an_old_name_works_and_says_the_new_one(old, new):
+    before, now = invoke(app, old), invoke(app, new)
+    length = len(new) - (2 if "--device" in new else 1)
+    told = f"has a new name: rescene {' '.join(new[:length])}\n"
+    assert told in before.stderr and told not in before.stdout
+    assert (before.exit_code, before.stdout) == (now.exit_code, now.stdout)
+    assert old[0] not in {name.split()[0] for name, _ in leaves(PROGRAM, "")}
+
+
+@pytest.mark.parametrize(("name", "line"), [(name, line) for name, lines in examples().items() for line in lines])
+def test_every_example_of_the_help_parses(name, line):
+    program, *words = shlex.split(line)
+    names = name.split()
+    assert program == "rescene" and words[: len(names)] == names
+    command = dict(leaves(PROGRAM, ""))[name]
+    command.make_context(name, words[len(names) :])  # raises UsageError on an unknown option or a missing argument
+    assert f"  {line}\n" in invoke(app, [*names, "--help"], terminal_width=200).output
+
+
+@pytest.mark.parametrize("verb", [("run",), ("table",), ("paper", "table"), ("data", "inspect"), ("deploy", "check")])
 def test_help_says_once_what_each_argument_is_and_has_no_escapes(verb):
     shown = invoke(app, [*verb, "--help"]).output
     assert shown.count("rguments:\n") == 1 and "\\[" not in shown and "[required]" in shown
@@ -43,44 +96,82 @@ def test_help_says_once_what_each_argument_is_and_has_no_escapes(verb):
     assert len(first.partition("[required]")[0].split()) > 1, "the first argument is not described"
 
 
-@pytest.mark.parametrize("group", [(), ("paper",), ("deploy",)])
+@pytest.mark.parametrize("group", [("paper",), ("deploy",), ("data",), ("lens",), ("method",)])
 def test_the_list_of_verbs_is_in_whole_sentences(group):
     shown = invoke(app, [*group, "--help"]).output.partition("Commands:\n")[2]
     assert shown and "..." not in shown
 
 
 def test_exit_codes_stand_in_the_help():
-    text = " ".join(invoke(app, ["--help"]).output.split())
+    text = " ".join(invoke(app, ["help"]).output.split())
     for words in ("0 done", "2 recipe or usage", "3 data", "4 run failed", "5 check failed", "130 interrupted"):
         assert words in text
 
 
-def asked(line):
-    """What a shell says on TAB at the end of a line."""
-    words = line.split(" ")
-    return {"_RESCENE_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
+def asked(*words):
+    """What bash says on TAB at the end of these words. It cuts a word at an equals sign."""
+    parts = [part for word in words for part in (re.split("(=)", word) if "=" in word else [word])]
+    parts = parts[:-1] if parts[-2:] == ["=", ""] else parts
+    return {
+        "_RESCENE_COMPLETE": "complete_bash",
+        "COMP_WORDS": "\n".join(["rescene", *parts]),
+        "COMP_CWORD": str(len(parts)),
+    }
 
 
-def offered(line):
+def offered(*words, shell=asked):
     """What it gets."""
-    return invoke(app, [], env=asked(line), prog_name="rescene").output.split()
+    return invoke(app, [], env=shell(*words), prog_name="rescene").output.split()
+
+
+def zsh(*words):
+    return {"_RESCENE_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": " ".join(["rescene", *words])}
 
 
 def test_the_shell_completes_recipes_keys_and_methods():
-    code = "import sys; sys.argv = ['rescene']; from rescene.cli import main; main()"
-    environment = os.environ | asked("rescene run smo")
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert done.stdout.split() == offered("rescene run smo") == ["smoke"]
-    assert complete_recipe("") == recipe_names() and complete_recipe("cifar") == ["cifar10", "cifar100"]
-    assert offered("rescene run demo federation.be") == ["federation.beta="]
-    assert "method=fedavg" in offered("rescene run demo method=fed")
-    assert offered("rescene run no-such-recipe fed") == []
+    assert offered("run", "smo") == ["smoke"] and complete_recipe("") == recipe_names()
+    assert complete_recipe("cifar") == ["cifar10", "cifar100"]
+    assert offered("run", "demo", "method=feda") == ["fedaf", "fedavg"]
+    ours = sorted(name for name in method_names() if method_class(name).__module__.startswith("rescene.methods."))
+    assert offered("run", "demo", "seed=3", "method=") == complete_method("")
+    assert [name for name in complete_method("") if name in ours] == ours  # other tests register methods of their own
+    assert offered("sweep", "demo", "method=gl") == offered("method", "explain", "gl") == ["glfc"]
+    assert offered("run", "demo", "data.path=im") == []
+    assert "method=fedavg" in " ".join(offered("run", "demo", "method=feda", shell=zsh))
+
+
+def test_no_space_is_put_behind_an_equals_sign():
+    """A shell puts one behind the only answer; of two it takes what they share."""
+    found = offered("run", "demo", "federation.be")
+    assert len(found) == 2 and os.path.commonprefix(found) == "federation.beta="
+
+
+def test_the_keys_are_those_of_recipes_and_methods():
+    known = set(recipe_keys())
+    own = {f"method.{row['name']}" for name in method_names() for row in method_class(name).table()}
+    wanted = {key for key in resolve("demo").flat() if not key.startswith("method.")} | {"method", *own}
+    assert wanted - known == set() and known - wanted <= {"method.name"}
+
+
+def test_completion_loads_no_torch():
+    code = "import sys; sys.argv = ['rescene']\nfrom rescene.cli import main\n"
+    code += "try: main()\nfinally: print('torch' in sys.modules, file=sys.stderr)"
+    for words in (
+        ("run", "smo"),
+        ("run", "demo", "federation.be"),
+        ("run", "demo", "method=fed"),
+        ("method", "explain", ""),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=os.environ | asked(*words), capture_output=True, text=True
+        )
+        assert done.stdout and done.stderr.split()[-1] == "False", (words, done)
 
 
 def test_no_color_is_honoured():
     def colours(**told):
         environment = {key: value for key, value in os.environ.items() if key != "NO_COLOR"} | told
-        code = "from rich.console import Console; from rescene.cli.listing import print_rows; print_rows([{'a': 1}])"
+        code = "from rich.console import Console; from rescene.cli.terminal import print_rows; print_rows([{'a': 1}])"
         code += "; Console().print('[red]x')"
         done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
         return re.findall(r"\x1b\[[0-9;]*3[0-9]m", done.stdout)
@@ -105,12 +196,12 @@ def test_the_time_left_is_a_number_a_range_or_unknown():
 
 
 def test_doctor_tells_of_extras_and_ends_with_a_verdict(monkeypatch):
-    from rescene.cli import checks
+    from rescene.cli import start_verbs
 
-    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    monkeypatch.setattr(start_verbs, "find_spec", lambda name: None)
     result = invoke(app, ["doctor"])
     assert result.exit_code == 0 and "extra onnx" in result.output and result.output.endswith("all is well\n")
-    monkeypatch.setattr(checks, "ENOUGH_DISK_GB", 1e12)
+    monkeypatch.setattr(start_verbs, "ENOUGH_DISK_GB", 1e12)
     result = invoke(app, ["doctor"])
     assert result.exit_code == 5 and "use --out on another disk" in result.output
     assert re.search(r"1 of \d+ checks need something done", result.output)

@@ -3,12 +3,13 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 import rescene
 from rescene.cli.app import app
-from rescene.run_state import working_in
+from rescene.core.run_state import working_in
 
 SMALL = {
     "federation.num_rounds": 2,
@@ -73,3 +74,44 @@ def test_bad_requests_get_an_answer(run, tmp_path):
     told = refused(weights, "--client", "1")
     assert "E162" in told and "'federation.exclude=[1]'" in told
     assert not list(tmp_path.glob("*forgot*"))
+
+
+def test_behind_a_secure_sum_the_cost_is_told_and_wants_consent(tmp_path):
+    shapes, labels = np.random.default_rng(0).integers(0, 256, (60, 16, 16, 3), np.uint8), np.arange(60) % 2
+    np.savez(tmp_path / "images.npz", x_train=shapes, y_train=labels, x_test=shapes, y_test=labels)
+    secret = {
+        "method": "moments",
+        "model.name": "linear",
+        "model.lens": "waves",
+        "train.augment": False,
+        "tasks.limit": 1,
+    }
+    secret |= {
+        "federation.num_rounds": 1,
+        "privacy.mechanism": "release",
+        "privacy.noise_multiplier": 2,
+        "privacy.clip": 1,
+    }
+    secret |= {
+        "method.num_features": 8,
+        "privacy.honest_sites": 2,
+        "federation.num_clients": 4,
+        "federation.per_round": 4,
+    }
+    secret |= {"data.path": str(tmp_path / "images.npz"), "data.image_size": 16}
+    run = rescene.run("smoke", out=tmp_path / "run", **secret).folder
+    words = ["forget", str(run), "--client", "2"]
+    told = invoke(app, words)
+    assert told.exit_code != 0 and "E232" in told.output and "--charge" in told.output
+    assert not (tmp_path / "run-forgot-2" / "ledgers").exists()
+    assert "E164" in invoke(app, [*words, "--charge", "--check"]).output
+    told = invoke(app, [*words, "--charge"])
+    assert told.exit_code == 0, told.output
+    assert told.output.index("Before: (") < told.output.index("After, old and new sums together: (")
+    for part in ("if the image is added or removed", "if another takes its place", "taken anew", "stay released"):
+        assert part in told.output
+    place = run.with_name("run-forgot-2")
+    assert "the old ones stay released, and epsilon counts both" in (place / "MODEL_CARD.md").read_text()
+    assert "their images charged again" in (place / "report.html").read_text()
+    values = rescene.load(place).values
+    assert values["privacy"]["releases_per_record"] == 2 and values["config"]["federation"]["exclude"] == [2]

@@ -9,9 +9,9 @@ import typer
 from typer.testing import CliRunner
 
 import rescene
-from rescene import run_state
 from rescene.cli.app import app
-from rescene.run_state import working_in
+from rescene.core import run_state
+from rescene.core.run_state import working_in
 
 SMALL = {
     "federation.num_rounds": 1,
@@ -90,7 +90,7 @@ def test_a_run_that_goes_on_while_pruning_asks_is_left_alone(root, monkeypatch):
         monkeypatch.setattr(typer, "confirm", lambda words: process.enter_context(working_in(root / "failed")) is None)
         monkeypatch.setattr(run_state, "_PAUSE_S", 0.0)
         result = invoke(app, ["runs", str(root), "--prune", "failed"])
-        assert "it goes on by now" in result.output and (root / "failed" / "checkpoints").is_dir()
+        assert "because it is running again" in result.output and (root / "failed" / "checkpoints").is_dir()
 
 
 DAMAGE = {"deep": '{"a":' * 50_000, "nested": '{"config":' * 500 + "1" + "}" * 500, "list": "[1]", "empty": ""}

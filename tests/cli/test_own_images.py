@@ -9,12 +9,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from typer.testing import CliRunner
 
 from rescene.cli.app import app
 from rescene.config import resolve
+from rescene.data.contact_sheet import COLUMNS, GAP, LABEL, SIDE
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_images.py"
 QUICK = ["federation.num_rounds=1", "train.server_epochs=1", "method.num_steps=1", "method.ipc=2", "model.width=8"]
@@ -34,21 +37,23 @@ def inspected(folder, *options):
     return json.loads(result.output)
 
 
-def test_the_command_that_inspect_proposes_runs_to_a_report(shapes, tmp_path):
+def test_the_commands_that_inspect_proposes_run_to_a_report(shapes, tmp_path):
     found = inspected(shapes)
     assert found["warnings"] == [] and [t["brings"] for t in found["tasks"]][0] == "circle, cross"
-    program, *words = shlex.split(found["command"])
-    assert program == "rescene"
-    assert words[:2] == ["run", "own"] and "model.lens=waves" in words  # 56 images of a class
+    assert found["files"]["found"] == {".png": 420} and "recipe own" in found["reason"]
+    program, *exact = shlex.split(found["command"])
+    assert program == "rescene" and exact[:2] == ["run", "own"]
+    simulated = resolve(exact[1], exact[2:]).recipe
+    assert simulated.privacy.mechanism == "none" and simulated.model.lens == "leaves"
+    assert simulated.method["num_features"] is None
+    words = shlex.split(found["guarantee"])[1:]
+    assert "model.lens=waves" in words  # 56 images of a class
     result = invoke(app, [*words, "--out", str(tmp_path / "r"), "-q"])
     assert result.exit_code == 0, result.output
     values = json.loads((tmp_path / "r" / "results.json").read_text())
     assert (
         values["privacy"]["epsilon"] == pytest.approx(8, rel=1e-3) and "(8.00, 1e-05)-differentially" in result.output
     )
-    exact = shlex.split(found["simulation"])[1:]
-    simulated = resolve(exact[1], exact[2:]).recipe
-    assert simulated.privacy.mechanism == "none" and simulated.model.lens == "leaves"
     assert [task["classes"] for task in values["tasks"]] == [
         ["circle", "cross"],
         ["ring", "square"],
@@ -56,6 +61,82 @@ def test_the_command_that_inspect_proposes_runs_to_a_report(shapes, tmp_path):
     ]
     assert values["leakage"] is None and values["cost"]["measured"]["uplink_bytes"] > 0  # sums left the sites, no image
     assert (tmp_path / "r" / "report.html").is_file() and (tmp_path / "r" / "MODEL_CARD.md").is_file()
+
+
+def test_inspect_writes_a_contact_sheet_with_a_row_of_pictures_for_each_class(shapes, tmp_path):
+    result = invoke(app, ["data", "inspect", str(shapes), "--out", str(tmp_path / "look")])
+    assert result.exit_code == 0 and "contact-sheet.png" in result.output and "files: 420 .png" in result.output
+    sheet = Image.open(tmp_path / "look" / "contact-sheet.png").convert("RGB")
+    rows = np.asarray(sheet)[:, LABEL:]
+    assert len(rows) == GAP + 6 * (SIDE + GAP)
+    for row in range(6):
+        pictures = rows[GAP + row * (SIDE + GAP) :][:SIDE, : SIDE * COLUMNS]
+        assert pictures.std() > 5  # not blank
+    page = (tmp_path / "look" / "contact-sheet.html").read_text()
+    assert (
+        "data:image/png;base64," in page and "http" not in page.replace("http-equiv", "") and "rescene run own" in page
+    )
+
+
+def test_one_class_alone_gets_a_reason_and_no_command(shapes, tmp_path):
+    shutil.copytree(shapes / "ring", tmp_path / "images" / "ring")
+    found = inspected(tmp_path / "images")
+    assert found["command"] == found["guarantee"] == "" and "one class only (ring)" in found["reason"]
+
+
+@pytest.fixture(scope="module")
+def three_sites(shapes, tmp_path_factory):
+    """Leeds has no circle, so that it misses half of the first task."""
+    folder = tmp_path_factory.mktemp("sites") / "images"
+    for k, site in enumerate(("Bath", "Hull", "Leeds")):
+        for shape in ("circle", "cross", "ring", "square")[site == "Leeds" :]:
+            for path in sorted((shapes / shape).iterdir())[20 * k : 20 * k + 20]:
+                (folder / site / shape).mkdir(parents=True, exist_ok=True)
+                shutil.copy(path, folder / site / shape)
+    return folder
+
+
+def test_sites_as_they_are_from_inspect_to_table_and_tuned_heads(three_sites, tmp_path):
+    found = inspected(three_sites, "--layout", "sites")
+    assert [row["name"] for row in found["sites"]] == ["Bath", "Hull", "Leeds"]
+    words = shlex.split(found["guarantee"])[1:]
+    assert "federation.partition=sites" in words and "data.layout=sites" in words
+    out = tmp_path / "r"
+    exact = ["privacy.mechanism=none", "tasks.count=null", "tasks.per_task=1"]
+    result = invoke(app, [*words, *exact, "--out", str(out), "-q"])
+    assert result.exit_code == 0, result.output
+    values = json.loads((out / "results.json").read_text())
+    rows = {row["name"]: row for row in values["sites"]}
+    assert list(rows) == ["Bath", "Hull", "Leeds"] and values["worst_site"] == min(r["accuracy"] for r in rows.values())
+    assert (rows["Leeds"]["train_size"], rows["Leeds"]["test_size"]) == (48, 12)
+    right = sum(row["accuracy"] * row["test_size"] for row in rows.values()) / sum(
+        r["test_size"] for r in rows.values()
+    )
+    assert right == pytest.approx(values["aa"])  # every test image belongs to one site
+    partition = json.loads((out / "partition.json").read_text())
+    assert partition["sites"] == ["Bath", "Hull", "Leeds"] and partition["tasks"][0]["counts"] == [[16], [16], [0]]
+    table = invoke(app, ["table", str(out), "--metric", "worst_site,sites", "--format", "md"]).output
+    assert "Worst site" in table and "Leeds" in table and table.startswith("|")
+    tuned = invoke(app, ["sites", str(out), "--tune", "--json"])
+    assert tuned.exit_code == 0, tuned.output
+    heads = json.loads(tuned.output.splitlines()[-1])
+    assert [row["site"] for row in heads] == ["Bath", "Hull", "Leeds"]
+    assert [float(row["shared head"]) for row in heads] == pytest.approx(
+        [r["accuracy"] for r in rows.values()], abs=0.06
+    )
+    page = (out / "report.html").read_text()
+    assert "Accuracy at each site" in page and "own head" in page and "Leeds" in (out / "MODEL_CARD.md").read_text()
+
+
+def test_a_run_without_sites_of_its_own_says_so(three_sites, tmp_path):
+    quick = [*QUICK, "tasks.count=1", "federation.num_clients=2", "federation.per_round=2", "data.layout=sites"]
+    out = tmp_path / "r"
+    assert invoke(app, ["run", "demo", f"data.path={three_sites}", *quick, "--out", str(out), "-q"]).exit_code == 0
+    assert "W218" in (out / "events.jsonl").read_text()
+    refused = invoke(app, ["sites", str(out)])
+    assert refused.exit_code == 4 and "error[E448]" in refused.output
+    none = invoke(app, ["table", str(out), "--metric", "sites"])
+    assert "error[E143]" in none.output and "federation.partition=sites" in none.output
 
 
 @pytest.mark.parametrize(
@@ -98,8 +179,8 @@ def test_inspect_warns_and_still_answers(shapes, tmp_path):
         and ("repeat another" in text or "also training" in text)
     )
     assert "data.skip_unreadable=true" in found["command"]
-    told = invoke(app, ["data", "inspect", str(folder)]).output
-    assert "broken.png" in told and "run it: rescene run own" in told and "noise: a typical class has" in told
+    told = invoke(app, ["data", "inspect", str(folder), "--out", str(tmp_path / "look")]).output
+    assert "broken.png" in told and "run it: rescene run own" in told and "a typical class has" in told
 
 
 def test_a_run_in_which_nothing_leaves_the_sites_says_so(shapes, tmp_path, blank_figures):
@@ -167,7 +248,7 @@ def test_a_class_folder_that_is_not_utf8_stops_every_command_with_a_code(shapes,
 )
 def test_inspect_says_what_noise_leaves_of_so_many_images(count, lens, said):
     from rescene.data import Dataset, Images, Transform
-    from rescene.data.checks import noise_words, propose_settings
+    from rescene.data.inspection import noise_words, propose_settings
 
     images = Images(torch.zeros(2 * count, 3, 8, 8, dtype=torch.uint8), torch.arange(2 * count) % 2)
     dataset = Dataset("two", ("a", "b"), images, images, Transform((0.5,) * 3, (0.25,) * 3, 1))

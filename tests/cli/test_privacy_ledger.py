@@ -8,8 +8,8 @@ import yaml
 from typer.testing import CliRunner
 
 from rescene.cli.app import app
-from rescene.deploy.holding import ledger_of
 from rescene.deploy.site import Site
+from rescene.deploy.site_config import ledger_of
 from rescene.privacy.accounting import Composition, epsilon_of
 from rescene.privacy.ledger import Charge, Declined, Floor, Ledger, Touched
 from rescene.privacy.noise import Noise
@@ -62,7 +62,24 @@ def test_a_runs_ledgers_are_printed_and_what_was_not_sent_is_said(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         ledger.once(replace(CHARGE, task=1), "q", 1e-5, None, dies, None)
     words = shown("--ledger", str(tmp_path))
-    assert "client 0" in words and "not sent" in words and "all" in words and "none yet" in words
+    assert "client 0" in words and "not sent" in words and "all" in words
+    assert "none yet" not in words and "Floor: none. Simulated sites" in words, (
+        "no run sets a floor for simulated sites"
+    )
+
+
+def test_a_simulations_ledger_has_no_column_for_who_asked(tmp_path):
+    ledger = Ledger(tmp_path / "client-0.jsonl")
+    ledger.once(replace(CHARGE, why=""), "q", 1e-5, None, lambda: {"sums": Noise().normal(5)}, None)
+    assert "asked for" not in shown("--ledger", str(tmp_path)) and "mechanism" in shown("--ledger", str(tmp_path))
+
+
+def test_with_one_budget_the_total_is_that_of_all_releases(site):
+    (site / "site.yaml").write_text(yaml.safe_dump({"client": 3, "privacy": {"epsilon_max": 9.0, "one_budget": True}}))
+    facts = json.loads(shown("--ledger", str(site), "--json"))["site 3"]
+    totals = [epsilon_of(2.0, Composition(1, n), 1e-5) for n in (1, 2, 3)]
+    assert [row["total"] for row in facts["releases"]] == pytest.approx(totals)
+    assert "one budget" in facts["floor"] and "share one budget" in shown("--ledger", str(site))
 
 
 def test_a_floor_that_the_operator_set_is_named_so(site):

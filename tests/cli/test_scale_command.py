@@ -46,6 +46,7 @@ def test_what_makes_no_sense_is_refused(words, code):
     assert result.exit_code == 2 and code in result.output and "Traceback" not in result.output
 
 
+@pytest.mark.slow
 def test_the_page_shows_what_the_command_prints():
     words = ["scale", "cifar10", "--server-gflops", "200000", "--per-round", "10%"]
     lines = [line.rstrip() for line in invoke(app, words).output.splitlines() if "as published" not in line]

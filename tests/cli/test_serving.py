@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
-from rescene.cli import operating, serving
-from rescene.deploy.folder import Federation
-from rescene.errors import ConfigError
+from rescene.cli import deploy_verbs, progress
+from rescene.core.errors import ConfigError
+from rescene.deploy.federation_folder import FederationFolder
 
 
 def ask(address, path="/", method="GET", host=None):
@@ -20,7 +20,7 @@ def ask(address, path="/", method="GET", host=None):
 
 
 def test_only_the_page_and_only_here():
-    with serving.serving(lambda: b"<p>page", 0) as address:
+    with progress.serving(lambda: b"<p>page", 0) as address:
         assert address.startswith("http://127.0.0.1:")
         status, body, headers = ask(address)
         assert (status, body) == (200, b"<p>page") and headers["Cache-Control"] == "no-store"
@@ -40,14 +40,14 @@ def test_only_the_page_and_only_here():
 
 def test_a_page_is_made_when_somebody_looks_but_not_too_often(monkeypatch):
     now, made = [100.0], []
-    monkeypatch.setattr(serving.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
 
     def build():
         made.append(now[0])
         now[0] += 10.0  # a slow one
         return str(len(made)).encode()
 
-    page = serving.LivePage(build)
+    page = progress.ServedPage(build)
     assert not made and page.get() == page.get() == b"1"
     now[0] += 49.0
     assert page.get() == b"1"
@@ -59,13 +59,13 @@ def test_a_port_that_is_taken_is_told():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with pytest.raises(ConfigError, match="E196"), serving.serving(bytes, taken.getsockname()[1]):
+        with pytest.raises(ConfigError, match="E196"), progress.serving(bytes, taken.getsockname()[1]):
             pass
 
 
 def test_before_the_first_round_it_says_so(tmp_path, capsys):
-    federation = Federation(tmp_path, "clinic", "127.0.0.1", 9000, ["north"])
-    with operating.operator_page(federation, lambda: None, 0):
+    federation = FederationFolder(tmp_path, "clinic", "127.0.0.1", 9000, ["north"])
+    with deploy_verbs.operator_page(federation, lambda: None, 0):
         address = capsys.readouterr().out.split()[-1]
         status, body, _ = ask(address)
     assert status == 200 and b"No round has been held yet" in body and b"clinic" in body

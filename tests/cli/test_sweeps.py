@@ -9,10 +9,11 @@ import torch
 from typer.testing import CliRunner
 
 from rescene.api import Result
-from rescene.cli import livepage, running, sweeping
+from rescene.cli import progress, running
 from rescene.cli.app import app
-from rescene.cli.sweeping import grid, print_plan, read_seeds, run_cells
-from rescene.errors import ConfigError, RunError, for_people, is_out_of_memory
+from rescene.cli.running import print_plan, run_cells
+from rescene.core.errors import ConfigError, RunError, for_people, is_out_of_memory
+from rescene.sweeps.grid import grid, read_seeds
 
 invoke = CliRunner().invoke
 
@@ -47,8 +48,8 @@ def test_a_cell_too_large_for_a_cpu_is_listed_and_its_memory_let_go(cells, monke
         assert held[0]() is None  # the cell before would be in the way
         return Result(folder, {})
 
-    monkeypatch.setattr(sweeping, "execute", execute)
-    monkeypatch.setattr(sweeping, "write_report", lambda folders, page: page)
+    monkeypatch.setattr(running, "execute", execute)
+    monkeypatch.setattr(running, "write_report", lambda folders, page: page)
     results, (failure,) = run_cells(cells, quiet=True, as_json=False)
     assert [result.folder for result in results] == [cells[1].folder]
     assert failure["cell"].startswith("method=fedavg") and "too large for this device" in failure["error"]
@@ -56,7 +57,7 @@ def test_a_cell_too_large_for_a_cpu_is_listed_and_its_memory_let_go(cells, monke
 
 
 def test_a_mistake_in_the_code_still_stops_a_sweep(cells, monkeypatch):
-    monkeypatch.setattr(sweeping, "execute", lambda *args: 1 / 0)
+    monkeypatch.setattr(running, "execute", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run_cells(cells, quiet=True, as_json=False)
 
@@ -74,8 +75,8 @@ def test_failures_are_part_of_the_json(tmp_path, monkeypatch):
         scores = dict.fromkeys(("aa", "aia", "old", "recent", "forgetting"), 1.0)
         return Result(folder, {"method": "fedlwf", "seed": 0, "leakage": None, **scores})
 
-    monkeypatch.setattr(sweeping, "execute", execute)
-    monkeypatch.setattr(sweeping, "write_report", lambda folders, page: page)
+    monkeypatch.setattr(running, "execute", execute)
+    monkeypatch.setattr(running, "write_report", lambda folders, page: page)
     found = invoke(app, ["sweep", "smoke", "method=fedavg,fedlwf", "--out", str(tmp_path), "-q", "--json"])
     good, bad = json.loads(found.stdout)
     assert found.exit_code == 4 and good["aa"] == 1.0
@@ -90,9 +91,9 @@ def test_the_page_of_a_sweep_has_one_clock_for_all_cells(tmp_path, monkeypatch):
         progress({"event": "round"})
         return Result(folder, {})
 
-    monkeypatch.setattr(sweeping, "execute", execute)
-    monkeypatch.setattr(livepage, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    monkeypatch.setattr(livepage, "write_report", lambda folders, page: written.append(clock.now))
+    monkeypatch.setattr(running, "execute", execute)
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(progress, "write_report", lambda folders, page: written.append(clock.now))
     cells = grid("smoke", ["method=fedavg"], "0,1,2", tmp_path)
     run_cells(cells, quiet=True, as_json=False, page=tmp_path / "report.html")
     assert written[:1] == [80]
@@ -115,13 +116,13 @@ def test_a_plan_sums_up_what_can_run_apart_from_what_cannot(cells, monkeypatch, 
         if cell is cells[0]:
             return RunError("E324", "too large")
         missing = RunError("E201", "no images") if cell is unready else None
-        return sweeping.Priced(cell, None, None, missing)
+        return running.Priced(cell, None, None, missing)
 
     unready = grid("smoke", ["method=fedewc"], "0", cells[0].folder.parent)[0]
     costs = {cells[1].folder: 7e9, unready.folder: 5e9}
-    monkeypatch.setattr(sweeping, "_priced", priced)
+    monkeypatch.setattr(running, "_priced", priced)
     monkeypatch.setattr(
-        sweeping, "plan_columns", lambda found: figures | {"client_flops": costs[found.experiment.folder]}
+        running, "plan_columns", lambda found: figures | {"client_flops": costs[found.experiment.folder]}
     )
     print_plan([*cells, cells[1], unready], as_json=False)  # one of them named twice, as tables of the paper do
     shown = {line.split("  ")[0]: line for line in capsys.readouterr().out.splitlines()}

@@ -12,9 +12,8 @@ import pytest
 
 import rescene
 from rescene.cli import app as entry
-from rescene.cli.listing import print_rows
-from rescene.cli.terminal import Plain, console, visible
-from rescene.errors import RunError, command
+from rescene.cli.terminal import Plain, console, print_rows, visible
+from rescene.core.errors import RunError, command
 
 ROOT = Path(rescene.__file__).parent
 EVIL = "dog\x1b[2J\x1b]0;title\x07\u202egod"
@@ -123,3 +122,43 @@ def test_a_folder_that_is_not_ours_gets_a_message(said, tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "is_file", refuse)
     code, _, err = said("resume", tmp_path)
     assert code == 2 and "error[E155]" in err and str(tmp_path) in err
+
+
+def printed(monkeypatch, rows):
+    """What the rows look like on a terminal of 80 columns."""
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    screen = Terminal()
+    for name, value in (("TERM", "xterm"), ("COLUMNS", "80"), ("NO_COLOR", "1")):
+        monkeypatch.setenv(name, value)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", Plain(screen))
+        print_rows(rows)
+    text = re.sub(r"\x1b\[[0-9;]*m", "", screen.getvalue())
+    assert max(map(len, text.splitlines())) <= 80
+    return text
+
+
+def test_no_header_and_no_number_breaks_at_80_columns(monkeypatch):
+    heads = ["method", "AA", "AIA", "T1", "T2", "T3", "T4", "T5", "forgetting", "upload/round", "near-copies"]
+    text = printed(
+        monkeypatch, [dict.fromkeys(heads, "97.2") | {"method": "raw-upload", "near-copies": "no images sent"}]
+    )
+    assert all(re.search(rf"(^| ){head}( |$)", text, re.MULTILINE) for head in heads)
+    assert text.count("97.2") == len(heads) - 2
+
+
+def test_a_table_too_wide_for_the_terminal_is_printed_row_by_row(monkeypatch):
+    heads = [f"a-long-header-{number}" for number in range(9)]
+    first, second = printed(monkeypatch, [dict.fromkeys(heads, number) for number in (1, 2)]).split("\n\n")
+    assert first.splitlines() == [f"{head}  1" for head in heads] and second.count("  2") == 9
+
+
+def test_a_path_may_be_cut_but_sentences_wrap_at_spaces(monkeypatch):
+    path = "/".join(["folder"] * 20)
+    text = printed(monkeypatch, [{"run": path, "why": "it was interrupted before the first round", "size": "12 MB"}])
+    assert "".join(line.split("  ")[0].strip() for line in text.splitlines()[1:]) == path
+    assert "interrupted" in text and "12 MB" in text

@@ -16,11 +16,11 @@ import pytest
 from picture_files import write_picture
 from PIL import Image
 
+from rescene.core.errors import DataError
 from rescene.data import load
 from rescene.data.options import Options
 from rescene.data.sources import cifar
 from rescene.data.sources.cifar_spec import CIFAR10, CIFAR100
-from rescene.errors import DataError
 
 SMALL10 = replace(CIFAR10, num_train=10, num_test=4)
 SMALL100 = replace(CIFAR100, num_train=10, num_test=4)
@@ -252,4 +252,4 @@ def test_auto_recognises_the_form_and_checks_it(tmp_path: Path, write, name: str
 
 
 def test_nothing_known(tmp_path: Path) -> None:
-    refused(tmp_path, SMALL10, "no cifar10 in a form", code="E205")
+    refused(tmp_path, SMALL10, "no cifar10 was found in a known form", code="E205")

@@ -13,10 +13,10 @@ import torch
 from picture_files import picture, write_classes, write_picture
 from PIL import Image
 
+from rescene.core.errors import ConfigError, DataError, ResceneWarning
 from rescene.data import load
 from rescene.data.resize import fit_pixels
 from rescene.data.sources.decode import decode, guess_size
-from rescene.errors import ConfigError, DataError, ResceneWarning
 
 
 def code_of(caught: pytest.ExceptionInfo[DataError]) -> tuple[str, int]:
@@ -287,7 +287,8 @@ def test_two_readings_are_asked_about_and_the_layout_decides(tmp_path: Path) -> 
     with pytest.raises(DataError) as caught:
         load(path=tmp_path)
     assert code_of(caught) == ("E214", 3) and "data.layout=classes" in str(caught.value.fix)
-    assert "cat, dog" in str(caught.value.why) and "camera, phone" in str(caught.value.why)
+    assert caught.value.why == "cat/ holds camera, phone; dog/ holds camera, phone"
+    assert f"rescene data inspect {tmp_path} --layout sites  if camera, phone are classes" in str(caught.value.fix)
     classes, domains = (load(path=tmp_path, layout=layout) for layout in ("classes", "domains"))
     assert (classes.classes, classes.domains) == (("cat", "dog"), ())
     assert (domains.classes, domains.domains) == (("camera", "phone"), ("cat", "dog"))

@@ -22,6 +22,7 @@ import torch
 from picture_files import picture, write_classes, write_picture
 from PIL import Image
 
+from rescene.core.errors import DataError, ResceneWarning
 from rescene.data import load
 from rescene.data.options import Options
 from rescene.data.resize import fit_pixels
@@ -29,7 +30,6 @@ from rescene.data.sources import cifar
 from rescene.data.sources.cifar_archive import _parse_pickle
 from rescene.data.sources.cifar_spec import CIFAR10
 from rescene.data.sources.decode import decode
-from rescene.errors import DataError, ResceneWarning
 from rescene.use import predict
 from rescene.use.model import Model
 
@@ -37,7 +37,7 @@ LOAD = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_AS, (8 * 2**30, 8 * 2**30))  # what goes wrong here shall not take the machine along
 from rescene.data import load
-from rescene.errors import DataError
+from rescene.core.errors import DataError
 for path in sys.argv[1:]:
     try:
         print("fine", len(load(path=path).train))

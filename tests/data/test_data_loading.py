@@ -14,8 +14,8 @@ from PIL import Image
 
 import rescene
 import rescene.data as data
+from rescene.core.errors import ConfigError, DataError
 from rescene.data import catalog
-from rescene.errors import ConfigError, DataError
 
 
 @pytest.fixture(autouse=True)

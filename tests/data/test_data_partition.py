@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rescene.core.errors import ConfigError, ResceneWarning
 from rescene.data import dirichlet_partition, iid_partition, partition
 from rescene.data.partition import _draw_sizes
-from rescene.errors import ConfigError, ResceneWarning
 
 TWO_CLASSES = torch.arange(10_000) % 2
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from rescene.data import Images, Shard, Task, Transform
 
@@ -13,7 +12,7 @@ def make(index: torch.Tensor = INDEX) -> Shard:
     pixels = torch.arange(6, dtype=torch.uint8).view(6, 1, 1, 1).expand(6, 3, 2, 2).contiguous()
     task = Task(2, (4, 5, 6), 7, None, torch.arange(6), torch.arange(0))
     transform = Transform((0.0,) * 3, (1 / 255,) * 3, 0)
-    return Shard(Images(pixels, LABELS), index, task, transform, lambda state: nn.Identity())
+    return Shard(Images(pixels, LABELS), index, task, transform)
 
 
 def test_labels_and_length_follow_the_index() -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import io
+import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from picture_files import picture, write_picture
+from PIL import Image
 
-from rescene.data import load
-from rescene.errors import DataError
+from rescene.core.errors import DataError
+from rescene.data import load, site_names
 
 
 def code_of(caught: pytest.ExceptionInfo[DataError]) -> tuple[str, int]:
@@ -51,7 +56,7 @@ def test_csv_without_split_draws_one(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("", "no column 'path'"),
-        ("file,label\nx.png,a\n", "found: file, label"),
+        ("pic,label\nx,a\n", "found: pic, label"),
         ("path,lable\nx.png,a\n", "is it 'lable'"),
         ("path,label\n", "no row"),
         ("path,label\nx.png,\n", "row 2 has no label"),
@@ -146,3 +151,89 @@ def test_npz_with_pickles_or_garbage_is_refused(tmp_path: Path) -> None:
         with pytest.raises(DataError, match="NumPy file") as caught:
             load(path=tmp_path / name)
         assert caught.value.code == "E206"
+
+
+# Tables of any schema
+
+
+def encoded(seed: int) -> bytes:
+    stream = io.BytesIO()
+    Image.fromarray(picture(seed)).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def test_columns_are_named_or_known_by_their_usual_names_and_the_note_says_which(tmp_path: Path) -> None:
+    rows = []
+    for i in range(10):
+        write_picture(tmp_path / f"{i}.png", i)
+        rows.append(f"{i}.png;{'ab'[i % 2]};{'PQ'[i // 5]};x")
+    table = write_csv(tmp_path / "list.csv", "Datei;Art;Klinik;label\n" + "\n".join(rows))
+    dataset = load(path=table, columns={"label": "Art", "site": "Klinik"})
+    assert (dataset.classes, dataset.sites) == (("a", "b"), ("P", "Q"))
+    assert dataset.notes[0] == "columns: label = Art, site = Klinik, path = Datei"  # by what the column holds
+    assert load(path=tmp_path, columns={"label": "Art"}).classes == ("a", "b")  # found in its folder, too
+    with pytest.raises(DataError, match="did you mean 'Klinik'") as caught:
+        load(path=table, columns={"label": "Art", "site": "Klinic"})
+    assert caught.value.code == "E206"
+
+
+def test_a_table_whose_label_nobody_knows_shows_its_columns(tmp_path: Path) -> None:
+    write_picture(tmp_path / "0.png", 0)
+    table = write_csv(tmp_path / "list.csv", "Datei,Art\n0.png,rose\n")
+    with pytest.raises(DataError) as caught:
+        load(path=tmp_path)
+    assert "Datei (0.png); Art (rose)" in str(caught.value.why)
+    assert f"rescene data inspect {table} --columns label=NAME" in str(caught.value.fix)
+
+
+def hugging_face(folder: Path, split: str, labels: list[int], names: list[str]) -> None:
+    cells = [{"bytes": encoded(100 * len(split) + i), "path": f"{i}.png"} for i in range(len(labels))]
+    about = {"info": {"features": {"image": {"_type": "Image"}, "label": {"_type": "ClassLabel", "names": names}}}}
+    table = pa.table({"image": cells, "label": labels}).replace_schema_metadata({"huggingface": json.dumps(about)})
+    folder.mkdir(exist_ok=True)
+    pq.write_table(table, folder / f"{split}-00000-of-00001.parquet")
+
+
+def test_parquet_as_hugging_face_writes_it(tmp_path: Path) -> None:
+    names = ["zebra", "unicorn", "ant"]  # nobody has a picture of the second
+    hugging_face(tmp_path / "data", "train", [0, 2, 0, 2, 0, 2], names)
+    hugging_face(tmp_path / "data", "validation", [0, 2], names)
+    dataset = load(path=tmp_path)
+    assert dataset.classes == ("zebra", "ant") and len(dataset.test) == 2 and dataset.split == "given"
+    hugging_face(tmp_path / "data", "test", [2, 2, 0], names)
+    dataset = load(path=tmp_path)
+    assert dataset.train.labels.tolist() == [0, 1, 0, 1, 0, 1] and dataset.test.labels.tolist() == [1, 1, 0]
+    assert "not read: validation-00000-of-00001.parquet" in dataset.notes[0]
+    one = load(path=tmp_path / "data" / "train-00000-of-00001.parquet")
+    assert (len(one.train), len(one.test)) == (4, 2)  # one split alone: a part of it is held out
+    assert np.array_equal(dataset.train.pixels[1].numpy(), picture(501).transpose(2, 0, 1))
+
+
+def test_parquet_with_paths_sites_and_missing_shards(tmp_path: Path) -> None:
+    for i in range(6):
+        write_picture(tmp_path / f"{i}.png", i)
+    columns = {"file": [f"{i}.png" for i in range(6)], "label": [0.0, 1.0] * 3, "site": ["s", "t"] * 3}
+    pq.write_table(pa.table(columns), tmp_path / "list.parquet")
+    dataset = load(path=tmp_path / "list.parquet")
+    assert dataset.classes == ("0", "1") and dataset.sites == ("s", "t")
+    assert site_names("auto", tmp_path / "list.parquet") == ("s", "t")
+    (tmp_path / "list.parquet").rename(tmp_path / "train-00000-of-00002.parquet")
+    with pytest.raises(DataError, match="train-00001-of-00002.parquet") as caught:
+        load("parquet", tmp_path)
+    assert caught.value.code == "E202"
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ({"image": [b"x"], "label": [0.5]}, "the label is '0.5', float"),
+        ({"image": [b"x"], "label": [None]}, "row 0 has no label"),
+        ({"image": [3], "label": [1]}, "the picture is int"),
+        ({"label": [1]}, "no column 'path'"),
+    ],
+)
+def test_bad_parquet_is_explained(tmp_path: Path, columns, words: str) -> None:  # type: ignore[no-untyped-def]
+    pq.write_table(pa.table(columns), tmp_path / "list.parquet")
+    with pytest.raises(DataError) as caught:
+        load(path=tmp_path / "list.parquet")
+    assert code_of(caught) == ("E206", 3) and words in str(caught.value)

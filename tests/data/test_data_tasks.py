@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rescene.core.errors import ConfigError, DataError
 from rescene.data import Dataset, Images, Transform, plan_tasks
-from rescene.errors import ConfigError, DataError
 
 NAMES = ("cat", "dog", "deer", "frog", "ship")
 
@@ -121,5 +121,5 @@ def test_class_without_training_image_and_task_without_test_image() -> None:
     assert caught.value.code == "E204"
     assert len(plan_tasks(no_frog, plan=[["cat", "dog"], ["deer"]])[1]) == 2  # a plan without the class is fine
     untested = Dataset("toy", NAMES, full.train, full.test.select(full.test.labels != 4), full.transform)
-    with pytest.raises(DataError, match="task 2 has no test image"):
+    with pytest.raises(DataError, match="task 3 has no test image"):
         plan_tasks(untested, per_task=2)

@@ -12,11 +12,11 @@ import torch
 from picture_files import picture, write_classes, write_picture
 from PIL import Image
 
+from rescene.core.errors import DataError
 from rescene.data import load, plan_tasks
 from rescene.data.options import Options
 from rescene.data.sources import office31, tinyimagenet
 from rescene.data.sources.listing import draw_test
-from rescene.errors import DataError
 
 IDS = ("n03", "n01", "n02")
 SIZE = (64, 64)

@@ -17,8 +17,8 @@ from random import Random
 import torch
 from local_sites import LocalPost
 
-from rescene.deploy.letters import HELLO, Remembered, Reply, Request
-from rescene.deploy.message import pack_message, unpack_message
+from rescene.deploy.exchange import HELLO, Remembered, Reply, Request
+from rescene.deploy.message_bytes import pack_message, unpack_message
 
 OPTIONAL = ("notes", "prototypes")
 HEAD = struct.Struct("<4sI32s")
@@ -164,7 +164,7 @@ def odd_header(case):
         '{"skeleton": ' + "9" * 5000 + ', "chunks": []}',
         '{"skeleton": NaN, "chunks": 7}',
         json.dumps(header | {"skeleton": {"$record": "os.system", "fields": {}}}),
-        json.dumps(header | {"skeleton": {"$record": "rescene.deploy.letters.Reply", "fields": {"evil": 1}}}),
+        json.dumps(header | {"skeleton": {"$record": "rescene.deploy.exchange.Reply", "fields": {"evil": 1}}}),
         json.dumps(header | {"skeleton": {"$tensor": [99, "a"]}}),
         "[]",
         "{}",

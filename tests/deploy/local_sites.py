@@ -7,10 +7,9 @@ from dataclasses import replace
 import yaml
 
 from rescene.config import resolve
-from rescene.deploy.federation import GridFederation
-from rescene.deploy.journal import Journal
-from rescene.deploy.letters import Patience, Undelivered
-from rescene.deploy.message import pack_message, unpack_message
+from rescene.deploy.exchange import Patience, Undelivered
+from rescene.deploy.message_bytes import pack_message, unpack_message
+from rescene.deploy.post_transport import PostTransport
 from rescene.deploy.server import run_across
 from rescene.deploy.site import Site
 from rescene.engine import RunFolder
@@ -66,13 +65,13 @@ def sites(root, count=3, **more):
 class Hashed(Run):
     """A run that writes down the hash of its model after each step."""
 
-    def _commit(self, number):
+    def commit(self, number):
         sha256 = hashlib.sha256()
-        for name, value in self.state.model.items():
+        for name, value in self.parts.state.model.items():
             sha256.update(name.encode() + value.numpy().tobytes())
         with open(self.folder.path.with_suffix(".hashes"), "a") as file:
             file.write(f"{number} {sha256.hexdigest()}\n")
-        super()._commit(number)
+        super().commit(number)
 
 
 def hashes(folder):
@@ -104,29 +103,15 @@ def without_starts(results):
 def federation(tmp_path, post, patience=PATIENT, overrides=()):
     """A federation at the beginning of its first round, and the events it writes."""
     resolved = resolve("smoke", [*TINY, "method=fedavg", *overrides])
-    made, noted = [], []
-
-    def federate(*args, **options):
-        args = (*args[:4], lambda level, code, message, client=None: noted.append((code, message)))
-        made.append(
-            GridFederation(
-                *args,
-                post=post,
-                run="r",
-                recipe=json.dumps(resolved.recipe.model_dump(mode="json")),
-                patience=patience,
-                journal=Journal(tmp_path / "run" / "uploads"),
-                **options,
-            )
-        )
-        return made[0]
-
+    noted, recipe = [], json.dumps(resolved.recipe.model_dump(mode="json"))
+    transport = PostTransport(post, "r", recipe, patience, tmp_path / "run" / "uploads")
     with RunFolder(tmp_path / "run") as folder:  # locked no longer than this: some tests let the process die here
-        run = Run(resolved, folder, lambda event: None, federate)
-    made[0].fingerprint = run.experiment.dataset.fingerprint()
-    run.federation.move(run.experiment.tasks[0], 0, [0, 1, 2])
-    state = run.experiment.method.init(run.experiment.initial_net(), run.experiment.rng)
-    return made[0], {"model": state.model}, noted
+        run = Run(resolved, folder, lambda event: None, transport)
+    made, e = run.federation, run.context.experiment
+    made.note = transport.note = lambda level, code, message, client=None: noted.append((code, message))
+    transport.fingerprint = e.dataset.fingerprint()
+    made.move(e.tasks[0], 0, [0, 1, 2])
+    return made, {"model": e.method.init(e.initial_net(), e.rng).model}, noted
 
 
 def changed(data, **parts):

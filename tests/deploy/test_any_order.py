@@ -7,16 +7,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rescene.conformance import make_world
-from rescene.deploy.federation import GridFederation
+from rescene.core.rng import Rng
+from rescene.deploy.exchange import HELLO, Patience, Reply, Undelivered
 from rescene.deploy.journal import Journal
-from rescene.deploy.letters import HELLO, Patience, Reply, Undelivered
-from rescene.deploy.message import pack_message, unpack_message
+from rescene.deploy.message_bytes import pack_message, unpack_message
+from rescene.deploy.post_transport import PostTransport
 from rescene.engine import crashpoints
-from rescene.engine.ledger import FlopMeter, Ledger
+from rescene.engine.cost_ledger import CostLedger, FlopMeter
+from rescene.engine.federation import RunFederation
+from rescene.engine.transport import FederationSettings
 from rescene.methods import method_class
 from rescene.methods.base import weights_of
-from rescene.rng import Rng
+from rescene.testing.conformance import make_world
 
 CLIENTS, ROUNDS = [0, 1, 2], 2
 WORLD, METHOD = make_world(), method_class("fedavg")()
@@ -78,13 +80,13 @@ class Network:
 
 
 def server(folder, network):
-    federation = GridFederation(
-        METHOD, WORLD.arch, None, Ledger(FlopMeter(WORLD.arch)), lambda *note, client=None: None,
+    settings = FederationSettings(
+        METHOD, WORLD.arch, None, CostLedger(FlopMeter(WORLD.arch)), lambda *note, client=None: None,
         num_clients=3, num_rounds=ROUNDS, transform=WORLD.dataset.transform, device=torch.device("cpu"), rng=Rng(0),
-        post=network, run="r", recipe="{}", patience=Patience(0, 1e9, 0, attempts=1000), journal=Journal(folder),
     )  # fmt: skip
-    federation.fingerprint = "f"
-    return federation
+    transport = PostTransport(network, "r", "{}", Patience(0, 1e9, 0, attempts=1000), folder)
+    transport.fingerprint = "f"
+    return RunFederation(settings, transport)
 
 
 def killer(visit):

@@ -10,8 +10,8 @@ from local_sites import LocalPost, events
 from own_sites import NAMES, own_sites, plan_of, run_plan, write_images
 from test_floors import RELEASE, ledger, limit
 
-from rescene.deploy.letters import Letter
-from rescene.deploy.message import pack_message, unpack_message
+from rescene.deploy.exchange import Letter
+from rescene.deploy.message_bytes import pack_message, unpack_message
 from rescene.deploy.site import Site
 
 EVERYBODY = ["federation.per_round=3", "federation.quorum=0"]

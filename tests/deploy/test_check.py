@@ -20,11 +20,11 @@ from typer.testing import CliRunner
 
 from rescene.cli.app import app
 from rescene.config import resolve
+from rescene.core.errors import DataError, RunError
 from rescene.deploy import connection, findings
 from rescene.deploy.check_site import check_site, data_rows, privacy_rows
 from rescene.deploy.site import Site
 from rescene.deploy.trial import NoPost, try_round
-from rescene.errors import DataError, RunError
 
 
 def say(*words):
@@ -44,7 +44,7 @@ def of(rows, check):
 def made(tmp_path_factory):
     """Two federations with keys and certificates: one is ours, the other is a stranger."""
     pytest.importorskip("flwr", reason="Flower is not installed: pip install 'rescene[deploy]'")
-    from rescene.deploy.folder import init
+    from rescene.deploy.federation_folder import init
 
     root = tmp_path_factory.mktemp("made")
     return [init(root / name, ["north", "south"], port=free_port()) for name in ("ours", "strange")]
@@ -52,10 +52,10 @@ def made(tmp_path_factory):
 
 @pytest.fixture
 def ours(made, tmp_path):
-    from rescene.deploy.folder import Federation
+    from rescene.deploy.federation_folder import FederationFolder
 
     shutil.copytree(made[0].path, tmp_path / "ours")
-    return Federation.open(tmp_path / "ours")
+    return FederationFolder.open(tmp_path / "ours")
 
 
 def free_port():
@@ -210,7 +210,7 @@ def test_another_flower_a_full_disk_and_little_memory(tmp_path, monkeypatch):
 @pytest.mark.parametrize("cut", ["pyproject.toml", "rescene_app/client.py", "rescene_app/__init__.py"])
 def test_a_copy_of_the_app_that_a_full_disk_cut_short_is_told(ours, cut):
     from rescene.deploy.check_server import check_server
-    from rescene.deploy.folder import APP
+    from rescene.deploy.federation_folder import APP
 
     for folder, check in ((ours.site("north"), check_site), (ours.server, lambda _: check_server(ours))):
         assert not of(check(folder), "app")["problem"]

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from rescene.config import resolve
+from rescene.core.errors import ConfigError, DataError, ResceneError, RunError
 from rescene.deploy import control
-from rescene.deploy.folder import Federation
+from rescene.deploy.federation_folder import FederationFolder
 from rescene.deploy.processes import Started
-from rescene.errors import ConfigError, DataError, ResceneError, RunError
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_a_run_that_ended_says_how_and_why(tmp_path, monkeypatch, details, ended
     monkeypatch.setattr(control, "runs", runs)
     monkeypatch.setattr(control, "running", lambda folder: [Started(n, 1, "", "") for n in ("link", "executor")])
     told = []
-    federation = Federation(tmp_path, "clinic", "127.0.0.1", 9000, ["north"])
+    federation = FederationFolder(tmp_path, "clinic", "127.0.0.1", 9000, ["north"])
     assert control._watch(federation, 7, tmp_path, told.append, 0) == ended
     assert told == ["starting"] and not answers
 
@@ -66,7 +66,7 @@ def submitted(tmp_path, monkeypatch, why, runs=None):
     monkeypatch.setattr(control, "flwr", flwr)
     monkeypatch.setattr(control, "runs", runs or (lambda federation: listed))
     monkeypatch.setattr(control, "running", lambda folder: [Started(n, 1, "", "") for n in ("link", "executor")])
-    federation = Federation(tmp_path, "clinic", "127.0.0.1", 9000, ["a", "b", "c"])
+    federation = FederationFolder(tmp_path, "clinic", "127.0.0.1", 9000, ["a", "b", "c"])
     federation.server.mkdir(parents=True)
     with pytest.raises(ResceneError) as caught:
         control.run(federation, resolve("smoke", ["federation.num_clients=3"]), tmp_path / "run", look_s=0)

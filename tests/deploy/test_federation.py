@@ -5,21 +5,21 @@ import torch
 from local_sites import TINY, LocalPost, across, changed, events, federation, hashes, in_process, sites, without_starts
 
 from rescene.config import resolve
-from rescene.deploy.letters import Letter, Patience, Reply
-from rescene.deploy.message import pack_message, unpack_message
+from rescene.core.errors import ConfigError, RunError
+from rescene.deploy.exchange import Letter, Patience, Reply
+from rescene.deploy.message_bytes import pack_message, unpack_message
 from rescene.deploy.requests import client_verb
-from rescene.deploy.site import Memory, Site
+from rescene.deploy.site import Site, SiteMemory
 from rescene.engine.checkpoint import could_not_save, write_atomically
-from rescene.errors import ConfigError, RunError
 
 IMPATIENT = Patience(gather_s=0, deadline_s=0.2, poll_s=0, attempts=2)
 
 
-OTHERS = ["fedlwf", "target", "glfc", "fedcbdr", "feddm", "fedaf"]
+OTHERS = ["fedewc", "refed", "fedlwf", "target", "glfc", "fedcbdr", "feddm", "fedaf"]
 
 
 @pytest.mark.parametrize(
-    "method", ["rescene", "fedavg", "fedewc", "refed", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+    "method", ["rescene", "fedavg", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
 )
 def test_the_same_bits_as_in_one_process(tmp_path, method):
     resolved = resolve("smoke", [*TINY, f"method={method}"])
@@ -98,7 +98,7 @@ def test_the_round_goes_on_without_a_late_site_and_says_who(tmp_path):
     post = LocalPost(sites(tmp_path))
     asked, payload, noted = federation(tmp_path, post)
     asked.ask([0], "client_round", payload)
-    post.lose, asked._patience = (
+    post.lose, asked.transport._patience = (
         (lambda number: "late" if post.letters[number].body and number == 4 else False),
         IMPATIENT,
     )
@@ -111,7 +111,10 @@ def test_a_silent_site_gets_its_letter_again(tmp_path):
     post = LocalPost(sites(tmp_path))
     asked, payload, noted = federation(tmp_path, post)
     asked.ask([0], "client_round", payload)
-    post.lose, asked._patience = (lambda number: "late" if number == 4 else False), Patience(0, 60, 0, attempts=600)
+    post.lose, asked.transport._patience = (
+        (lambda number: "late" if number == 4 else False),
+        Patience(0, 60, 0, attempts=600),
+    )
     assert list(asked.ask([0, 1, 2], "client_round", payload)) == [0, 1, 2]
     assert not noted and len(post.letters) > 7
 
@@ -123,7 +126,7 @@ def test_a_letter_that_comes_twice_gets_the_same_answer_without_work(tmp_path, m
     asked.ask([0], "client_round", payload)
     (site,) = post.sites.values()
     first = site.answer(post.letters[-1])
-    monkeypatch.setattr("rescene.deploy.holding.prepare", lambda recipe: pytest.fail("it worked again"))
+    monkeypatch.setattr("rescene.deploy.site_config.prepare", lambda recipe: pytest.fail("it worked again"))
     assert site.answer(post.letters[-1]) == first and unpack_message(first).tree.problem is None
 
 
@@ -175,7 +178,7 @@ def test_a_full_disk_at_a_site_is_told_and_nothing_is_lost(tmp_path, monkeypatch
 def test_who_answered_when_and_since_when_we_wait_is_told(tmp_path):
     post, heard = LocalPost(sites(tmp_path)), []
     asked, payload, _ = federation(tmp_path, post)
-    asked.waiting = heard.append
+    asked.transport.waiting = heard.append
     asked.ask([0, 1, 2], "client_round", payload)
     assert heard[0]["waiting_for"] and heard[-1]["waiting_for"] == [] and heard[-1]["asked"].endswith("+00:00")
     assert set(heard[-1]["heard"]) == {"site 0", "site 1", "site 2"}
@@ -243,7 +246,7 @@ def test_nobody_waits_for_a_site_that_cannot_take_part(tmp_path, monkeypatch):
     def waits(seconds):
         raise AssertionError("it waits")
 
-    monkeypatch.setattr("rescene.deploy.federation.time.sleep", waits)
+    monkeypatch.setattr("rescene.deploy.post_transport.time.sleep", waits)
     assert list(asked.ask([0, 1, 2], "client_round", payload)) == [0, 2]
     assert noted[0] == ("E356", "site 1 cannot take part: no images")
 
@@ -268,7 +271,7 @@ def test_a_site_refuses_what_is_no_verb_and_other_versions(tmp_path):
     for name in ("server_round", "_private", "__class__", "train", "no_such"):
         with pytest.raises(RunError, match="E346"):
             client_verb(asked.method, name)
-    head = unpack_message(asked._head("client_round", None, (), "a" * 32)).tree
+    head = unpack_message(asked.transport._head("client_round", (0, 0), None, (), "a" * 32)).tree
     old = type(head)(**(vars(head) | {"version": "0.0.1"}))
     reply = unpack_message(Site.open(folder).answer(Letter(pack_message(old).data))).tree
     assert reply.problem[0] == "E343" and "0.0.1" in reply.problem[1]
@@ -278,7 +281,7 @@ def test_a_site_refuses_what_is_no_verb_and_other_versions(tmp_path):
 
 
 def test_memory_is_found_by_its_hash_or_its_loss_is_told(tmp_path):
-    memory = Memory(tmp_path)
+    memory = SiteMemory(tmp_path)
     token = memory.write({"fisher": torch.ones(3)})
     assert memory.read(token.sha256)["fisher"].tolist() == [1, 1, 1] and memory.read(None) is None
     for path in tmp_path.glob("memory-*"):

@@ -8,9 +8,9 @@ from local_sites import TINY, LocalPost, across, events, hashes, in_process, sit
 from own_sites import NAMES, SMALL, model_of, own_sites, plan_of, run_plan
 
 from rescene.config import resolve
-from rescene.deploy.plan import Held, add_classes, close_task, read_plan, with_plan, write_plan
+from rescene.core.errors import ConfigError
+from rescene.deploy.plan_file import Held, add_classes, close_task, read_plan, with_plan, write_plan
 from rescene.deploy.site import Site
-from rescene.errors import ConfigError
 from rescene.privacy.accounting import Composition, total_epsilon
 from rescene.privacy.ledger import Ledger
 
@@ -109,6 +109,7 @@ def test_a_task_closed_early_keeps_the_noise_of_all_its_rounds_and_spends_less_t
         with_plan(resolve("smoke", [*SMALL, *asked]), plan_of((NAMES, 3), rounds=2), 3, tmp_path / "none")
 
 
+@pytest.mark.slow
 def test_a_method_that_replays_cannot_outgrow_the_tasks_that_its_noise_was_reckoned_for(tmp_path):
     """With a target of epsilon: two tasks at the noise of one and of two would add up to 10.5, and the report say 8."""
     replay = ["method=refed", "model.norm=group", "privacy.mechanism=dp-sgd", "privacy.delta=1e-3"]

@@ -25,16 +25,17 @@ from flwr.serverapp import Grid
 from local_sites import PATIENT, TINY, across, events, hashes, in_process, sites, without_starts
 
 from rescene.config import resolve
+from rescene.core.errors import ConfigError, RunError
 from rescene.deploy import control, processes
 from rescene.deploy.control import run as run_deployed
 from rescene.deploy.control import start_server, start_site
+from rescene.deploy.exchange import Letter, Patience, Undelivered
+from rescene.deploy.federation_folder import APP, FederationFolder, broken_apps, init
 from rescene.deploy.flower import FlowerPost, client
-from rescene.deploy.folder import APP, Federation, broken_apps, init
-from rescene.deploy.letters import Letter, Patience, Undelivered
 from rescene.deploy.processes import alive, check_port, end_orphans, environment, free_port, running, start, stop
-from rescene.engine import RunFolder, crashpoints, parts
-from rescene.engine.folder import made_on
-from rescene.errors import ConfigError, RunError
+from rescene.engine import RunFolder, crashpoints
+from rescene.engine import run_setup as parts
+from rescene.engine.run_folder import made_on
 
 identity = pytest.importorskip("flwr.supercore.task_identity", reason="this Flower has no task identity")
 
@@ -158,7 +159,7 @@ def test_the_operators_word_elsewhere_reaches_the_server_app(tmp_path, monkeypat
 
 def test_init_keeps_secrets_and_never_replaces_a_key(tmp_path):
     federation = init(tmp_path / "fed", ["north", "south"], port=9000)
-    assert Federation.open(tmp_path / "fed") == federation
+    assert FederationFolder.open(tmp_path / "fed") == federation
     for secret in ("server/ca.key", "server/server.key", "sites/north/node.key", "sites/south/node.key"):
         assert stat.S_IMODE((federation.path / secret).stat().st_mode) == 0o600
     assert not list(federation.path.glob("sites/*/ca.key"))
@@ -263,6 +264,7 @@ def broken_app(federation, site):
     return app
 
 
+@pytest.mark.slow
 def test_two_nodes_and_two_rounds_over_tls_with_node_keys(tmp_path):
     """In a folder whose path has all that files and command lines quote, and with a site that once ran out of disk."""
     resolved = resolve(

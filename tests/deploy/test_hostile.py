@@ -5,7 +5,7 @@ from hostile import Canary, FloodedPost
 from local_sites import TINY, LocalPost, across, hashes, sites
 
 from rescene.config import resolve
-from rescene.deploy.letters import Patience
+from rescene.deploy.exchange import Patience
 
 SHORT = [*TINY, "federation.num_rounds=1", "model.width=4"]
 QUESTIONS = {

@@ -8,12 +8,12 @@ import pytest
 import torch
 from local_sites import LocalPost, changed, federation, sites
 
+from rescene.core.errors import RunError
 from rescene.deploy.contract import Question, open_reply
+from rescene.deploy.exchange import Reply, Undelivered
 from rescene.deploy.journal import Journal
-from rescene.deploy.letters import Reply, Undelivered
-from rescene.deploy.message import pack_message, unpack_message
-from rescene.errors import RunError
-from rescene.methods.forms import NOTHING
+from rescene.deploy.message_bytes import pack_message, unpack_message
+from rescene.methods.upload_schema import NOTHING
 
 
 def test_the_first_answer_counts_the_same_again_changes_nothing_and_another_is_refused(tmp_path):
@@ -125,7 +125,7 @@ def test_the_order_of_arrival_does_not_matter(tmp_path):
     for order in itertools.permutations(range(3)):
         asked, payload, noted = federation(tmp_path, OneByOne(folders, order))
         uploads = asked.ask([0, 1, 2], "client_round", payload)
-        asked.journal.clear()
+        asked.transport.journal.clear()
         assert list(uploads) == [0, 1, 2] and not noted
         found.append(pack_message(uploads).data)
     assert len(set(found)) == 1
@@ -183,7 +183,7 @@ def test_two_answers_at_once_the_first_stands_and_the_other_is_told(tmp_path):
     replies, refused, question = {}, {}, Question("t", 0, NOTHING)
     for second, codes in ((first, []), (changed(first, flops=7), ["E365"])):
         post.pull = lambda ids, second=second: {"1": first, "2": second}
-        assert asked._take(replies, refused, {"1": 7, "2": 7}, {7: question}) <= {7}
+        assert asked.transport._take(replies, refused, {"1": 7, "2": 7}, {7: question}) <= {7}
         assert replies[7].flops == 1 and [code for code, _ in noted] == codes
 
 
@@ -191,7 +191,7 @@ def test_what_the_engine_below_repeats_of_a_site_is_made_printable(tmp_path):
     post = LocalPost([])
     asked, _, noted = federation(tmp_path, post)
     post.pull = lambda ids: {"1": Undelivered("boom\n\x1b[2J" + "x" * 9000)}
-    assert asked._take({}, {}, {"1": 7}, {7: Question("t", 0, NOTHING)}) == {7}
+    assert asked.transport._take({}, {}, {"1": 7}, {7: Question("t", 0, NOTHING)}) == {7}
     ((code, words),) = noted
     assert code == "W340" and words.isprintable() and len(words) < 1100
 
@@ -199,11 +199,11 @@ def test_what_the_engine_below_repeats_of_a_site_is_made_printable(tmp_path):
 def test_a_key_answers_for_its_own_site_only(tmp_path):
     folders = sites(tmp_path)
     asked, payload, noted = federation(tmp_path, LocalPost(folders), overrides=["federation.quorum=0"])
-    asked._seats = {1000: 0, 999: 2, 998: 1}  # two sites have exchanged their numbers, not their keys
+    asked.transport._seats = {1000: 0, 999: 2, 998: 1}  # two sites have exchanged their numbers, not their keys
     assert list(asked.ask([0, 1, 2], "client_round", payload)) == [0]
     assert [code for code, _ in noted] == ["E344", "E344", "E348", "E348"] and "key" in noted[0][1]
     stranger, payload, noted = federation(tmp_path / "more", LocalPost(folders), overrides=["federation.quorum=0"])
-    stranger._seats = {5: 0}  # the key of site 0 is another node's
+    stranger.transport._seats = {5: 0}  # the key of site 0 is another node's
     assert list(stranger.ask([0, 1, 2], "client_round", payload)) == [1, 2]
     assert [code for code, _ in noted] == ["E344", "E348"]
 
@@ -227,6 +227,6 @@ def test_nothing_that_would_spoil_a_log_is_taken(told):
 def test_memory_is_taken_only_for_what_was_asked(monkeypatch):
     """A message that says truly what it holds, but holds something else than asked for, makes no tensor."""
     data = pack_message(Reply(0, {"model": {"w": torch.zeros(1000)}}, None, 0, token="t")).data
-    monkeypatch.setattr("rescene.deploy.message._tensors", lambda *parts: pytest.fail("memory was taken"))
+    monkeypatch.setattr("rescene.deploy.message_bytes._tensors", lambda *parts: pytest.fail("memory was taken"))
     with pytest.raises(RunError, match="does not have the parts"):
         open_reply(data, Question("t", 0, NOTHING))

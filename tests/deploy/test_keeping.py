@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
-from rescene.deploy.keeping import start_kept
+from rescene.core.errors import RunError
+from rescene.deploy.node_start import start_kept
 from rescene.deploy.processes import environment, running, start, stop
-from rescene.errors import RunError
 
 
 def nodes(folder, *scripts):

@@ -10,12 +10,12 @@ from typer.testing import CliRunner
 
 from rescene.cli.app import app
 from rescene.config import resolve
-from rescene.deploy.folder import Federation
-from rescene.deploy.letters import HELLO, Request
-from rescene.deploy.message import unpack_message
-from rescene.deploy.plan import with_plan
+from rescene.deploy.exchange import HELLO, Request
+from rescene.deploy.federation_folder import FederationFolder
+from rescene.deploy.leaving import federation_of, without_left
+from rescene.deploy.message_bytes import unpack_message
+from rescene.deploy.plan_file import with_plan
 from rescene.deploy.server import run_across
-from rescene.deploy.withdrawal import federation_of, without_left
 from rescene.engine import RunFolder
 
 invoke = CliRunner().invoke
@@ -44,7 +44,7 @@ class Asked(LocalPost):
 
 def run_on(root, plan, folders):
     """What `rescene deploy run` does, without Flower."""
-    federation = Federation.open(root)
+    federation = FederationFolder.open(root)
     place, post = federation.plan_run, Asked(folders)
     given = resolve("smoke", [*SMALL, "federation.quorum=0.3"])
     resolved = without_left(federation, with_plan(given, plan, len(federation.sites), place))
@@ -62,7 +62,7 @@ def test_it_goes_on_without_the_site_by_name(federation, tmp_path):
     assert "measured at the sites" in told.output
     found = json.loads((new / "results.json").read_text())
     assert found["aa"] is None and found["forgotten"][0]["name"] == "south"  # nobody has measured the new model yet
-    now = Federation.open(federation)
+    now = FederationFolder.open(federation)
     assert (now.left, now.exclude, now.plan_run) == (["south"], [1], new)
     old = invoke(app, ["forget", str(place), "--client", "west"])
     assert old.exit_code == 2 and "E165" in old.output
@@ -86,4 +86,4 @@ def test_bad_requests_in_a_federation(federation, tmp_path):
     ):
         told = invoke(app, ["forget", str(place), "--client", *words])
         assert told.exit_code == 2 and code in told.output, told.output
-    assert Federation.open(federation).left == []
+    assert FederationFolder.open(federation).left == []

@@ -10,13 +10,13 @@ from local_sites import TINY, LocalPost, across, changed, events, hashes, in_pro
 from own_sites import NAMES, own_sites, plan_of, run_plan, write_images
 
 from rescene.config import resolve
+from rescene.core.errors import DataError
 from rescene.data import load
 from rescene.deploy.check_site import check_site
-from rescene.deploy.message import unpack_message
+from rescene.deploy.message_bytes import unpack_message
 from rescene.deploy.site import Site
 from rescene.deploy.trial import try_round
 from rescene.engine.experiment import prepare
-from rescene.errors import DataError
 from rescene.lens import lens as lenses
 from rescene.lens.features import LeavesLens
 from rescene.lens.lens import open_lens, write_lens

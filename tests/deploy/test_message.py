@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rescene.deploy.message import LARGE, ChunksMissing, pack_message, unpack_message
+from rescene.core.errors import RunError
+from rescene.deploy.message_bytes import LARGE, ChunksMissing, pack_message, unpack_message
 from rescene.engine.checkpoint import DTYPES
-from rescene.errors import RunError
 from rescene.methods.base import ModelState
 
 DTYPE = st.sampled_from(list(DTYPES))

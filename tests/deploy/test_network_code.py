@@ -9,7 +9,12 @@ import rescene
 
 ROOT = Path(rescene.__file__).parent
 FILES = sorted(
-    [*(ROOT / "deploy").glob("*.py"), ROOT / "engine" / "wire.py", ROOT / "record.py", ROOT / "methods" / "forms.py"]
+    [
+        *(ROOT / "deploy").glob("*.py"),
+        ROOT / "engine" / "wire.py",
+        ROOT / "core" / "record.py",
+        ROOT / "methods" / "upload_schema.py",
+    ]
 )
 MODULES = {
     "pickle",

@@ -6,10 +6,10 @@ from urllib.request import urlopen
 
 import pytest
 
-from rescene.cli.operating import operator_page
+from rescene.cli.deploy_verbs import operator_page
+from rescene.core.errors import RunError
 from rescene.deploy import operator
-from rescene.deploy.folder import Federation
-from rescene.errors import RunError
+from rescene.deploy.federation_folder import FederationFolder
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def federation(tmp_path, monkeypatch):
         {"what": "site", "name": "south", "state": "offline"},
     ]
     monkeypatch.setattr(operator, "status_rows", lambda federation: rows)
-    return Federation(tmp_path, "clinic", "127.0.0.1", 9000, ["north", "south"])
+    return FederationFolder(tmp_path, "clinic", "127.0.0.1", 9000, ["north", "south"])
 
 
 def run_folder(federation, name, **waiting):

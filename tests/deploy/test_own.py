@@ -13,19 +13,19 @@ from safetensors.torch import load_file
 
 from rescene import __version__
 from rescene.config import resolve
+from rescene.core.errors import ConfigError, DataError, RunError
 from rescene.data import Images
-from rescene.data.own import adopt
+from rescene.data.site_images import adopt
 from rescene.data.tasks import cut
-from rescene.deploy.holding import SiteSection, experiment_of, local_images
-from rescene.deploy.letters import HELLO, Letter, Request
-from rescene.deploy.message import pack_message, unpack_message
-from rescene.deploy.plan import Held, add_classes, close_task, read_plan, with_plan, write_plan
-from rescene.deploy.site import Memory, Site
+from rescene.deploy.exchange import HELLO, Letter, Request
+from rescene.deploy.message_bytes import pack_message, unpack_message
+from rescene.deploy.plan_file import Held, add_classes, close_task, read_plan, with_plan, write_plan
+from rescene.deploy.site import Site, SiteMemory
+from rescene.deploy.site_config import SiteSection, experiment_of, local_images
 from rescene.deploy.status import left_out_rows, site_answers, task_rows
 from rescene.engine import RunFolder, run
 from rescene.engine.evaluate import Tally, evaluate
 from rescene.engine.experiment import look_of, prepare
-from rescene.errors import ConfigError, DataError, RunError
 from rescene.nets import Arch
 
 FIRST, SECOND = NAMES[:2], NAMES[2:]
@@ -113,7 +113,7 @@ def test_a_plan_may_only_grow(tmp_path):
     with pytest.raises(RunError, match="E409"):  # by hand: a finished task cannot have had fewer rounds
         run_plan(old.closing(0, 1), tmp_path / "run", folders, ["method=fedavg"])
     head = json.dumps({"method": 1, "sites": old.model_dump(mode="json")})
-    memory = Memory(folders[0] / "state" / "r" / "client-0")
+    memory = SiteMemory(folders[0] / "state" / "r" / "client-0")
     memory.check_run(head)
     memory.check_run(
         json.dumps({"method": 1, "sites": plan_of((FIRST, 2), (SECOND, 1), (["x"], 1)).model_dump(mode="json")})
@@ -279,7 +279,7 @@ def test_tasks_open_and_close_in_order(tmp_path):
     with pytest.raises(Killed):
         run_plan(plan, folder, folders, ["method=fedavg"], LocalPost(folders, change=die))
     assert Held.of(folder) == Held(0, 1, True)
-    with pytest.raises(ConfigError, match="task 0 has not ended"):
+    with pytest.raises(ConfigError, match="task 1 has not ended"):
         add_classes(path, folder, ["cat"], None, None)
     assert task_rows(plan, folder)[0]["state"] == "1 of 2 rounds held: ant, bee"
     assert close_task(path, folder) == (0, Held(0, 1, True))
@@ -290,8 +290,8 @@ def test_tasks_open_and_close_in_order(tmp_path):
     with pytest.raises(ConfigError, match="all its tasks have ended"):
         close_task(path, folder)
     assert task_rows(add_classes(path, folder, ["cat"], 1, None), folder) == [
-        {"what": "task", "name": "0", "state": "ended: ant, bee"},
-        {"what": "task", "name": "1", "state": "not begun: cat"},
+        {"what": "task", "name": "1", "state": "ended: ant, bee"},
+        {"what": "task", "name": "2", "state": "not begun: cat"},
     ]
 
 
@@ -305,7 +305,7 @@ def test_status_tells_who_has_answered_who_is_late_and_what_was_left_out(tmp_pat
     row = {"task": 1, "round": 0, "level": "error", "code": "E342", "message": "site 1: bad labels", "client": 1}
     (tmp_path / "events.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row | {"client": None}) + "\n")
     (left,) = left_out_rows([tmp_path], ["north", "south"])
-    assert left["name"] == "south" and left["state"] == "task 1, round 0: E342 site 1: bad labels"
+    assert left["name"] == "south" and left["state"] == "task 2, round 1: E342 site 1: bad labels"
 
 
 def test_sites_of_two_kinds_do_not_mix(tmp_path):

@@ -15,10 +15,10 @@ pytest.importorskip("flwr", reason="Flower is not installed: pip install 'rescen
 from flwr.common.config import parse_config_args
 
 from rescene.cli.app import app
+from rescene.core.errors import RunError
 from rescene.deploy.control import toml_string
-from rescene.deploy.folder import check_path, init, proxy, unit
-from rescene.deploy.keeping import ended
-from rescene.errors import RunError
+from rescene.deploy.federation_folder import check_path, init, proxy, unit
+from rescene.deploy.node_start import ended
 
 ODD = ["a b", 'say "hi"', "it's", "100%", "%h %n", "back\\slash\\", "😀 ä", "a;b {c} #d", """'"%\\ """, "a?b&c=d"]
 

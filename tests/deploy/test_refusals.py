@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 
 from rescene.deploy.control import registered, seats_of, start_server
-from rescene.deploy.folder import init
+from rescene.deploy.federation_folder import init
 from rescene.deploy.keys import make_certificates
 from rescene.deploy.processes import free_port, stop
 

@@ -12,13 +12,13 @@ from test_floors import RELEASE, ledger
 from typer.testing import CliRunner
 
 from rescene.cli.app import app
+from rescene.core.errors import RunError
 from rescene.deploy.contract import Question, open_reply
-from rescene.deploy.holding import ledger_of
+from rescene.deploy.exchange import Reply
 from rescene.deploy.journal import Ends
-from rescene.deploy.letters import Reply
-from rescene.deploy.message import pack_message
+from rescene.deploy.message_bytes import pack_message
 from rescene.deploy.site import Site, tighten
-from rescene.errors import RunError
+from rescene.deploy.site_config import ledger_of
 from rescene.privacy.ledger import End
 
 ASKED = [*RELEASE, "federation.per_round=3", "federation.quorum=0"]

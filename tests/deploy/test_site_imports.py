@@ -4,10 +4,12 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 import rescene
 from rescene.config import resolve
-from rescene.deploy.letters import Request
-from rescene.deploy.message import pack_message, unpack_message
+from rescene.deploy.exchange import Request
+from rescene.deploy.message_bytes import pack_message, unpack_message
 from rescene.methods.base import weights_of
 from rescene.nets import Arch
 
@@ -32,7 +34,7 @@ for name in ("httpx", "flwr", "flwr.app", "flwr.clientapp", "flwr.serverapp"):
 import rescene.deploy.flower
 before = [name for name in ("rescene.engine", "rescene.config", "yaml") if name in sys.modules]
 from pathlib import Path
-from rescene.deploy.letters import Letter
+from rescene.deploy.exchange import Letter
 from rescene.deploy.site import Site
 folder = Path(sys.argv[1])
 answer = Site.open(folder).answer(Letter((folder / "head").read_bytes(), (folder / "body").read_bytes()))
@@ -41,8 +43,9 @@ print(*before, *(name for name in sys.argv[2:] if name in sys.modules))
 """
 
 
-def test_a_condensing_site_loads_neither_the_server_nor_the_compiler_of_torch(tmp_path):
-    recipe = resolve("smoke", ["model.width=2", "device=cpu"]).recipe
+@pytest.mark.parametrize(("method", "sent"), [("rescene", "images"), ("fedavg", "model")])
+def test_a_site_loads_neither_the_server_nor_the_compiler_of_torch(tmp_path, method, sent):
+    recipe = resolve("smoke", [f"method={method}", "model.width=2", "device=cpu"]).recipe
     request = Request(
         rescene.__version__, "run", json.dumps(recipe.model_dump(mode="json")), "client_round", 0, 0, ("client", 0, 0), None, "t"
     )  # fmt: skip
@@ -54,4 +57,4 @@ def test_a_condensing_site_loads_neither_the_server_nor_the_compiler_of_torch(tm
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == []
     reply = unpack_message((tmp_path / "answer").read_bytes()).tree
-    assert reply.problem is None and len(reply.upload["images"]) > 0  # it really worked
+    assert reply.problem is None and len(reply.upload[sent]) > 0  # it really worked

@@ -17,7 +17,7 @@ from flwr.supercore.superexec.executor import ExecutionSpec, LaunchResultStatus
 
 from rescene.deploy.control import start_site
 from rescene.deploy.executor import QuietExecutor
-from rescene.deploy.folder import APP, broken_apps, init
+from rescene.deploy.federation_folder import APP, broken_apps, init
 from rescene.deploy.processes import alive, free_port, running, stop, wait_for_port
 
 auth = pytest.importorskip("flwr.supercore.auth", reason="this Flower has no secret for executors")

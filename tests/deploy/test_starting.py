@@ -9,10 +9,10 @@ from typer.testing import CliRunner
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'rescene[deploy]'")
 
 from rescene.cli.app import app
+from rescene.core.errors import RunError
 from rescene.deploy import control
-from rescene.deploy.folder import init
+from rescene.deploy.federation_folder import init
 from rescene.deploy.processes import Started, alive, running, start, stop
-from rescene.errors import RunError
 
 SLEEP = ["sleep", "600"]
 

@@ -6,25 +6,27 @@ import pickle
 import stat
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
+
+from rescene.core.errors import ConfigError, RunError
 
 pytest.importorskip("cryptography", reason="pip install 'rescene[deploy]'")
 pytest.importorskip("Crypto", reason="pip install 'rescene[deploy]'")
 
 import summing_method
 import torch
-from local_sites import PATIENT, TINY, Hashed, LocalPost, events, hashes, in_process, sites
+from local_sites import PATIENT, TINY, Hashed, LocalPost, changed, events, hashes, in_process, sites
 
 from rescene.config import resolve
-from rescene.deploy import parties
+from rescene.deploy import parties, summing
+from rescene.deploy.exchange import SUM_STEPS, Patience, Undelivered
 from rescene.deploy.keys import make_node_key, read_peers, write_peers
-from rescene.deploy.letters import SUM_STEPS, Patience, Undelivered
-from rescene.deploy.message import unpack_message
+from rescene.deploy.message_bytes import unpack_message
+from rescene.deploy.post_transport import PostTransport
 from rescene.deploy.server import run_across
 from rescene.engine import RunFolder
-from rescene.engine.federation import InProcess
-from rescene.errors import ConfigError, RunError
 from rescene.privacy.totals import added
 
 NUM = 4
@@ -101,6 +103,20 @@ def simulated(tmp_path_factory):
     return results, hashes(folder)
 
 
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    """What each site adds to the sum of the first round, as the simulator draws it."""
+    return plain_parts(SUMS, tmp_path_factory.mktemp("parts"))
+
+
+def plain_parts(settings, folder):
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rescene.engine.in_process.added", lambda given: added(found.extend(given) or found))
+        in_process(resolve("smoke", [*settings, "federation.num_rounds=1"]), folder / "run")
+    return found
+
+
 def test_the_same_bits_as_in_one_process_and_no_part_at_the_server(tmp_path, simulated, monkeypatch):
     before, begin = {}, parties.Parties.begin
 
@@ -155,6 +171,7 @@ def test_a_server_that_dies_at_any_step_goes_on_with_the_same_sum(tmp_path, simu
         assert [row["kind"] for row in rows].count("intent") == 2  # one for each round
 
 
+@pytest.mark.slow
 def test_sites_that_come_back_are_waited_for_once_numbers_are_masked(tmp_path, simulated):
     folders, few = summing_sites(tmp_path), Patience(gather_s=0, deadline_s=0.2, poll_s=0, attempts=1)
     gone = lambda verb, client, round: client < 2 and verb == "sum-agree"  # noqa: E731
@@ -164,6 +181,7 @@ def test_sites_that_come_back_are_waited_for_once_numbers_are_masked(tmp_path, s
     assert hashes(tmp_path / "run").splitlines()[-1] == simulated[1].splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_the_same_numbers_are_never_in_two_sums(tmp_path):
     """A server that forgets its journal begins another sum. The ledgers would give the same numbers again, the sites do not."""
     folders = summing_sites(tmp_path)
@@ -174,13 +192,26 @@ def test_the_same_numbers_are_never_in_two_sums(tmp_path):
     assert {reply.problem[0] for verb, _, _, reply in post.replies if verb == KEYS} == {"E444"}
 
 
+@pytest.mark.slow
+def test_sums_without_a_site_that_left_are_taken_anew_and_charged(tmp_path):
+    """The command that E230 names. The same recipe without privacy.earlier_sums would ask for the old numbers: E444."""
+    folders, without = summing_sites(tmp_path), ["federation.exclude=[1]", "privacy.earlier_sums=1"]
+    across(tmp_path / "run", Watched(folders), tmp_path / "peers.pub")
+    across(tmp_path / "again", Watched(folders), tmp_path / "peers.pub", overrides=without)
+    in_process(resolve("smoke", [*SUMS, *without]), tmp_path / "simulated")
+    assert hashes(tmp_path / "again").splitlines()[-1] == hashes(tmp_path / "simulated").splitlines()[-1]
+    for client, folder in enumerate(folders):
+        rows = [json.loads(line) for line in (folder / "state" / "ledger.jsonl").read_text().splitlines()]
+        assert [row["kind"] for row in rows].count("intent") == (2 if client == 1 else 4)
+
+
 def test_what_was_released_for_a_sum_is_never_sent_bare(tmp_path, monkeypatch):
     """A server that simply asks would get numbers with half of the noise."""
 
-    def asking(self, clients, verb, payload):
-        return InProcess.total(self, clients, verb, payload)
+    def asking(self, clients, call, carry=PostTransport.carry):
+        return carry(self, clients, replace(call, least=None))
 
-    monkeypatch.setattr("rescene.deploy.federation.GridFederation.total", asking)
+    monkeypatch.setattr(PostTransport, "carry", asking)
     post = Watched(summing_sites(tmp_path))
     with pytest.raises(RunError, match="E320"):
         across(tmp_path / "run", post, tmp_path / "peers.pub", overrides=["federation.retries=0"])
@@ -188,6 +219,7 @@ def test_what_was_released_for_a_sum_is_never_sent_bare(tmp_path, monkeypatch):
     assert answers and all(reply.problem[0] == "E443" and reply.upload is None for reply in answers)
 
 
+@pytest.mark.slow
 def test_secrets_are_closed_to_others_and_gone_after_the_sum(tmp_path):
     folders, seen = summing_sites(tmp_path), []
 
@@ -201,6 +233,7 @@ def test_secrets_are_closed_to_others_and_gone_after_the_sum(tmp_path):
     assert len(list(tmp_path.rglob("told-*"))) == NUM
 
 
+@pytest.mark.slow
 def test_a_site_with_another_list_of_keys_takes_no_part(tmp_path):
     """Keys that the server made up are not those the site knows; it names whom it does not believe."""
     folders = summing_sites(tmp_path)
@@ -212,6 +245,50 @@ def test_a_site_with_another_list_of_keys_takes_no_part(tmp_path):
     across(tmp_path / "run", post, tmp_path / "peers.pub")
     problems = {(client, reply.problem[0]) for verb, _, client, reply in post.replies if reply.problem}
     assert problems == {(3, "E441")}
+
+
+class Lying(Watched):
+    """Site 1 changes one part of its answer to one step."""
+
+    def __init__(self, folders, step, name, lie):
+        super().__init__(folders)
+        self.step, self.name, self.lie = step, name, lie
+
+    def pull(self, ids):
+        found = super().pull(ids)
+        for number in ids:
+            node, letter, _ = self.sent[number]
+            if self.sites[node].section.client == 1 and request_of(letter).verb == self.step:
+                upload = unpack_message(found[number]).tree.upload
+                if upload:
+                    found[number] = changed(found[number], upload=upload | {self.name: self.lie(upload[self.name])})
+        return found
+
+
+@pytest.mark.parametrize(
+    "step, name, lie, clients",
+    [
+        (KEYS, "keys", lambda keys: keys ^ 1, [0, 2, 3]),
+        ("sum-deal", "dealt", lambda shares: shares ^ 1, [0, 2, 3]),
+        pytest.param("sum-mask", "signature", lambda signature: signature ^ 1, [0, 2, 3], marks=pytest.mark.slow),
+        ("sum-agree", "signature", lambda signature: signature ^ 1, [0, 1, 2, 3]),  # its masked numbers have come
+        ("sum-reveal", "seed", lambda seed: seed ^ 1, [0, 1, 2, 3]),
+    ],
+    ids=["a key", "shares that it deals", "the group", "the list", "a share that it reveals"],
+)
+def test_a_site_that_lies_in_a_step_is_named_and_the_sum_is_exact(
+    tmp_path, parts, step, name, lie, clients, monkeypatch
+):
+    opened, hold = [], summing.Sum.hold
+    monkeypatch.setattr(summing.Sum, "hold", lambda *args: opened.append(hold(*args)) or opened[-1])
+    post = Lying(summing_sites(tmp_path), step, name, lie)
+    across(tmp_path / "run", post, tmp_path / "peers.pub", overrides=["federation.num_rounds=1"])
+    named = [event["message"] for event in events(tmp_path / "run") if event["code"] == "E441"]
+    words = "is believed no more, but its numbers are in the sum" if 1 in clients else "is left out of the sum"
+    assert len(named) == 1 and named[0].startswith(f"site 1 {words}: ")
+    ((values, found),) = opened
+    plain = added(parts[k] for k in clients)
+    assert found == clients and all(values[key].equal(plain[key]) for key in plain)
 
 
 def test_without_a_list_of_keys_nothing_is_summed(tmp_path):

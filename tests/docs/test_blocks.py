@@ -1,4 +1,4 @@
-"""Every command block of README and docs is run, or marked with the reason why not; every command named in them exists."""
+"""Every command block of README and docs is run, or not_run.yaml says why not; every command named in them exists."""
 
 import re
 import shutil
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import typer.main
-from blocks import PAGES, ROOT, commands
+from blocks import MARKS, PAGES, ROOT, Mark, commands, unused_starts
 from generate.commands import leaves
 from typer.testing import CliRunner
 
@@ -59,7 +59,7 @@ def run(command, adapt):
         done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
         return None if done.returncode == 0 else f"{command}\n{done.stdout}{done.stderr}"
     if program != "rescene":
-        return f"{command}: how would a test run this? Mark it: <!-- not run: why -->"
+        return f"{command}: how would a test run this? Mark it in tests/docs/not_run.yaml"
     if words[:2] == ["run", "cifar10"]:  # its images are not here; all keys and values are checked
         words = ["show", *(word for word in words[1:] if word != "--dry-run")]
     result = CliRunner().invoke(app, adapt(words), input="y\n")  # to whatever is asked
@@ -74,7 +74,13 @@ def pages_with(*marks):
     return [page for page in PAGES if any(command.mark in marks for command in commands(page))]
 
 
-@pytest.mark.parametrize("page", pages_with(""), ids=lambda page: page.name)
+def quick_first(page):
+    """The README runs with every test run, the other pages with ``make check``."""
+    marks = () if page.name == "README.md" else pytest.mark.slow
+    return pytest.param(page, id=page.name, marks=marks)
+
+
+@pytest.mark.parametrize("page", map(quick_first, pages_with("")))
 def test_the_commands_of_a_page_work(page, reader):
     found = problems(page, {""}, rehearsed)
     assert not found, "\n\n".join(found)
@@ -110,8 +116,25 @@ def test_every_command_that_a_page_names_exists():
     assert wrong == []
 
 
-def test_marks_choose_lines(tmp_path):
-    text = "<!-- not run: far | rescene a -->\n<!-- slow: long | rescene b -->\n```\nrescene a; rescene b x  # y\nrescene c\n```\n"
-    found = commands(tmp_path / "page.md", text + "```\nrescene d\n```\n```\n$ rescene e\nprinted\n```\n")
-    assert [(c.text, c.mark) for c in found] == [("rescene a", "not run"), ("rescene b x", "slow"), ("rescene c", ""), ("rescene d", ""),
-                                                 ("rescene e", "")]  # fmt: skip
+def test_marks_choose_commands(tmp_path):
+    text = (
+        "```\nrescene a; rescene b x  # y\nrescene c\n```\n```\n$ rescene e\nprinted\n```\n```python\nimport a\n```\n"
+    )
+    marks = [Mark("not run", "far", ("rescene a", "import a")), Mark("slow", "long", ("rescene b", "rescene a"))]
+    found = commands(tmp_path / "page.md", text, marks)
+    assert [(c.text, c.mark) for c in found] == [("rescene a", "not run"), ("rescene b x", "slow"), ("rescene c", ""), ("rescene e", ""),
+                                                 ("import a", "not run")]  # fmt: skip
+
+
+def test_every_mark_is_for_a_command_of_its_page():
+    assert set(MARKS) <= {page.relative_to(ROOT).as_posix() for page in PAGES}
+    assert {page.name: unused for page in PAGES if (unused := unused_starts(page))} == {}
+
+
+def test_a_mark_without_a_command_is_found(tmp_path):
+    marks = [Mark("slow", "long", ("rescene run", "rescene gone"))]
+    assert unused_starts(tmp_path / "page.md", "```\nrescene run demo\n```\n", marks) == ["rescene gone"]
+
+
+def test_no_page_has_a_comment_that_serves_a_test():
+    assert [page.name for page in PAGES if re.search(r"<!-- (not run|slow):", page.read_text(encoding="utf-8"))] == []

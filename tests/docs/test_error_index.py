@@ -6,9 +6,11 @@ from generate import errors
 
 # Codes that two layers use for the same thing. Any other code that two layers use has two meanings: give one a new number.
 SHARED = {
+    "E103": "a method that is not known, or an object that is none",
     "E104": "a value that is not possible",
     "E105": "settings that cannot be read",
     "E106": "an override or a list on the command line that cannot be read",
+    "E119": "more runs at a time, or other GPUs, than this machine has",
     "E140": "a table format that is not known",
     "E145": "a figure whose kind is not named or not known",
     "E152": "a document without a place for a table",
@@ -16,6 +18,9 @@ SHARED = {
     "E174": "a package of the extra `privacy` that is not installed",
     "E201": "a path with nothing there",
     "E203": "images that cannot be read",
+    "E213": "a folder without a readable run",
+    "E223": "a package of an extra that is not installed",
+    "E224": "a network of timm, or a lens made of one, that there is not",
     "E321": "a site that failed",
     "E408": "a folder without a finished run",
     "E413": "a site that declines for privacy",
@@ -23,8 +28,16 @@ SHARED = {
     "E442": "a question of a secure sum that is repeated differently, out of order or of another sum",
     "E443": "numbers that would leave a site without enough others in the sum",
     "E444": "numbers that are of another secure sum",
+    "E445": "a secure sum that the server does not finish",
 }
-FAMILY = {"E1": "ConfigError", "E2": "DataError", "E3": "RunError", "E4": "RunError", "W": "ResceneWarning"}
+FAMILY = {
+    "E1": "ConfigError",
+    "E2": "DataError",
+    "E3": "RunError",
+    "E4": "RunError",
+    "E5": "ConfigError",
+    "W": "ResceneWarning",
+}
 OTHER_STATUS = {
     "E207",
     "E208",

@@ -1,4 +1,4 @@
-"""The file map of the README is true: what it names exists, and what exists is named."""
+"""The file map of CONTRIBUTING.md is true: what it names exists, and what exists is named."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ PACKAGE = ROOT / "src" / "rescene"
 NOT_MAPPED = {"__init__.py", "__main__.py", "__pycache__", "py.typed"}
 
 
-SECTION = (ROOT / "README.md").read_text(encoding="utf-8").split("## File map")[1].split("\n## ")[0]
+SECTION = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("## File map")[1].split("\n## ")[0]
 ROWS = [line.strip("| ").split(" | ", 1) for line in SECTION.splitlines() if line.startswith("| `")]
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load
 
+from rescene.core.errors import ResceneWarning, RunError
+from rescene.engine.background_writer import Writer
 from rescene.engine.checkpoint import DTYPES, Checkpoints, encoded, write_atomically
-from rescene.engine.watch import warnings_to
-from rescene.engine.writer import Writer
-from rescene.errors import ResceneWarning, RunError
+from rescene.engine.run_context import warnings_to
 
 
 def saved(folder, rounds=3):

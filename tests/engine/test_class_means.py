@@ -8,11 +8,11 @@ from safetensors.torch import load_file
 
 import rescene
 from rescene.config import resolve
-from rescene.engine.class_means import ClassMeans, may_record
 from rescene.engine.experiment import prepare
-from rescene.engine.folder import RunFolder
 from rescene.engine.loop import run
-from rescene.engine.watch import LeakageWatch
+from rescene.engine.observers.class_means import ClassMeans, may_record
+from rescene.engine.observers.leakage_watch import LeakageWatch
+from rescene.engine.run_folder import RunFolder
 
 SMALL = {"tasks.limit": 2, "federation.num_rounds": 2, "model.width": 8}
 PRIVATE = {"privacy.mechanism": "release", "method.start": "coloured", "method.num_steps": 0, "privacy.epsilon": 8}

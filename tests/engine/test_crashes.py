@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 from stopping import stopped_after
 
 import rescene
-from rescene.cli.keeping import prune
+from rescene.cli.run_folders import prune
+from rescene.core.run_state import state_of
 from rescene.engine import crashpoints
 from rescene.engine.loop import Run
-from rescene.report.runs import load_run
-from rescene.run_state import state_of
+from rescene.report.load import load_run
 
 PLACES = [
     "config.yaml written", "origin.json opening", "env.json synced", "metrics.jsonl appended", "chunk writing", "step synced",
@@ -143,15 +143,15 @@ def test_killed_after_its_results_a_run_is_done(crashes):
 
 
 def test_the_final_model_is_safe_before_it_is_evaluated(tmp_path, monkeypatch):
-    evaluate = Run._evaluate
+    evaluate = Run.evaluate
 
     def fail(self, task):
-        if self.place == (1, -1):
+        if self.context.place == (1, -1):
             raise MemoryError("evaluation")
         return evaluate(self, task)
 
     whole = rescene.run("smoke", out=tmp_path / "whole", **NARROW)
-    monkeypatch.setattr(Run, "_evaluate", fail)
+    monkeypatch.setattr(Run, "evaluate", fail)
     with pytest.raises(MemoryError):
         rescene.run("smoke", out=tmp_path / "r", **NARROW)
     a, b = (load_file(path / "model" / "final.safetensors") for path in (tmp_path / "r", whole.folder))

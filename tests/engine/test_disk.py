@@ -9,8 +9,8 @@ import smallworld as world
 import trust_disk
 
 import rescene
+from rescene.core.errors import RunError
 from rescene.engine import crashpoints
-from rescene.errors import RunError
 
 KINDS = ["open config.yaml", "mkdir checkpoints", "write chunk", "fsync chunk", "replace step", "unlink chunk",
          "write metrics.jsonl", "fsync metrics.jsonl", "mkdir csv", "write rounds.csv", "replace results.json",
@@ -52,6 +52,7 @@ def test_a_full_disk_says_what_to_do(whole, tmp_path):
     assert "No space left" in caught.value.what and "resume" in caught.value.fix
 
 
+@pytest.mark.slow
 def test_a_log_that_lost_its_end_or_a_line_does_not_stand_in_the_way(tmp_path, monkeypatch):
     """The lines are gone, which is told; the results are not."""
     narrow = {"model.width": 8}

@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 import rescene
 from rescene.cli.app import app
-from rescene.engine import parts
-from rescene.engine.folder import MADE_ON, made_on
-from rescene.errors import RunError
+from rescene.core.errors import RunError
+from rescene.engine import run_setup as parts
+from rescene.engine.run_folder import MADE_ON, made_on
 from rescene.report import write_report
 
 

@@ -9,8 +9,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from rescene.config import resolve
+from rescene.core.errors import ConfigError, ResceneWarning
 from rescene.engine.experiment import pick_device, prepare
-from rescene.errors import ConfigError, ResceneWarning
 
 
 def start(file, *overrides):

@@ -1,6 +1,7 @@
 """Simulated faults: who is lost and late, rounds held again, and the same bits after an interruption."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import smallworld
@@ -12,10 +13,10 @@ from typer.testing import CliRunner
 import rescene
 from rescene.cli.app import app
 from rescene.config import resolve
-from rescene.config.faults import FaultsSection
+from rescene.config.fault_section import FaultsSection
+from rescene.core.errors import ConfigError, RunError
+from rescene.core.rng import Rng
 from rescene.engine.faults import Faults
-from rescene.errors import ConfigError, RunError
-from rescene.rng import Rng
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +88,7 @@ def test_no_quorum_after_all_retries_stops_the_run_with_a_code(data, tmp_path):
     assert json.loads((tmp_path / "r/status.json").read_text())["state"] == "failed"
 
 
+@pytest.mark.slow
 def test_a_round_held_again_meets_other_sites(data, tmp_path):
     few = {"faults.dropout": 0.5, "quorum": 0.8, "retries": 30, "per_round": 5}
     found = trust_faults.run(data, tmp_path / "r", **few)
@@ -96,7 +98,7 @@ def test_a_round_held_again_meets_other_sites(data, tmp_path):
     assert first != second and all(len(set(row)) == 5 for row in first)
 
 
-@pytest.mark.parametrize("steps", [2, 6])
+@pytest.mark.parametrize("steps", [2, pytest.param(6, marks=pytest.mark.slow)])
 def test_interrupted_under_faults_and_attack_it_ends_with_the_same_bits(data, tmp_path, steps):
     hard = {"faults.dropout": 0.4, "quorum": 0.6, "retries": 30, "screen": "features"}
     hard |= {"faults.attack": "flip", "faults.attackers": [0], "faults.slow": [1], "faults.deadline": 3.0}
@@ -124,14 +126,14 @@ def test_faults_that_make_no_sense_are_refused(settings, words):
 
 
 def test_real_sites_are_spared_simulated_faults(tmp_path):
-    from rescene.engine.folder import RunFolder
     from rescene.engine.loop import run
+    from rescene.engine.run_folder import RunFolder
 
     with pytest.raises(ConfigError, match="E177"):
         run(
             resolve("smoke", {"federation.faults.dropout": 0.1}),
             RunFolder(tmp_path / "r"),
-            federate=lambda *a, **k: None,
+            transport=SimpleNamespace(here=False),
         )
 
 

@@ -62,17 +62,17 @@ def test_one_by_one_is_the_same_run(run, whole, tmp_path):
 
 
 def test_an_interrupted_run_ends_with_the_same_bits(run, whole, tmp_path, monkeypatch):
-    perform = Run._perform
+    perform = Run.perform
 
     def stop_after(self, step):
         perform(self, step)
         if step.task.index == 1 and step.round == 0:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Run, "_perform", stop_after)
+    monkeypatch.setattr(Run, "perform", stop_after)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "stopped")
-    monkeypatch.setattr(Run, "_perform", perform)
+    monkeypatch.setattr(Run, "perform", perform)
     resumed = run(tmp_path / "stopped")
     assert same(resumed, whole)
     assert (resumed.folder / "results.json").read_bytes() == (whole.folder / "results.json").read_bytes()
@@ -86,9 +86,8 @@ def test_pictures_travel_as_bytes_too(images, tmp_path):
 
 def test_the_forecast_of_bytes_is_what_such_a_run_sends(images):
     from rescene.engine.experiment import prepare
-    from rescene.engine.nominal import nominal_bytes
 
     recipe = resolve("smoke", [f"{key}={value}" for key, value in {**SMALL, "data.path": images}.items()]).recipe
     made = prepare(recipe)
-    told = nominal_bytes(made.method, made.arch, classes_per_task=2, num_classes=4)
-    assert told["uplink_bytes_per_message"] == 2 * 4 * 19 * 4 * 4 * 4  # classes, images, channels, side, side, float32
+    told = made.method.nominal_bytes(made.arch, classes_per_task=2, num_classes=4)
+    assert told.up == 2 * 4 * 19 * 4 * 4 * 4  # classes, images, channels, side, side, float32

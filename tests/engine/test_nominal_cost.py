@@ -5,10 +5,10 @@ from statistics import fmean
 import pytest
 
 from rescene.config import resolve
-from rescene.engine.cost_tables import METHODS, paper_experiment
-from rescene.engine.nominal import nominal_bytes, nominal_client_flops, nominal_cost, nominal_server_flops
+from rescene.engine.nominal import nominal_cost
 from rescene.methods import method_class
 from rescene.nets import Arch
+from rescene.paper.costs import METHODS, client_flops, paper_experiment, server_flops
 
 SETS = {"cifar10": (32, 2, 10), "cifar100": (32, 10, 100), "tinyimagenet": (64, 20, 200)}
 TABLE = {  # data set -> method -> (state, uplink, downlink) in MB as printed
@@ -34,9 +34,8 @@ TABLE = {  # data set -> method -> (state, uplink, downlink) in MB as printed
 def test_byte_columns_to_the_printed_digit(data, method):
     size, per_task, classes = SETS[data]
     settings = resolve(data, [f"method={method}"]).recipe.build_method()
-    cost = nominal_bytes(settings, Arch("resnet18", size), per_task, classes)
-    keys = ("client_state_bytes", "uplink_bytes_per_message", "downlink_bytes_per_message")
-    found = [cost[key] / 1e6 for key in keys]
+    cost = settings.nominal_bytes(Arch("resnet18", size), per_task, classes)
+    found = [value / 1e6 for value in (cost.state, cost.up, cost.down)]
     assert [f"{value:.2f}" for value in found] == [f"{value:.2f}" for value in TABLE[data][method]]
 
 
@@ -51,7 +50,7 @@ SERVER_PFLOP = {"target": 38.2, "rescene": 26.6}  # total-compute table; below .
 
 
 def client_pflop(data, method, overrides=(), splits=3):
-    return [nominal_client_flops(paper_experiment(data, method, seed, overrides)) / 1e15 for seed in range(splits)]
+    return [client_flops(paper_experiment(data, method, seed, overrides)) / 1e15 for seed in range(splits)]
 
 
 @pytest.mark.parametrize(
@@ -63,7 +62,7 @@ def test_client_flops_within_three_percent(data, method, printed):
     by_chance = (name, method) == ("cifar10", "rescene")  # three splits are too few
     found = client_pflop(name, method, overrides, splits=20 if by_chance else 3)
     assert fmean(found) == pytest.approx(printed, rel=0.03)
-    if by_chance:  # docs/cost.md
+    if by_chance:  # results/cost/README.md
         assert min(found) < printed < max(found)
 
 
@@ -77,7 +76,7 @@ def test_larger_models(model, printed):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_server_flops_of_the_second_task(method):
-    found = nominal_server_flops(paper_experiment("cifar10", method), 1) / 1e15
+    found = server_flops(paper_experiment("cifar10", method), 1) / 1e15
     if method in SERVER_PFLOP:
         assert found == pytest.approx(SERVER_PFLOP[method], rel=0.03)
     else:
@@ -85,6 +84,6 @@ def test_server_flops_of_the_second_task(method):
 
 
 def test_methods_outside_the_papers_table_have_no_nominal_cost():
-    assert nominal_bytes(method_class("joint")(), Arch("resnet18", 32), 2, 10) is None
+    assert method_class("joint")().nominal_bytes(Arch("resnet18", 32), 2, 10) is None
     assert nominal_cost(paper_experiment("cifar10", "local")) is None
     assert nominal_cost(paper_experiment("cifar10", "refed"))["client_flops"] > 0

@@ -9,9 +9,10 @@ from safetensors.torch import load_file
 
 import rescene
 from rescene.config import resolve
-from rescene.errors import ConfigError, RunError
-from rescene.rng import Rng
-from rescene.steps import Condensation, condense
+from rescene.core.errors import ConfigError, RunError
+from rescene.core.rng import Rng
+from rescene.methods.surrogates import surrogates_of
+from rescene.training import Condensation
 
 SMALL = {"federation.num_clients": 2, "federation.per_round": 2, "federation.num_rounds": 2, "tasks.limit": 2,
          "method.ipc": 2, "method.num_steps": 2, "method.start": "noise", "train.server_epochs": 1,
@@ -32,6 +33,7 @@ def model(folder):
     return load_file(folder / "model" / "final.safetensors")
 
 
+@pytest.mark.slow
 def test_a_private_run_states_its_guarantee_and_another_draw_differs(tmp_path):
     first, second = (run(tmp_path / name, **RELEASE) for name in "ab")
     stated = first.values["privacy"]
@@ -52,17 +54,17 @@ def test_an_interrupted_private_run_ends_with_the_same_bytes(tmp_path, monkeypat
 
     from rescene.engine.loop import Run
 
-    perform = Run._perform
+    perform = Run.perform
 
     def stop_after(self, step):
         perform(self, step)
         if step.task.index == 1 and step.round == 1:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Run, "_perform", stop_after)
+    monkeypatch.setattr(Run, "perform", stop_after)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "stopped", **RELEASE)
-    monkeypatch.setattr(Run, "_perform", perform)
+    monkeypatch.setattr(Run, "perform", perform)
     shutil.copytree(tmp_path / "stopped" / "ledgers", tmp_path / "copy")
     resumed = run(tmp_path / "stopped", **RELEASE)
     monkeypatch.setenv("RESCENE_LEDGERS", str(tmp_path / "copy"))
@@ -96,6 +98,7 @@ def test_what_is_not_private_says_so_and_prints_no_epsilon(tmp_path, change, say
     assert says in stated["statement"] and "epsilon" not in stated["statement"]
 
 
+@pytest.mark.slow
 def test_the_test_mode_repeats(tmp_path):
     a, b = (run(tmp_path / name, **RELEASE, **{"privacy.noise": "seeded"}) for name in "ab")
     assert all(torch.equal(x, y) for x, y in zip(model(a.folder).values(), model(b.folder).values(), strict=True))
@@ -138,7 +141,8 @@ def test_recipes_that_promise_too_much_are_refused(overrides, says):
 @pytest.mark.parametrize(
     ("overrides", "step"),
     [
-        ([], "polyak"),
+        ([], "fixed"),
+        (["method=rescene-plus"], "polyak"),
         (["method=feddm"], "fixed"),
         (["method.literal=true"], "fixed"),
         (["method.literal=true", "method.step=polyak"], "polyak"),
@@ -179,7 +183,15 @@ def test_methods_that_cannot_be_private_are_refused_with_the_reason(overrides, s
         resolve("smoke", DP | overrides)
 
 
-@pytest.mark.parametrize(("method", "tasks"), [("fedavg", 1), ("fedlwf", 1), ("fedcbdr", 2), ("refed", 2)])
+@pytest.mark.parametrize(
+    ("method", "tasks"),
+    [
+        ("fedavg", 1),
+        pytest.param("fedlwf", 1, marks=pytest.mark.slow),
+        pytest.param("fedcbdr", 2, marks=pytest.mark.slow),
+        ("refed", 2),
+    ],
+)
 def test_methods_that_send_weights_state_what_their_most_used_record_spends(tmp_path, method, tasks):
     pytest.importorskip("opacus", reason="rescene[privacy]")
     found = rescene.run("smoke", out=tmp_path / "r", method=method, **DP)
@@ -194,7 +206,7 @@ def test_an_interrupted_dp_sgd_run_ends_with_the_bytes_it_would_have_had(tmp_pat
     pytest.importorskip("opacus", reason="rescene[privacy]")
     from rescene.engine.loop import Run
 
-    perform = Run._perform
+    perform = Run.perform
 
     def stop_after(self, step):
         perform(self, step)
@@ -202,10 +214,10 @@ def test_an_interrupted_dp_sgd_run_ends_with_the_bytes_it_would_have_had(tmp_pat
             raise KeyboardInterrupt
 
     monkeypatch.setenv("RESCENE_LEDGERS", str(tmp_path / "ledgers"))
-    monkeypatch.setattr(Run, "_perform", stop_after)
+    monkeypatch.setattr(Run, "perform", stop_after)
     with pytest.raises(KeyboardInterrupt):
         rescene.run("smoke", out=tmp_path / "stopped", method="fedavg", **DP)
-    monkeypatch.setattr(Run, "_perform", perform)
+    monkeypatch.setattr(Run, "perform", perform)
     resumed, whole = (rescene.run("smoke", out=tmp_path / name, method="fedavg", **DP) for name in ("stopped", "whole"))
     assert (resumed.folder / "results.json").read_bytes() == (whole.folder / "results.json").read_bytes()
     assert all(torch.equal(v, model(whole.folder)[k]) for k, v in model(resumed.folder).items())
@@ -221,20 +233,23 @@ def test_the_guard_keeps_unchanged_images_of_small_classes_at_home(tiny_world):
     """Client 1 has 13 and 3 images; with IPC 10 the three are all there are, the thirteen are not."""
     shard, net = tiny_world["shards"][1], tiny_world["net"]
     settings = Condensation(num_steps=0, surrogates_per_class="min")
-    (made,) = condense(net, [shard], [Rng(0)], settings, 0)
+    (made,) = surrogates_of(net, [shard], [Rng(0)], settings, 0)
     assert made.num_withheld == 3 and made.labels.tolist() == [0] * 10
     assert made.as_upload()["notes"]["num_withheld"] == 3 and len(made.start) == 10
-    (moved,) = condense(net, [shard], [Rng(0)], Condensation(num_steps=3, real_batch=6), 0)
+    (moved,) = surrogates_of(
+        net, [shard], [Rng(0)], Condensation(num_steps=3, real_batch=6, surrogates_per_class="half"), 0
+    )
     assert moved.num_withheld == 0 and "num_withheld" not in moved.as_upload()["notes"]
 
 
 def test_a_site_from_which_nothing_leaves_sends_whole_numbers_as_labels(tiny_world):
     """A deployed server refuses an answer whose row of labels is none."""
     settings = Condensation(num_steps=0, ipc=20, surrogates_per_class="min")
-    (made,) = condense(tiny_world["net"], [tiny_world["shards"][1]], [Rng(0)], settings, 0)
+    (made,) = surrogates_of(tiny_world["net"], [tiny_world["shards"][1]], [Rng(0)], settings, 0)
     assert made.num_withheld == 16 and len(made.labels) == 0 and made.labels.dtype == torch.int64
 
 
+@pytest.mark.slow
 def test_the_guard_is_counted_and_leakage_knows_the_start_images(tmp_path):
     start = {"method.start": "real", "method.ipc": 600, "method.num_steps": 0}
     held = run(tmp_path / "held", **start, **{"method.surrogates_per_class": "half"}).values
@@ -251,6 +266,6 @@ def test_the_guard_is_counted_and_leakage_knows_the_start_images(tmp_path):
 def test_a_notice_sees_what_the_upload_does_not_carry(tiny_world):
     seen = []
     shard = replace(tiny_world["shards"][1], notice=lambda images, start: seen.append((images, start)))
-    (made,) = condense(tiny_world["net"], [shard], [Rng(0)], Condensation(ipc=2, num_steps=1), 0)
+    (made,) = surrogates_of(tiny_world["net"], [shard], [Rng(0)], Condensation(ipc=2, num_steps=1), 0)
     assert torch.equal(seen[0][0], made.images) and torch.equal(seen[0][1], made.start)
     assert "start" not in made.as_upload()

@@ -9,8 +9,8 @@ import trust_crash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rescene.core.errors import RunError
 from rescene.engine.checkpoint import Checkpoints
-from rescene.errors import RunError
 from rescene.privacy.accounting import Composition, total_epsilon
 from rescene.privacy.ledger import Charge, Declined, Ledger
 from rescene.privacy.noise import Noise
@@ -29,6 +29,7 @@ def buffers(folder):
     return saved.tree["state"].buffers if saved and saved.tree["state"] is not None else ()
 
 
+@pytest.mark.slow
 @settings(REPEATABLE, max_examples=8)
 @given(data=st.data())
 def test_any_order_of_steps_crashes_and_resumptions_is_the_undisturbed_run(crashes, data):

@@ -12,16 +12,16 @@ import pytest
 from stopping import stopped_after
 
 import rescene
-from rescene import run_state
-from rescene.errors import RunError
-from rescene.report.runs import load_run
-from rescene.run_state import Busy, is_done, read_object, state_of, working_in
+from rescene.core import run_state
+from rescene.core.errors import RunError
+from rescene.core.run_state import Busy, is_done, read_object, state_of, working_in
+from rescene.report.load import load_run
 
 NARROW = {"model.width": 8}
 HOLD = """
 import sys
 from pathlib import Path
-from rescene.run_state import working_in
+from rescene.core.run_state import working_in
 with working_in(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

@@ -12,6 +12,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -19,9 +20,8 @@ import torch
 from safetensors.torch import load_file
 
 import rescene
-from rescene.data import load
-from rescene.engine.watch import LeakageWatch
-from rescene.errors import ConfigError, RunError, is_out_of_memory
+from rescene.core.errors import ConfigError, RunError, is_out_of_memory
+from rescene.engine.observers.leakage_watch import LeakageWatch
 from rescene.methods import Method, ModelState
 from rescene.methods.registry import register
 
@@ -91,10 +91,12 @@ def test_bytes_are_those_of_the_real_payloads(whole):
 
 
 def test_nominal_bytes_are_those_of_the_paper():
-    from rescene.engine.nominal import surrogate_upload_bytes
+    from rescene.methods import method_class
     from rescene.nets import Arch, state_bytes
 
-    megabytes = [surrogate_upload_bytes(*setting) / 1e6 for setting in [(2, 10, 32), (10, 10, 32), (20, 10, 64)]]
+    ours, places = method_class("rescene")(ipc=10), [(2, 32), (10, 32), (20, 64)]
+    arches = [(count, Arch("resnet18", side)) for count, side in places]
+    megabytes = [ours.nominal_bytes(arch, count, 10 * count).up / 1e6 for count, arch in arches]
     assert [f"{value:.2f}" for value in megabytes] == ["0.25", "1.23", "9.83"]
     nets = [
         ("resnet18", 32, 10),
@@ -113,6 +115,7 @@ def test_a_budget_of_at_least_the_pool_is_full_accumulation(tmp_path):
     assert same(model(herded), model(everything)) and herded.matrix[-1] == everything.matrix[-1]
 
 
+@pytest.mark.slow
 def test_a_window_of_all_rounds_is_full_pool_herding(tmp_path):
     whole = run(tmp_path / "a", method__budget=5, method__recent_fraction=1.0)
     pool = run(tmp_path / "b", method__budget=5, method__buffer="full-pool")
@@ -203,7 +206,7 @@ def test_interrupted_anywhere_the_end_is_the_same(whole, tmp_path, monkeypatch):
     """Stop after every single step once; each continuation must end with the same bytes."""
     from rescene.engine.loop import Run
 
-    commit = Run._commit
+    commit = Run.commit
     for stop in range(1, 11):
 
         def commit_then_stop(self, number, stop=stop):
@@ -212,11 +215,11 @@ def test_interrupted_anywhere_the_end_is_the_same(whole, tmp_path, monkeypatch):
                 raise KeyboardInterrupt
 
         folder = tmp_path / f"stop{stop}"
-        monkeypatch.setattr(Run, "_commit", commit_then_stop)
+        monkeypatch.setattr(Run, "commit", commit_then_stop)
         with pytest.raises(KeyboardInterrupt):
             run(folder)
         assert json.loads((folder / "status.json").read_text())["state"] == "interrupted"
-        monkeypatch.setattr(Run, "_commit", commit)
+        monkeypatch.setattr(Run, "commit", commit)
         resumed = run(folder)
         assert (folder / "results.json").read_bytes() == (whole.folder / "results.json").read_bytes()
         assert same(model(resumed), model(whole))
@@ -254,10 +257,10 @@ import os, signal, sys, threading
 import rescene
 from rescene.engine.loop import Run
 
-reached, replace, perform = threading.Event(), os.replace, Run._perform
+reached, replace, perform = threading.Event(), os.replace, Run.perform
 
 def stuck(source, target):  # the writer gets this far with step 5 and no further
-    if place in os.path.basename(target) and run.done == done:
+    if place in os.path.basename(target) and run.parts.done == done:
         reached.set()
         threading.Event().wait()
     replace(source, target)
@@ -265,18 +268,25 @@ def stuck(source, target):  # the writer gets this far with step 5 and no furthe
 def die(self, step):
     global run
     run = self
-    if self.steps.index(step) == 5:  # step 6 has begun
+    if self.parts.steps.index(step) == 5:  # step 6 has begun
         assert reached.wait(60)
         os.kill(os.getpid(), signal.SIGKILL)
     perform(self, step)
 
-os.replace, Run._perform = stuck, die
+os.replace, Run.perform = stuck, die
 place, done = sys.argv[1], int(sys.argv[2])
 rescene.run("smoke", out=sys.argv[3], **eval(sys.argv[4]))
 """
 
 
-@pytest.mark.parametrize(("place", "done"), [("chunk-", 4), ("step-", 4), ("status", 5)])
+@pytest.mark.parametrize(
+    ("place", "done"),
+    [
+        pytest.param("chunk-", 4, marks=pytest.mark.slow),
+        ("step-", 4),
+        pytest.param("status", 5, marks=pytest.mark.slow),
+    ],
+)
 def test_killed_while_a_checkpoint_is_being_written(whole, tmp_path, place, done):
     """The process dies in step 6 while the chunks, the manifest or the status of step 5 are not yet in their place."""
     folder = tmp_path / "r"
@@ -292,14 +302,14 @@ def test_killed_while_a_checkpoint_is_being_written(whole, tmp_path, place, done
 def test_a_step_under_way_when_the_run_is_stopped_counts_if_its_checkpoint_was_written(tmp_path, monkeypatch):
     from rescene.engine.loop import Run
 
-    perform = Run._perform
+    perform = Run.perform
 
     def stop(self, step):
-        if self.steps.index(step) == 5:
+        if self.parts.steps.index(step) == 5:
             raise KeyboardInterrupt
         perform(self, step)
 
-    monkeypatch.setattr(Run, "_perform", stop)
+    monkeypatch.setattr(Run, "perform", stop)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "r")
     status = json.loads((tmp_path / "r/status.json").read_text())
@@ -311,7 +321,7 @@ def test_a_checkpoint_that_cannot_be_written_stops_the_run_at_the_next_commit_or
     from rescene.engine.checkpoint import Checkpoints
     from rescene.engine.loop import Run
 
-    performed, perform, save = [], Run._perform, Checkpoints.save
+    performed, perform, save = [], Run.perform, Checkpoints.save
 
     def full(self, number, tree, facts):
         if number == step:
@@ -319,7 +329,7 @@ def test_a_checkpoint_that_cannot_be_written_stops_the_run_at_the_next_commit_or
         save(self, number, tree, facts)
 
     monkeypatch.setattr(Checkpoints, "save", full)
-    monkeypatch.setattr(Run, "_perform", lambda self, s: (performed.append(s), perform(self, s)))
+    monkeypatch.setattr(Run, "perform", lambda self, s: (performed.append(s), perform(self, s)))
     with pytest.raises(RunError, match="E410"):
         run(tmp_path / "r")
     status = json.loads((tmp_path / "r/status.json").read_text())
@@ -341,6 +351,7 @@ def test_a_second_error_is_told_beside_the_first(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "r/status.json").read_text())["done"] == 0
 
 
+@pytest.mark.slow
 def test_two_runs_in_threads_of_one_process_are_the_two_runs(whole, tmp_path):
     alone = [whole, run(tmp_path / "alone", seed=1)]
     with ThreadPoolExecutor(2) as threads:
@@ -353,14 +364,14 @@ def test_two_runs_in_threads_of_one_process_are_the_two_runs(whole, tmp_path):
 def test_a_damaged_checkpoint_is_replaced_by_the_one_before(whole, tmp_path, monkeypatch):
     from rescene.engine.loop import Run
 
-    commit = Run._commit
+    commit = Run.commit
 
     def commit_then_stop(self, number):
         commit(self, number)
         if number == 5:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Run, "_commit", commit_then_stop)
+    monkeypatch.setattr(Run, "commit", commit_then_stop)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "r")
     monkeypatch.undo()
@@ -443,7 +454,7 @@ def test_bad_recipes_are_refused_before_anything_happens(tmp_path):
 
 
 def test_flops_are_counted_inside_vmap():
-    from rescene.engine.ledger import FlopMeter
+    from rescene.engine.cost_ledger import FlopMeter
     from rescene.nets import Arch, forward_flops
 
     arch = Arch("convnet", 16, "group", 4)
@@ -509,24 +520,25 @@ def test_warnings_of_a_run_become_events(tmp_path):
     assert any(event["code"] == "W121" for event in events)
 
 
+@pytest.mark.slow
 def test_memory_grows_by_the_pool_only(tmp_path, monkeypatch):
     """Live tensors after round 3 and after round 8 differ by what was gathered in between, and nothing else."""
+    from rescene.core.record import num_bytes
     from rescene.engine.loop import Run
-    from rescene.record import num_bytes
 
-    commit, live, pool = Run._commit, {}, {}
+    commit, live, pool = Run.commit, {}, {}
 
     def commit_and_measure(self, number):
         commit(self, number)
-        self.writer.wait()
+        self.parts.writer.wait()
         gc.collect()
         plain = (torch.Tensor, torch.nn.Parameter)  # torch.export leaves tensors without memory behind
         tensors = [value for value in gc.get_objects() if type(value) in plain]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-        kept = (self.state, self.leakage.tree(), self.theory.tree())
+        kept = (self.parts.state, *self.observers.states().values())
         live[number], pool[number] = sum(storages.values()), sum(num_bytes(tree) for tree in kept)
 
-    monkeypatch.setattr(Run, "_commit", commit_and_measure)
+    monkeypatch.setattr(Run, "commit", commit_and_measure)
     run(tmp_path / "r", federation__num_rounds=9, tasks__limit=1)
     (early, late), grown = (live[4], live[9]), pool[9] - pool[4]  # step 1 begins the task
     assert grown > 0 and abs(late - early - grown) < 4096  # a third of a picture: distances are held twice
@@ -538,6 +550,10 @@ def test_memory_grows_by_the_pool_only(tmp_path, monkeypatch):
     (4, [["first", "latest"], ["latest"], ["middle", "latest"], ["latest"]]),
 ])  # fmt: skip
 def test_uploads_are_kept_from_the_first_middle_and_latest_round(num_rounds, moments):
-    watch = LeakageWatch(load("fashion-mini"), num_rounds)
+    from rescene.config import resolve
+    from rescene.engine import prepare
+
+    recipe = resolve("smoke", {"federation.num_rounds": num_rounds}).recipe
+    watch = LeakageWatch(SimpleNamespace(experiment=prepare(recipe)))
     for watch.round, wanted in enumerate(moments):
         assert watch._moments() == wanted

@@ -9,8 +9,9 @@ from test_forecast import only_tensors
 import rescene
 from rescene.config import resolve
 from rescene.data import LazySplit, stand_in
+from rescene.engine import cost_ledger as ledger_module
 from rescene.engine import federation as federation_module
-from rescene.engine import ledger as ledger_module
+from rescene.engine import in_process as transport_module
 from rescene.engine import prepare
 from rescene.engine.forecast import forecast
 from rescene.engine.scaling import Means, Scale, herding_cost, sample, scale
@@ -32,11 +33,11 @@ def draws(monkeypatch):
     return drawn
 
 
-@pytest.mark.parametrize("method", ["rescene", "fedavg"])
+@pytest.mark.parametrize("method", ["rescene", pytest.param("fedavg", marks=pytest.mark.slow)])
 def test_a_thousand_sites_of_whom_only_those_who_take_part_are_drawn(monkeypatch, tmp_path, draws, method):
-    for module in (ledger_module, federation_module):
+    for module in (ledger_module, federation_module, transport_module):
         monkeypatch.setattr(module, "num_bytes", only_tensors)
-    guard = {"method.guard": False} if method == "rescene" else {}
+    guard = {"method.guard": False, "method.surrogates_per_class": "half"} if method == "rescene" else {}
     result = rescene.run("smoke", out=tmp_path / "r", **THOUSAND, **guard, method=method)
     assert len(draws) == 2 * 2 * 20  # two tasks of two rounds; building all shards would be 2000
     rounds = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
@@ -46,10 +47,12 @@ def test_a_thousand_sites_of_whom_only_those_who_take_part_are_drawn(monkeypatch
 
     recipe = resolve("smoke", {**THOUSAND, **guard, "method": method}).recipe
     row = scale(recipe, prepare(recipe).dataset, 1000, 20, Means())
-    assert (row.up_bytes, row.down_bytes) == (measured["uplink_bytes"], measured["downlink_bytes"])
-    assert row.server_flops == measured["server_flops"] and measured["uplink_bytes"] > 0
+    # forty sites stand for the thousand, and theirs are other draws
+    assert row.up_bytes == pytest.approx(measured["uplink_bytes"], rel=0.1) and measured["uplink_bytes"] > 0
+    assert row.down_bytes == measured["downlink_bytes"]
+    assert row.server_flops == pytest.approx(measured["server_flops"], rel=0.1)
     pools = [row["notes"].get("pool_size", 0) for row in rounds if row["kind"] == "round"]
-    assert row.pool_images == max(pools)
+    assert row.pool_images == pytest.approx(max(pools), rel=0.1)
     assert row.turns == 0.08 and row.ever_asked == pytest.approx(1 - 0.98**4)
 
 
@@ -61,6 +64,7 @@ def test_states_are_kept_of_those_who_remember(tmp_path):
     assert text.count("fisher") <= 40 and "fisher" in text  # 20 sites in each of two rounds, not 1000
 
 
+@pytest.mark.slow
 def test_a_resumed_run_draws_the_same_sites(tmp_path):
     whole = rescene.run("smoke", out=tmp_path / "whole", **THOUSAND)
     again = rescene.run("smoke", out=tmp_path / "again", **THOUSAND)
@@ -68,15 +72,20 @@ def test_a_resumed_run_draws_the_same_sites(tmp_path):
     assert files[0] == files[1]
 
 
+@pytest.mark.slow
 def test_many_sites_per_round_stand_behind_few():
-    recipe, dataset = resolve("cifar10", ["federation.num_rounds=3"]).recipe, stand_in("cifar10")
+    recipe, dataset = resolve("cifar10", ["federation.num_rounds=4"]).recipe, stand_in("cifar10")
     small, large = (scale(recipe, dataset, 10_000, k, Means()) for k in (100, 1000))
     assert large.round_up_bytes == pytest.approx(10 * small.round_up_bytes)
     assert large.down_bytes == pytest.approx(10 * small.down_bytes)
     # of the pool only the current task grows tenfold: the buffers of earlier ones are full, 1000 for each of 8 classes
-    assert large.pool_images - 8000 == pytest.approx(10 * (small.pool_images - 8000), rel=0.01)
+    assert large.pool_images - 8000 == pytest.approx(
+        10 * (small.pool_images - 8000), rel=0.05
+    )  # tasks differ a little, and another one may be the fullest
     everybody = forecast(sample(recipe, dataset, 10_000, 100)).measured()
-    assert small.up_bytes == everybody["uplink_bytes"]  # up to a hundred it is the forecast itself
+    assert small.up_bytes == pytest.approx(
+        5 * everybody["uplink_bytes"]
+    )  # each of the twenty that are drawn stands for five
 
 
 def test_methods_that_ask_everybody_pay_for_everybody():

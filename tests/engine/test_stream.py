@@ -8,15 +8,16 @@ import torch
 
 import rescene
 from rescene.config import resolve
+from rescene.core.errors import ConfigError
+from rescene.core.rng import Rng
 from rescene.engine import RunFolder, prepare
 from rescene.engine.loop import run
 from rescene.engine.withdrawal import forget
-from rescene.errors import ConfigError
 from rescene.methods import method_class, method_names
-from rescene.methods.rescene import PATIENCE, Collected, ReSCENE, ServerState
+from rescene.methods.rescene import Collected, ReSCENE, ServerState
+from rescene.methods.rescene_extensions import PATIENCE
 from rescene.report import write_report
-from rescene.rng import Rng
-from rescene.steps import Training
+from rescene.training import Training
 
 SETTING = {
     "federation.num_rounds": 4,
@@ -101,6 +102,7 @@ def test_the_record_says_when_classes_came_and_buffers_closed(finished, blank_fi
     assert "When classes came, and when buffers closed" in page.read_text()
 
 
+@pytest.mark.slow
 def test_a_stream_that_dies_ends_the_same(finished, tmp_path):
     rounds = 0
 

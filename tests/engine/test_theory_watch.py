@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 import rescene
-from rescene.engine import theory
 from rescene.engine.loop import Run
-from rescene.engine.theory import TheoryWatch
+from rescene.engine.observers import theory_watch as theory
+from rescene.engine.observers.theory_watch import TheoryWatch
 
 SMALL = {"federation.num_clients": 4, "federation.per_round": 3, "federation.num_rounds": 4, "tasks.limit": 2, "method.ipc": 4,
          "method.num_steps": 2, "method.real_batch": 16, "method.budget": 12, "method.recent_fraction": 0.5,
@@ -50,6 +50,15 @@ def seen(tmp_path_factory):
 def unit_mean(net, images):
     with torch.no_grad():
         return F.normalize(net.eval().features(images), dim=1).double().mean(dim=0)
+
+
+@pytest.mark.slow
+def test_a_model_that_diverged_ends_no_run(tmp_path):
+    """Its features are no numbers: there is nothing to say about its herding, and the run goes on."""
+    result = run(tmp_path / "r", train__lr=1e20)
+    found = json.loads((tmp_path / "r" / "results.json").read_text())
+    assert len(found["accuracy_matrix"]) == 2, "both tasks were held"
+    assert result.aa <= 60
 
 
 def test_the_distances_are_those_of_the_images(seen):
@@ -133,21 +142,23 @@ def test_watching_changes_nothing(seen, tmp_path, monkeypatch):
     assert all(torch.equal(one[key], other[key]) for key in one)
 
 
+@pytest.mark.slow
 def test_a_run_stopped_inside_a_task_knows_its_earlier_rounds(seen, tmp_path, monkeypatch):
-    commit = Run._commit
+    commit = Run.commit
 
     def commit_then_stop(self, number):
         commit(self, number)
         if number == 4:  # begin, three rounds
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Run, "_commit", commit_then_stop)
+    monkeypatch.setattr(Run, "commit", commit_then_stop)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "r")
     monkeypatch.undo()
     assert run(tmp_path / "r").values["theory"] == seen[0].values["theory"]
 
 
+@pytest.mark.slow
 def test_rounds_nobody_watched_have_no_staleness(seen, tmp_path, monkeypatch):
     """A checkpoint of an older version: the task-end figures are there, those of its rounds are not."""
     watch = TheoryWatch.round
@@ -166,6 +177,7 @@ def test_another_buffer_is_measured_as_it_is(tmp_path):
     assert any(abs(row["kept_to_real"] - row["herded_to_real"]) > 1e-3 for row in rows)
 
 
+@pytest.mark.slow
 def test_methods_that_keep_nothing_have_no_theory(tmp_path):
     assert run(tmp_path / "none", method__buffer="none").values["theory"] is None
     assert rescene.run("smoke", out=tmp_path / "fedavg", method="fedavg").values["theory"] is None
@@ -175,7 +187,7 @@ def test_methods_that_keep_nothing_have_no_theory(tmp_path):
 
 def test_a_pool_of_another_kind_is_left_alone(seen):
     call = seen[1][0]
-    watch = TheoryWatch(call["experiment"])
+    watch = TheoryWatch(SimpleNamespace(experiment=call["experiment"]))
     for pool in (torch.zeros(3), (torch.zeros(3),), None):
         other = SimpleNamespace(model=call["before"].model, pool=pool, buffers=pool)
         watch.round(call["task"], 1, other.model, other)
@@ -189,7 +201,7 @@ def test_sketches_keep_distances(seen, monkeypatch):
 
     def sketched(size):
         monkeypatch.setattr(theory, "SKETCH_SIZE", size)
-        watch = TheoryWatch(experiment)
+        watch = TheoryWatch(SimpleNamespace(experiment=experiment))
         return float((watch._sketch(a) - watch._sketch(b)).double().norm())
 
     assert sketched(2**17) == pytest.approx(exact, rel=1e-5)

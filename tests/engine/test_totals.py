@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from rescene.conformance import federation_of, make_world
-from rescene.errors import RunError
+from rescene.core.errors import RunError
 from rescene.methods.base import Method
-from rescene.methods.forms import fields, tensor
+from rescene.methods.upload_schema import fields, tensor
 from rescene.privacy.accounting import Composition
 from rescene.privacy.mechanism import Mechanism
 from rescene.privacy.totals import added, check_part, most_colluders, protocol_bytes, threshold
+from rescene.testing.conformance import federation_of, make_world
 
 
 class Counting(Method):
@@ -39,7 +39,7 @@ class Counting(Method):
 def world_of(honest_sites=None, quorum=0.5):
     world = make_world()
     federation = federation_of(Counting(), world)
-    federation._quorum = quorum
+    federation.settings.quorum = quorum
     if honest_sites:
         federation.mechanism = Mechanism("release", 1.0, 5.0, Composition(1, 1), honest_sites=honest_sites)
     federation.move(world.tasks[0], 0)
@@ -70,7 +70,7 @@ def test_keys_and_shares_are_metered():
 
 def test_a_sum_of_too_few_is_not_opened_and_not_remembered():
     federation, world = world_of(honest_sites=len(world_of()[0].clients), quorum=0.0)
-    federation.absent = lambda clients: ([0], [])
+    federation.settings.absent = lambda clients, call: ([0], [])
     total = federation.total(federation.clients, "count", {})
     assert (total.values, total.clients) == ({}, ())
     assert not federation.client_states and "not opened" in str(world.events)

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 import rescene
 from rescene import trackers
 from rescene.cli.app import app
-from rescene.errors import ConfigError
+from rescene.core.errors import ConfigError
 
 SMALL = {"federation.num_rounds": 2, "train.server_epochs": 1, "method.num_steps": 1, "tasks.limit": 2,
          "model.width": 8}  # fmt: skip

@@ -7,14 +7,14 @@ import pytest
 
 import rescene
 from rescene.config import resolve
+from rescene.core.errors import RunError
+from rescene.core.versions import FOLDER
 from rescene.engine import RunFolder
 from rescene.engine.loop import run
 from rescene.engine.migrate import folder_format, migrate
-from rescene.errors import RunError
+from rescene.report.load import load_run
 from rescene.report.page import write_report
-from rescene.report.runs import load_run
-from rescene.report.surrogates import _load as pairs_of
-from rescene.versions import FOLDER
+from rescene.report.uploads import recorded_pairs as pairs_of
 
 SMALL = {"federation.num_rounds": 1, "train.server_epochs": 1, "method.num_steps": 1, "tasks.limit": 2,
          "model.width": 8}  # fmt: skip

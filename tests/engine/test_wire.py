@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rescene
-from rescene.conformance import drive, federation_of, make_world
+from rescene.core.errors import RunError
+from rescene.core.record import num_bytes
 from rescene.engine import wire
-from rescene.errors import RunError
 from rescene.methods import method_class
-from rescene.record import num_bytes
-from rescene.steps import Training
+from rescene.testing.conformance import drive, federation_of, make_world
+from rescene.training import Training
 
 SHAPES = [(3, 3, 8, 8), (1, 3, 1, 1), (2, 1, 5, 1), (2, 2, 1, 7), (4, 5, 6, 9), (1, 3, 33, 31)]
 EMPTY = [(0, 3, 8, 8), (2, 3, 0, 8), (2, 0, 8, 8)]

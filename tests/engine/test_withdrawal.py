@@ -10,14 +10,14 @@ import torch
 
 import rescene
 from rescene.config import resolve
+from rescene.core.errors import ConfigError, RunError
+from rescene.core.rng import Rng
 from rescene.engine import RunFolder
 from rescene.engine.checkpoint import _digest_of
 from rescene.engine.loop import run
 from rescene.engine.withdrawal import forget
-from rescene.errors import ConfigError, RunError
 from rescene.methods.rescene import Collected, ReSCENE, ServerState
-from rescene.rng import Rng
-from rescene.steps import Training
+from rescene.training import Training
 
 SETTING = {
     "federation.num_rounds": 2,
@@ -234,11 +234,12 @@ def test_a_run_of_an_older_version_goes_on_but_cannot_forget(halfway, tmp_path):
     as_format_1(old)
     with pytest.raises(RunError, match="E418") as error:
         withdraw(old, tmp_path / "new")
-    assert "did not write it down" in error.value.why
+    assert "did not record it" in error.value.why
     whole = rescene.run("smoke", out=tmp_path / "whole", **SETTING).values
     assert rescene.run("smoke", out=old, **SETTING).values == whole
 
 
+@pytest.mark.slow
 def test_excluded_sites_are_never_asked_and_the_others_turns_stay(tmp_path):
     def turns(method, **more):
         out = tmp_path / f"{method}{len(more)}"

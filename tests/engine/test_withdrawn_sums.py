@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 
 import rescene
 from rescene.config import resolve
+from rescene.core.errors import ConfigError, RunError
 from rescene.data import load
 from rescene.engine import RunFolder
-from rescene.engine.withdrawal import check_can_forget, forget
-from rescene.errors import ConfigError, DataError, RunError
+from rescene.engine.withdrawal import forget
 
 SETTING = {"model.name": "linear", "model.lens": "waves", "train.augment": False, "method": "moments", "tasks.limit": 2,
            "federation.num_clients": 4, "federation.per_round": 2, "federation.num_rounds": 1, "data.image_size": 16}  # fmt: skip
@@ -81,16 +81,6 @@ def test_the_only_site_with_sums_cannot_leave(images, tmp_path):
     source.checkpoints.save(saved.step, saved.tree | {"state": replace(saved.tree["state"], parts=alone)}, saved.facts)
     with pytest.raises(RunError, match="E419"):
         withdraw(folder, tmp_path / "new")
-
-
-def test_under_a_secure_sum_nobody_holds_a_sites_part(tmp_path):
-    resolved = resolve("smoke", SETTING | NOISE)
-    secret = resolved.recipe.privacy.model_copy(update={"honest_sites": 3})
-    resolved = replace(resolved, recipe=resolved.recipe.model_copy(update={"privacy": secret}))
-    with pytest.raises(DataError, match="E230") as error:
-        check_can_forget(resolved, GONE, RunFolder(tmp_path / "run"))
-    assert "costs each of their images its epsilon again" in error.value.fix
-    assert "federation.exclude=[1]" in error.value.fix
 
 
 def test_sums_are_no_centre_for_surrogates():

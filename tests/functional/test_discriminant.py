@@ -1,10 +1,19 @@
 """The discriminant from sums: against its definition on the images, and its ridge against leave-nothing-out brute force."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from rescene.functional.discriminant import RIDGES, cross_validated_ridge, discriminant_head, scatter_within
+from rescene.functional.discriminant import (
+    MOST_FREEDOM,
+    RIDGES,
+    cross_validated_ridge,
+    cross_validation_errors,
+    discriminant_head,
+    scatter_within,
+)
 
 C, D = 5, 12
 
@@ -28,17 +37,27 @@ def test_the_covariance_within_classes_is_that_of_the_images():
     assert torch.allclose(scatter_within(counts, sums, second), centred.T @ centred / len(z))
 
 
-@pytest.mark.parametrize("n", [20, 60, 400])
+@pytest.mark.parametrize("n", [8, 13, 20, 60, 400])  # from fewer images than features on
 def test_the_ridge_is_the_one_that_generalised_cross_validation_picks_on_the_images(n):
     z, y = images(n)
-    x, t = z - z.mean(dim=0), F.one_hot(y, C).double()
-    t = t - t.mean(dim=0)
-    errors = {}
+    t = F.one_hot(y, C).double()
+    x = torch.cat([z - z.mean(dim=0), torch.ones(n, 1).double()], dim=1)  # the intercept has no penalty
+    errors = dict.fromkeys(RIDGES, math.inf)
     for ridge in RIDGES:
-        penalty = ridge * (x.T @ x).diagonal().mean()
-        hat = x @ torch.linalg.solve(x.T @ x + penalty * torch.eye(D).double(), x.T)
-        errors[ridge] = float((t - hat @ t).square().sum() / n / (1 - hat.trace() / n) ** 2)
+        penalty = ridge * (x.T @ x).diagonal()[:D].mean() * torch.ones(D + 1).double()
+        penalty[D] = 0
+        hat = x @ torch.linalg.solve(x.T @ x + penalty.diag(), x.T)
+        if hat.trace() / n <= MOST_FREEDOM:
+            errors[ridge] = float((t - hat @ t).square().sum() / n / (1 - hat.trace() / n) ** 2)
+    assert cross_validation_errors(*sums_of(z, y)) == pytest.approx(errors, rel=1e-4)
     assert cross_validated_ridge(*sums_of(z, y)) == min(errors, key=errors.get)
+
+
+def test_copies_among_few_images_do_not_make_the_least_ridge_win():
+    z, y = images(60)
+    z = torch.cat([z, torch.randn(60, 100, generator=torch.Generator().manual_seed(1)).double()], dim=1)
+    z[58:], y[58:] = z[:2], y[:2]  # two copies among sixty images with 112 features
+    assert cross_validated_ridge(*sums_of(z, y)) > 0.01
 
 
 def test_a_floor_above_every_eigenvalue_leaves_the_nearest_mean():

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from rescene.core.rng import seeded_generator
 from rescene.functional.robust import far_off, geometric_median, outlyingness
-from rescene.rng import seeded_generator
 
 DIMS = 16
 
@@ -26,6 +26,7 @@ def test_a_minority_does_not_move_the_geometric_median_far():
     assert (spoilt.mean(dim=0) - points.mean(dim=0)).norm() > 1e4
 
 
+@pytest.mark.slow
 def test_honest_groups_of_any_size_are_about_as_far_as_chance_explains():
     generator, ratios = seeded_generator(1), []
     for _ in range(200):

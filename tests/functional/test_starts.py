@@ -2,9 +2,9 @@
 
 import torch
 
+from rescene.core.rng import seeded_generator
 from rescene.functional.starts import coloured_noise, dead_leaves
 from rescene.functional.texture import soften
-from rescene.rng import seeded_generator
 
 
 def test_dead_leaves_are_pictures_that_only_the_seed_decides():

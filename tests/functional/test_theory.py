@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rescene.functional import herd, recent_window, theory
-from rescene.functional.theory import (
+from rescene.functional import herd, recent_window
+from rescene.functional import herding_theory as theory
+from rescene.functional.herding_theory import (
     approach,
     coherent_bias,
     coverage_fails_at,

@@ -11,13 +11,14 @@ from typer.testing import CliRunner
 import rescene
 from rescene.cli.app import app
 from rescene.config import resolve
+from rescene.core.errors import ConfigError, DataError
 from rescene.data import load
-from rescene.errors import ConfigError, DataError
 from rescene.lens import backbone, draw_leaves
 from rescene.lens import lens as lenses
 from rescene.lens.lens import fingerprint, open_lens, read_lens, take, write_content
+from rescene.nets import timm_networks
+from rescene.report.load import load_run
 from rescene.report.model_card import model_card
-from rescene.report.runs import load_run
 from rescene.use import open_model
 from rescene.use.exporting import difference, export
 
@@ -134,7 +135,7 @@ def test_what_is_no_network_of_timm_is_refused(checkpoint, name, change, code):
 
 
 def test_what_is_missing_is_named(monkeypatch, tmp_path):
-    monkeypatch.setattr(backbone, "find_spec", lambda name: None)
+    monkeypatch.setattr(timm_networks, "find_spec", lambda name: None)
     for name, extra in ((f"timm:{NET}@{tmp_path / 'x.pth'}", "timm"), (str(tmp_path / "x.onnx"), "onnx")):
         (tmp_path / name.split("@")[-1]).write_bytes(b"x")
         with pytest.raises(DataError, match=rf"rescene\[{extra}\]") as error:

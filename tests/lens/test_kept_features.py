@@ -12,12 +12,12 @@ from typer.testing import CliRunner
 
 from rescene.cli.app import app
 from rescene.config import resolve
+from rescene.core.errors import ResceneWarning
 from rescene.data import Dataset, Images, Transform
 from rescene.engine.experiment import prepare, prepare_sizes
-from rescene.errors import ResceneWarning
 from rescene.lens import lens as lenses
+from rescene.lens.feature_cache import FeatureCache, key_of
 from rescene.lens.features import LeavesLens
-from rescene.lens.keeping import Kept, key_of
 from rescene.lens.lens import open_lens, sized, through, write_lens
 
 
@@ -56,7 +56,7 @@ def looks(monkeypatch):
 
 
 def test_a_second_look_reads_the_same_bytes(lens_file, looks, tmp_path):
-    kept = Kept(tmp_path / "seen")
+    kept = FeatureCache(tmp_path / "seen")
     plain, first = through(lens_file, data()), through(lens_file, data(), kept=kept)
     looks.clear()
     again = through(lens_file, data(), kept=kept)
@@ -67,7 +67,7 @@ def test_a_second_look_reads_the_same_bytes(lens_file, looks, tmp_path):
 
 
 def test_other_images_and_another_lens_are_looked_at(lens_file, looks, tmp_path):
-    kept = Kept(tmp_path / "seen")
+    kept = FeatureCache(tmp_path / "seen")
     through(lens_file, data(), kept=kept)
     through(lens_file, data(seed=1), kept=kept)
     assert looks == [6, 2, 6, 2] and len(kept.files()) == 2
@@ -102,7 +102,7 @@ def emptied(path):
 
 @pytest.mark.parametrize("damage", [flipped, shortened, emptied])
 def test_damaged_features_are_computed_again(lens_file, looks, tmp_path, damage):
-    kept = Kept(tmp_path / "seen")
+    kept = FeatureCache(tmp_path / "seen")
     whole = through(lens_file, data(), kept=kept)
     damage(kept.files()[0][0])
     looks.clear()
@@ -113,7 +113,7 @@ def test_damaged_features_are_computed_again(lens_file, looks, tmp_path, damage)
 
 
 def test_only_the_user_may_read_them_and_a_site_keeps_the_last_look_only(lens_file, tmp_path):
-    kept = Kept(tmp_path / "seen", last_only=True)
+    kept = FeatureCache(tmp_path / "seen", last_only=True)
     for seed in (0, 1):
         through(lens_file, data(seed=seed), kept=kept)
     ((path, found),) = kept.files()
@@ -125,7 +125,7 @@ def test_only_the_user_may_read_them_and_a_site_keeps_the_last_look_only(lens_fi
 def test_a_folder_that_cannot_be_written_costs_a_warning_only(lens_file, tmp_path):
     (tmp_path / "file").write_text("no folder")
     with pytest.warns(ResceneWarning, match="W221"):
-        found = through(lens_file, data(), kept=Kept(tmp_path / "file" / "seen"))
+        found = through(lens_file, data(), kept=FeatureCache(tmp_path / "file" / "seen"))
     assert len(found.train) == 6
 
 
@@ -146,6 +146,7 @@ def test_sizes_need_no_look(lens_file, looks):
     assert sizes.arch == whole.arch and sizes.counts() == whole.counts()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [["run", "smoke", "--dry-run"], ["cost", "smoke"], ["scale", "smoke"]])
 def test_plans_and_forecasts_do_not_look(command, lens_file, looks):
     name = "fedavg" if command[0] != "run" else "moments"  # moments has no forecast
@@ -156,7 +157,7 @@ def test_plans_and_forecasts_do_not_look(command, lens_file, looks):
 
 
 def test_the_cache_can_be_seen_and_cleared(monkeypatch, tmp_path, lens_file):
-    from rescene.lens import keeping
+    from rescene.lens import feature_cache as keeping
 
     monkeypatch.setattr(keeping, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(lenses, "cache_folder", lambda: tmp_path)

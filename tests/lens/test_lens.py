@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from rescene.config import resolve
-from rescene.config.plan import SitesSection
+from rescene.config.site_plan import SitesSection
+from rescene.core.errors import ConfigError
 from rescene.data import Dataset, Images, Transform
-from rescene.data.own import away
+from rescene.data.site_images import away
 from rescene.engine.experiment import prepare
-from rescene.errors import ConfigError
 from rescene.functional.starts import dead_leaves
 from rescene.functional.waves import wave_picture
 from rescene.lens.features import LeavesLens
@@ -141,6 +141,7 @@ def test_leaves_ships_in_eight_megabytes_and_says_what_it_was_made_from():
     assert lens.look(pictures(1, size=64)).shape == (1, 4272, 1, 1)
 
 
+@pytest.mark.slow
 def test_procedural_pictures_have_unit_variance_through_leaves():
     """The clip of a mechanism rests on it: the mean square norm is the number of features."""
     from rescene.lens import draw_leaves

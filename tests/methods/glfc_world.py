@@ -4,12 +4,12 @@ import math
 
 import torch
 
-from rescene.data import Images, Shard, Task, Transform
+from rescene.core.rng import Rng, seeded_generator
+from rescene.data import Images, Task, Transform
 from rescene.methods import method_class
-from rescene.methods.base import weights_of
+from rescene.methods.base import Client, weights_of
 from rescene.nets import Arch
-from rescene.rng import Rng, seeded_generator
-from rescene.steps import Training
+from rescene.training import Training
 
 GLFC = method_class("glfc")
 SIDE = 8
@@ -37,7 +37,7 @@ def shard(of_task, counts, seed=0):
     pixels = torch.randint(256, (len(labels) + 5, 3, SIDE, SIDE), generator=generator).to(torch.uint8)
     strangers = torch.full((5,), 99)  # somebody else's images come first: positions are not numbers of the client
     images = Images(pixels, torch.cat([strangers, labels]))
-    return Shard(images, torch.arange(5, len(pixels)), of_task, TRANSFORM, ARCH.restore)
+    return Client(images, torch.arange(5, len(pixels)), of_task, TRANSFORM, ARCH.restore)
 
 
 def model(num_classes, seed=1):

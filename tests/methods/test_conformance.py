@@ -5,13 +5,14 @@ from typing import ClassVar
 import pytest
 import torch
 
-from rescene.conformance import CHECKS, draws_only_from_its_streams, leaves_its_arguments_alone
 from rescene.methods import Method, method_class, method_names
-from rescene.steps import Training
+from rescene.testing.conformance import CHECKS, draws_only_from_its_streams, leaves_its_arguments_alone
+from rescene.training import Training
 
 SURROGATES = {"ipc": 2, "num_steps": 2}
 SMALL = {
     "rescene": {**SURROGATES, "budget": 3},
+    "rescene-plus": {**SURROGATES, "budget": 3},
     "feddm": SURROGATES,
     "fedaf": SURROGATES,
     "raw-upload": {"ipc": 2, "budget": 3},

@@ -33,7 +33,7 @@ def check(file, *options):
         "-m",
         "pytest",
         "-p",
-        "rescene.pytest_plugin",
+        "rescene.testing.pytest_plugin",
         "-p",
         "no:cacheprovider",
         "--rescene",
@@ -44,7 +44,10 @@ def check(file, *options):
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "file", [EXAMPLES[0], *(pytest.param(f, marks=pytest.mark.slow) for f in EXAMPLES[1:])], ids=lambda file: file.stem
+)
 def test_an_example_conforms_and_is_short(file):
     code, output = check(file)
     assert code == 0 and "10 passed" in output, output
@@ -55,6 +58,7 @@ def test_there_is_an_example_of_each_kind():
     assert {file.stem for file in EXAMPLES} >= {"herded_memory", "anchored"}
 
 
+@pytest.mark.slow
 def test_a_method_that_uses_the_global_stream_is_caught(tmp_path):
     (tmp_path / "careless_one.py").write_text(CARELESS)
     code, output = check(tmp_path / "careless_one.py", "-k", "streams or charged")
@@ -62,6 +66,7 @@ def test_a_method_that_uses_the_global_stream_is_caught(tmp_path):
     assert "1 failed, 1 passed" in output
 
 
+@pytest.mark.slow
 def test_what_cannot_be_checked_is_said(tmp_path):
     empty, careless = tmp_path / "nothing_here.py", tmp_path / "careless_one.py"
     empty.write_text("x = 1\n")

@@ -10,17 +10,18 @@ from safetensors.torch import load_file
 from torch import nn
 
 import rescene
-from rescene.data import Images, Shard, Task, Transform
-from rescene.engine.federation import InProcess
-from rescene.engine.ledger import FlopMeter, Ledger
+from rescene.core.record import num_bytes
+from rescene.core.rng import Rng
+from rescene.data import Images, Task, Transform
+from rescene.engine.cost_ledger import CostLedger, FlopMeter
+from rescene.engine.federation import RunFederation
+from rescene.engine.transport import FederationSettings
 from rescene.functional.leverage import gram_inverse
 from rescene.methods import ModelState
-from rescene.methods.base import weights_of
+from rescene.methods.base import Client, weights_of
 from rescene.methods.fedavg import FedAvg
 from rescene.methods.fedcbdr import FedCBDR, Memory
-from rescene.record import num_bytes
-from rescene.rng import Rng
-from rescene.steps import Training
+from rescene.training import Training
 
 QUICK = Training(local_epochs=2, batch_size=8, lr=0.05)
 TRANSFORM = Transform((0.5, 0.5, 0.5), (0.25, 0.25, 0.25), 1)
@@ -51,11 +52,11 @@ def world(method, sizes=(12, 0, 1, 20), num_classes=2, net=None):
     task = Task(0, tuple(range(num_classes)), num_classes, None, torch.arange(n), torch.arange(n))
     arch = rescene.nets.Arch("convnet", 8, "batch", 4)
     parts = torch.arange(n).split(list(sizes))
-    federation = InProcess(
+    settings = FederationSettings(
         method,
         arch,
-        lambda task, k: Shard(images, parts[k], task, TRANSFORM, net or arch.restore),
-        Ledger(FlopMeter(arch)),
+        lambda task, k: Client(images, parts[k], task, TRANSFORM, net or arch.restore),
+        CostLedger(FlopMeter(arch)),
         lambda *args, **more: None,
         num_clients=len(sizes),
         num_rounds=1,
@@ -64,6 +65,7 @@ def world(method, sizes=(12, 0, 1, 20), num_classes=2, net=None):
         rng=Rng(0),
         form="debug",
     )
+    federation = RunFederation(settings)
     federation.move(task, None)
     federation.exchanges = []
     ask = federation.ask

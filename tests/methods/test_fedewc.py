@@ -15,7 +15,7 @@ from rescene.methods.base import weights_of
 from rescene.methods.fedavg import FedAvg
 from rescene.methods.fedewc import FedEWC, Memory
 from rescene.nets import grow_head
-from rescene.steps import Training
+from rescene.training import Training
 
 ONE_STEP = Training(local_epochs=1, batch_size=64, lr=0.1, weight_decay=0.01, augment=False)
 
@@ -331,6 +331,7 @@ def final_model(result):
     return load_file(result.folder / "model" / "final.safetensors")
 
 
+@pytest.mark.slow
 def test_runs_and_at_weight_zero_ends_with_the_bits_of_fedavg(tmp_path, image_folder):
     def run(name, method, **options):
         settings = {"data.path": str(image_folder)} | {f"method.{key}": value for key, value in options.items()}

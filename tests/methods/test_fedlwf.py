@@ -16,7 +16,7 @@ from rescene.methods.base import weights_of
 from rescene.methods.fedavg import FedAvg
 from rescene.methods.fedlwf import FedLwF
 from rescene.nets import grow_head
-from rescene.steps import Training
+from rescene.training import Training
 
 ONE_STEP = Training(local_epochs=1, batch_size=64, lr=0.1, weight_decay=0.01, augment=False)
 

@@ -21,11 +21,11 @@ from glfc_world import (
 from pydantic import ValidationError
 
 import rescene
+from rescene.core.rng import Rng, seeded_generator
 from rescene.functional import weighted_average
 from rescene.methods.glfc import Monitor, ServerState
 from rescene.nets import grow_head
-from rescene.rng import Rng, seeded_generator
-from rescene.steps.reconstruction import (
+from rescene.training.reconstruction import (
     encoder_gradients,
     encoder_weights,
 )

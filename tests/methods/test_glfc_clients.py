@@ -18,13 +18,13 @@ from glfc_world import (
     task,
 )
 
+from rescene.core.record import check_tree, pack, unpack
+from rescene.core.rng import Rng, seeded_generator
 from rescene.functional import herd
 from rescene.functional.compensation import compensation_loss, compensation_weights, relation_loss
 from rescene.methods.glfc import ClientState
-from rescene.record import check_tree, pack, unpack
-from rescene.rng import Rng, seeded_generator
-from rescene.steps import Batch, Training, embed
-from rescene.steps.reconstruction import (
+from rescene.training import Batch, Training, embed
+from rescene.training.reconstruction import (
     encoder_gradients,
     encoder_weights,
     labels_from_gradients,

@@ -10,11 +10,11 @@ from glfc_world import (
     logit,
 )
 
+from rescene.core.record import num_bytes
+from rescene.core.rng import seeded_generator
 from rescene.functional.compensation import compensation_loss, compensation_weights, mean_entropy, relation_loss
-from rescene.record import num_bytes
-from rescene.rng import seeded_generator
-from rescene.steps.lbfgs import minimise
-from rescene.steps.reconstruction import (
+from rescene.training.lbfgs import minimise
+from rescene.training.reconstruction import (
     Inversion,
     encode,
     encoder_gradients,

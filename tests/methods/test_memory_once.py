@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rescene.errors import RunError
+from rescene.core.errors import RunError
+from rescene.core.record import tensors
 from rescene.methods import method_class
 from rescene.methods.base import weights_of
 from rescene.privacy.accounting import Composition
-from rescene.privacy.mechanism import Mechanism, Site
+from rescene.privacy.mechanism import Mechanism, SitePrivacy
 from rescene.privacy.noise import Noise
-from rescene.record import tensors
 
 PRIVATE = Mechanism("dp-sgd", 1.0, 1.0, Composition(2, 1, 0.5), typical_count=8.0)
 FILLING = {"refed": ("set_aside",), "fedcbdr": ("share_features", "score_images"), "glfc": ("keep_exemplars",)}
@@ -21,7 +21,7 @@ def setting(world, name, hidden):
     """The method, a shard of its own, and how the verbs that fill its memory are asked."""
     method, model, shard = method_class(name)(), weights_of(world["net"]), world["shards"][1]
     if hidden:
-        shard = replace(shard, site=Site(PRIVATE, Noise()))
+        shard = replace(shard, site=SitePrivacy(PRIVATE, Noise()))
     size = model["head.weight"].shape[1]
     payload = {"model": model, "rotation_seed": 1, "inverse": torch.eye(size, dtype=torch.float64)}
     verbs = FILLING[name][:1] if hidden else FILLING[name]

@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rescene.conformance import federation_of, make_world
-from rescene.data import Images, Shard, Task, Transform
+from rescene.core.rng import Rng
+from rescene.data import Images, Task, Transform
 from rescene.functional.discriminant import cross_validated_ridge, discriminant_head
+from rescene.methods.base import Client
 from rescene.methods.moments import (
     EVERYBODY,
     LARGEST,
@@ -32,9 +33,9 @@ from rescene.methods.moments import (
 )
 from rescene.nets import Arch
 from rescene.privacy.accounting import Composition
-from rescene.privacy.mechanism import Mechanism, Site
+from rescene.privacy.mechanism import Mechanism, SitePrivacy
 from rescene.privacy.noise import Noise
-from rescene.rng import Rng
+from rescene.testing.conformance import federation_of, make_world
 
 D = 12
 MECHANISM = Mechanism("release", 0.5, 1.0, Composition(1, 1), kappa=0.3, covariance_weight=2.0)
@@ -59,11 +60,11 @@ def shard_of(pixels, labels, index, task):
     """A site whose pictures are D bytes, behind a linear network."""
     transform = Transform((128 / 255,) * D, (STEPS / 255,) * D, 0)
     arch = Arch("linear", 1, channels=D)
-    return Shard(Images(pixels, labels), index, task, transform, arch.restore)
+    return Client(Images(pixels, labels), index, task, transform, arch.restore)
 
 
 def site_with(noise=None):
-    return Site(MECHANISM, noise or Silence())
+    return SitePrivacy(MECHANISM, noise or Silence())
 
 
 def test_sums_are_whole_numbers_and_exact():
@@ -210,7 +211,8 @@ def test_noise_has_the_deviation_that_the_mechanism_states(honest):
     of_count, of_sum, of_square = (share * value for value in deviations(mechanism, 60))
     noise = Noise(torch.Generator().manual_seed(0))
     drawn = [
-        noised_sums(torch.zeros(0, 60), torch.zeros(0, dtype=torch.int64), 3, Site(mechanism, noise)) for _ in range(20)
+        noised_sums(torch.zeros(0, 60), torch.zeros(0, dtype=torch.int64), 3, SitePrivacy(mechanism, noise))
+        for _ in range(20)
     ]
     counts, sums, second = (torch.stack([one[name] for one in drawn]).double() for name in ("counts", "sums", "second"))
     diagonal = packed(torch.eye(60, dtype=torch.bool))
@@ -228,7 +230,8 @@ def test_numbers_beyond_32_bits_start_again_from_below():
 def test_the_floor_knows_the_largest_eigenvalue_of_the_noise():
     d, noise = 150, Noise(torch.Generator().manual_seed(0))
     empty = [
-        noised_sums(torch.zeros(0, d), torch.zeros(0, dtype=torch.int64), 2, Site(MECHANISM, noise)) for _ in range(3)
+        noised_sums(torch.zeros(0, d), torch.zeros(0, dtype=torch.int64), 2, SitePrivacy(MECHANISM, noise))
+        for _ in range(3)
     ]
     told = [received(0, one, (0, 1), MECHANISM, 1.0) for one in empty]
     matrix = unpacked(sum(one.second.double() for one in told), d) / STEPS**2
@@ -263,17 +266,12 @@ def test_sums_that_no_images_have_are_refused():
 
 def test_a_site_that_was_away_comes_in_with_a_later_round():
     """Site 3 fails in the first round of each task; in the end the model is the one in which it never failed."""
-    from rescene.conformance import drive
-
-    class Late(type(federation_of(Moments(), make_world()))):
-        def _answers(self, clients, verb, payload, rng):
-            away = {3} if self.round == 0 else set()
-            return super()._answers([k for k in clients if k not in away], verb, payload, rng)
+    from rescene.testing.conformance import drive
 
     world = make_world()
     punctual = drive(Moments(), world, federation_of(Moments(), world))
     federation = federation_of(Moments(), world)
-    federation.__class__ = Late
+    federation.settings.absent = lambda clients, call: ([3] if call.round == 0 else [], [])
     late = drive(Moments(), world, federation)
     assert torch.equal(late.model["head.weight"], punctual.model["head.weight"])
     assert all(isinstance(part, Sums) for part in late.parts) and [part.client for part in late.parts] == [1, 2, 3, 4]
@@ -303,14 +301,16 @@ def test_an_image_enters_one_noised_answer_in_the_whole_run(name):
 
 def test_a_secure_sum_is_the_sum_of_the_sites_and_has_its_noise_once():
     """With seeded noise: H = 2 of four sites, so the sum has the noise of two whole ones, and no site's part is kept."""
-    from rescene.conformance import drive
+    from rescene.testing.conformance import drive
 
     def driven(mechanism):
         world, method = make_world(), Moments()
         federation = federation_of(method, world, mechanism=mechanism)
-        plain = federation._shard_of
+        plain = federation.settings.shard_of
         noise = Noise(torch.Generator().manual_seed(0))
-        federation._shard_of = lambda task, client: replace(plain(task, client), site=Site(mechanism, noise))
+        federation.settings.shard_of = lambda task, client: replace(
+            plain(task, client), site=SitePrivacy(mechanism, noise)
+        )
         return drive(method, world, federation), len(world.tasks), len(federation.clients)
 
     secure, num_tasks, num_sites = driven(replace(MECHANISM, sigma=1e-3, honest_sites=2))

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rescene.conformance import SIZE, drive, federation_of, make_world
 from rescene.data import Images
 from rescene.methods.moments import Moments, exact_sums, in_steps, unpacked
 from rescene.nets import Arch
 from rescene.privacy.accounting import Composition
-from rescene.privacy.mechanism import Mechanism, Site
+from rescene.privacy.mechanism import Mechanism, SitePrivacy
 from rescene.privacy.noise import Noise
+from rescene.testing.conformance import SIZE, drive, federation_of, make_world
 
 MECHANISM = Mechanism("release", 0.5, 1.0, Composition(1, 1), kappa=0.3, covariance_weight=2.0)
 
@@ -27,12 +27,7 @@ def flat_world(domains=False, size=4):
 def driven(world, away=lambda federation: ()):
     """A run in which the sites that ``away`` names do not answer."""
     federation = federation_of(Moments(), world)
-
-    class Holes(type(federation)):
-        def _answers(self, clients, verb, payload, rng):
-            return super()._answers([k for k in clients if k not in away(self)], verb, payload, rng)
-
-    federation.__class__ = Holes
+    federation.settings.absent = lambda clients, call: ([k for k in clients if k in away(federation)], [])
     return drive(Moments(), world, federation)
 
 
@@ -94,7 +89,7 @@ class Talkative(Moments):
     """Forgets that it has answered, and answers again in every round."""
 
     def sum_up(self, payload, shard, client_state, rng):
-        site = Site(MECHANISM, Noise(torch.Generator().manual_seed(shard.task.index)))
+        site = SitePrivacy(MECHANISM, Noise(torch.Generator().manual_seed(shard.task.index)))
         return super().sum_up(payload, replace(shard, site=site), None, rng)
 
 
@@ -104,7 +99,9 @@ def test_behind_a_mechanism_a_second_message_of_a_task_is_not_asked_for():
     federation.mechanism = MECHANISM
     asked = []
     ask = federation.ask
-    federation.ask = lambda clients, verb, payload: asked.append((verb, list(clients))) or ask(clients, verb, payload)
+    federation.ask = lambda clients, *more, **late: (
+        asked.append((more[0], list(clients))) or ask(clients, *more, **late)
+    )
     drive(Talkative(), world, federation)
     assert [clients for verb, clients in asked if verb == "sum_up"] == [[0, 1, 2, 3, 4], [], [0, 1, 2, 3, 4], []]
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from rescene.conformance import drive, federation_of, make_world
 from rescene.functional.discriminant import regularised_solve
 from rescene.methods.afl import AFL, ridge_head
 from rescene.methods.fedcgs import FedCGS, gaussian_head
 from rescene.methods.moments import Moments
+from rescene.testing.conformance import drive, federation_of, make_world
 
 D, C = 7, 3
 

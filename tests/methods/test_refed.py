@@ -12,7 +12,8 @@ from PIL import Image
 from torch.func import functional_call
 
 import rescene
-from rescene.data import Images, Shard, Task
+from rescene.core.rng import Rng
+from rescene.data import Images, Task
 from rescene.functional import importance as importance_module
 from rescene.functional.importance import (
     gradient_norms,
@@ -22,12 +23,11 @@ from rescene.functional.importance import (
     proximal_penalty,
 )
 from rescene.methods import ModelState
-from rescene.methods.base import weights_of
+from rescene.methods.base import Client, weights_of
 from rescene.methods.fedavg import FedAvg
 from rescene.methods.refed import ReFed
 from rescene.nets import Arch
-from rescene.rng import Rng
-from rescene.steps import Training
+from rescene.training import Training
 
 QUICK = Training(local_epochs=2, batch_size=8, lr=0.05)
 STILL = Training(augment=False)
@@ -237,7 +237,7 @@ def test_a_round_is_fedavg_on_current_and_cached_images(tiny_world):
     ours, after = method.client_round({"model": model}, current, cache, Rng(3))
     both = torch.cat([current.index, previous.index])
     images = Images(current.images.pixels[both], current.images.labels[both])
-    joined = Shard(images, torch.arange(len(both)), current.task, current.transform, current.net)
+    joined = Client(images, torch.arange(len(both)), current.task, current.transform, current.net)
     theirs, _ = FedAvg(train=QUICK).client_round({"model": model}, joined, None, Rng(3))
     assert after is cache and ours["num_images"] == theirs["num_images"] == 43
     assert all(torch.equal(ours["model"][key], value) for key, value in theirs["model"].items())

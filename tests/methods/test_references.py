@@ -13,16 +13,16 @@ from safetensors.torch import load_file
 import rescene
 from rescene.api import execute
 from rescene.config import resolve
+from rescene.core.errors import ConfigError
+from rescene.core.rng import Rng
 from rescene.data import Images
-from rescene.errors import ConfigError
 from rescene.methods import method_class
 from rescene.methods.base import weights_of
 from rescene.methods.fedavg import FedAvg
 from rescene.methods.joint import Joint
 from rescene.methods.local import Local
 from rescene.methods.raw_upload import RawUpload
-from rescene.rng import Rng
-from rescene.steps import Training
+from rescene.training import Training
 
 SMALL = {"federation.num_clients": 4, "federation.per_round": 2, "federation.num_rounds": 2, "tasks.limit": 2,
          "train.server_epochs": 2, "tasks.count": 2, "tasks.per_task": None, "model.width": 8}  # fmt: skip

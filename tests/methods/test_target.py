@@ -13,15 +13,15 @@ import torch.nn.functional as F
 from PIL import Image
 
 import rescene
-from rescene.data import Images, Shard, Task, Transform
-from rescene.errors import ConfigError
-from rescene.methods.base import ModelState, weights_of
+from rescene.core.errors import ConfigError
+from rescene.core.record import num_bytes
+from rescene.core.rng import Rng
+from rescene.data import Images, Task, Transform
+from rescene.methods.base import Client, ModelState, weights_of
 from rescene.methods.fedavg import FedAvg
 from rescene.methods.target import TARGET
 from rescene.nets import Arch, grow_head, state_bytes
-from rescene.record import num_bytes
-from rescene.rng import Rng
-from rescene.steps import Training
+from rescene.training import Training
 
 SIZE = 16
 TRANSFORM = Transform(mean=(0.5, 0.4, 0.3), std=(0.25, 0.2, 0.3), pad=1)
@@ -41,10 +41,10 @@ def same(a, b) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
-def make_shard(labels, *, task: Task, norm: str = "batch", seed: int = 0) -> Shard:
+def make_shard(labels, *, task: Task, norm: str = "batch", seed: int = 0) -> Client:
     labels = torch.tensor(labels, dtype=torch.long)
     pixels = torch.randint(256, (len(labels), 3, SIZE, SIZE), generator=seeded(seed)).to(torch.uint8)
-    return Shard(
+    return Client(
         Images(pixels, labels), torch.arange(len(labels)), task, TRANSFORM, Arch("convnet", SIZE, norm, 4).restore
     )
 

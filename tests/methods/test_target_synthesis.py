@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from rescene.core.errors import RunError
+from rescene.core.rng import Rng
 from rescene.data import Transform
-from rescene.errors import RunError
 from rescene.functional.inversion import adversarial_loss, blend, channel_moments, statistics_loss
 from rescene.methods.base import weights_of
 from rescene.nets import Arch
-from rescene.rng import Rng
-from rescene.steps.generator import add_gradients, fresh_generator, reptile_gradients
-from rescene.steps.synthesis import (
+from rescene.training.generator import add_gradients, fresh_generator, reptile_gradients
+from rescene.training.synthesis import (
     Search,
     Statistics,
     StudentTraining,

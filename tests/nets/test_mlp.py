@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from reference import counted_flops
-from rescene.errors import ConfigError
+from rescene.core.errors import ConfigError
+from rescene.core.rng import seeded_generator
 from rescene.nets import Arch, forward_flops
-from rescene.rng import seeded_generator
-from rescene.steps.per_image import is_layered
+from rescene.training.per_image import is_layered
 
 
 def test_one_hidden_layer_over_all_values():

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from reference import counted_flops
+from rescene.core.rng import seeded_generator
 from rescene.nets import NAMES, Arch, build, forward_flops, state_bytes
 from rescene.nets.layers import norm_layer
-from rescene.rng import seeded_generator
 
 
 def images(n, size=32, seed=0):

@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rescene.errors import ConfigError
+from rescene.core.errors import ConfigError
+from rescene.core.record import pack, unpack
+from rescene.core.rng import seeded_generator
 from rescene.nets import NAMES, Arch, build, check_fits, grow_head, load_weights
-from rescene.record import pack, unpack
-from rescene.rng import seeded_generator
 
 SMALL = Arch("convnet", 32, width=8)
 

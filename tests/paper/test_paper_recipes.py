@@ -3,7 +3,7 @@
 import pytest
 from paper_runs import cell_of
 
-from rescene.errors import ConfigError
+from rescene.core.errors import ConfigError
 from rescene.paper import paper_recipe, recipe_names, table_names
 from rescene.paper.store import identity
 

@@ -4,8 +4,8 @@ import torch
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from rescene.deploy import summing
-from rescene.deploy.message import pack_message, unpack_message
-from rescene.methods.forms import check_form, fields, tensor
+from rescene.deploy.message_bytes import pack_message, unpack_message
+from rescene.methods.upload_schema import check_form, fields, tensor
 from rescene.privacy import secure_sum as sums
 
 FORM = fields({"a": tensor(torch.int32, 1000), "b": tensor(torch.int64, 3, 7)})

@@ -4,14 +4,15 @@ from dataclasses import replace
 
 import torch
 
-from rescene.engine.federation import InProcess
-from rescene.engine.ledger import FlopMeter, Ledger
+from rescene.core.rng import Rng
+from rescene.engine.cost_ledger import CostLedger, FlopMeter
+from rescene.engine.federation import RunFederation
+from rescene.engine.transport import FederationSettings
 from rescene.methods import method_class
 from rescene.privacy import ledger as books
 from rescene.privacy.accounting import Composition
-from rescene.privacy.mechanism import Mechanism, Site
+from rescene.privacy.mechanism import Mechanism, SitePrivacy
 from rescene.privacy.noise import Noise
-from rescene.rng import Rng
 
 SUMS = Mechanism(
     "release", 0.1, 2.0, Composition(1, 1), kappa=1.0, num_nets=2, mean_grid=4, covariance_grid=2, sends_sums=True
@@ -19,7 +20,7 @@ SUMS = Mechanism(
 STARTS = {"noise": {"start": "noise", "num_steps": 3}, "coloured": {"start": "coloured", "num_steps": 0}}
 
 
-class Watching(InProcess):
+class Watching(RunFederation):
     """Keeps what the sites sent."""
 
     def _received(self, message):
@@ -30,13 +31,14 @@ class Watching(InProcess):
 def federation(world, method, mechanism, engine="batched", noise=lambda client: Rng(client).generator(), book=None):
     def shard_of(task, client):
         ledger = book and books.Ledger(book / f"{client}.jsonl")
-        site = Site(mechanism, Noise(noise(client)), "run", 0, made.round, 1, ledger)
+        site = SitePrivacy(mechanism, Noise(noise(client)), "run", 0, made.round, 1, ledger)
         return replace(world["shards"][client], site=site)
 
-    made = Watching(
-        method, world["arch"], shard_of, Ledger(FlopMeter(world["arch"])), print, num_clients=3, num_rounds=1,
+    settings = FederationSettings(
+        method, world["arch"], shard_of, CostLedger(FlopMeter(world["arch"])), print, num_clients=3, num_rounds=1,
         transform=world["transform"], device=torch.device("cpu"), rng=Rng(0), form=engine, mechanism=mechanism,
     )  # fmt: skip
+    made = Watching(settings)
     made.move(world["task"], 0)
     return made
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from rescene.errors import ConfigError
+from rescene.core.errors import ConfigError
 from rescene.privacy.accounting import (
     GRID_COST,
     Composition,
@@ -60,7 +60,7 @@ def test_pld_with_sampling_agrees_with_a_finer_grid_and_with_opacus(count):
         assert ours == pytest.approx(other.get_epsilon(delta), abs=0.05)
 
 
-@pytest.mark.parametrize("rate", [1.0, 0.2])
+@pytest.mark.parametrize("rate", [1.0, pytest.param(0.2, marks=pytest.mark.slow)])
 def test_sigma_for_inverts_epsilon_of_and_never_undershoots(rate):
     for epsilon in (0.5, 2.0, 8.0):
         composition = Composition(5, 4, rate)

@@ -7,16 +7,16 @@ import torch
 from sums_world import STARTS, SUMS, asked, federation
 
 from rescene.config import resolve
-from rescene.errors import ConfigError
-from rescene.functional.release import class_sums, honest_sums, moved_back, noised_means
-from rescene.methods.forms import Place, check_form
+from rescene.core.errors import ConfigError
+from rescene.core.rng import Rng
 from rescene.methods.rescene import Collected
+from rescene.methods.upload_schema import Place, check_form
+from rescene.privacy.class_sums import class_sums, honest_sums, moved_back, noised_means
 from rescene.privacy.ledger import Ledger
-from rescene.privacy.mechanism import Site
+from rescene.privacy.mechanism import SitePrivacy
 from rescene.privacy.noise import Noise
-from rescene.rng import Rng
-from rescene.steps.private_moments import moments_of, released_moments
-from rescene.steps.release import sums_upload
+from rescene.privacy.release import sums_upload
+from rescene.privacy.released_moments import moments_of, released_moments
 
 CENTRED = replace(SUMS, centred=True)
 
@@ -38,11 +38,11 @@ def test_a_centre_leaves_what_nobody_clips_as_it_is_and_saves_what_would_be_clip
 def test_the_noise_around_a_centre_is_that_of_the_clip(tiny_world):
     """Moving the sums back multiplies the count's noise by the centre: the noise of a mean, clip / count, stays."""
     shard, centre = tiny_world["shards"][1], torch.full((2, 58), 0.05)
-    quiet = replace(tiny_world["shards"][1], site=Site(replace(CENTRED, sigma=0.0), Noise()))
-    true = released_moments(quiet, centre)
+    quiet = replace(tiny_world["shards"][1], site=SitePrivacy(replace(CENTRED, sigma=0.0), Noise()))
+    true = released_moments(quiet, quiet.site, centre)
     assert true[:, -1].tolist() == [13.0, 3.0]
     found = torch.stack(
-        [released_moments(replace(shard, site=Site(CENTRED, Noise())), centre) for _ in range(200)]
+        [released_moments(shard, SitePrivacy(CENTRED, Noise()), centre) for _ in range(200)]
     )  # without a ledger each is a new draw
     noise = found - true
     assert float(noise[..., -1].std()) == pytest.approx(CENTRED.deviation, rel=0.15)
@@ -55,8 +55,8 @@ def test_another_centre_gets_the_release_that_was_made(tiny_world, tmp_path):
     shard, ledger = tiny_world["shards"][1], Ledger(tmp_path / "l.jsonl")
 
     def ask(round, centre):
-        site = Site(CENTRED, Noise(), "run", 0, round, 1, ledger)
-        return released_moments(replace(shard, site=site), centre)
+        site = SitePrivacy(CENTRED, Noise(), "run", 0, round, 1, ledger)
+        return released_moments(shard, site, centre)
 
     first = ask(0, torch.zeros(2, 58))
     assert torch.equal(ask(1, torch.ones(2, 58)), first) and ledger.participations("run", 0) == 1
@@ -93,8 +93,8 @@ def test_a_form_with_a_centre_reaches_as_far_as_the_centre():
 
 
 def test_a_centre_that_is_no_number_gives_nothing_away(tiny_world):
-    shard = replace(tiny_world["shards"][1], site=Site(CENTRED, Noise()))
-    found = released_moments(shard, torch.full((2, 58), torch.nan))
+    shard = replace(tiny_world["shards"][1], site=SitePrivacy(CENTRED, Noise()))
+    found = released_moments(shard, shard.site, torch.full((2, 58), torch.nan))
     assert found[:, :-1].isnan().all() and sums_upload(found, (0, 1), CENTRED)["sums"][:, :-1].isnan().all()
 
 

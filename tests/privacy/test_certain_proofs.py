@@ -7,10 +7,10 @@ import torch
 from certain_proofs import floating_near_zero, proofs
 
 from rescene.privacy.accounting import Composition
-from rescene.privacy.mechanism import Mechanism, Site
+from rescene.privacy.mechanism import Mechanism, SitePrivacy
 from rescene.privacy.noise import Noise
-from rescene.steps.private_embeddings import noised_sums
-from rescene.steps.private_moments import released_moments
+from rescene.privacy.released_embeddings import noised_sums
+from rescene.privacy.released_moments import released_moments
 
 RELEASE = Mechanism("release", 0.6, 1.0, Composition(1, 1), kappa=0.33)
 
@@ -48,7 +48,7 @@ def test_an_image_moves_every_release_by_the_same_whole_steps(tiny_world):
     assert len(moved) == 1
 
     def moments(one, seed):
-        return released_moments(replace(one, site=Site(RELEASE, seeded(seed))))
+        return released_moments(one, SitePrivacy(RELEASE, seeded(seed)))
 
     moved = {tuple((moments(shard, s) - moments(less, s)).flatten().tolist()) for s in range(50)}
     assert len(moved) == 1

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from rescene.errors import RunError
+from rescene.core.errors import RunError
 from rescene.privacy.accounting import Composition, epsilon_of
-from rescene.privacy.book import fingerprint
 from rescene.privacy.ledger import Charge, Declined, Floor, Ledger, Touched
+from rescene.privacy.ledger_file import fingerprint
 from rescene.privacy.noise import Noise
 
 CHARGE = Charge("run", 0, 0, "release", 2.0, 1, 1.0)
@@ -52,6 +52,30 @@ def test_the_same_images_cost_more_whatever_the_server_calls_the_place(site, aga
     with pytest.raises(Declined, match="epsilon would be above its limit"):
         site.ask(images(2), **again)
     site.ask(images(1, 4), **again)  # the others have budget left
+
+
+@pytest.mark.parametrize("hides", [True, None])
+def test_with_one_budget_no_decline_tells_whether_two_runs_share_an_image(tmp_path, hides):
+    """The same questions to a site whose second run has the images of the first, and to one whose images are all new."""
+    answers = []
+    for name, second in (("shared", (1, 2)), ("new", (3, 4))):
+        one = Site(tmp_path / name, epsilon_max=TWICE + 1e-6, one_budget=hides)
+        given = []
+        for run, touched in (("first", (1, 2)), ("other", second), ("third", second), ("fourth", second)):
+            try:
+                given.append(one.ask(images(*touched), run=run) is not None)
+            except Declined:
+                given.append(False)
+        answers.append(given)
+    assert (answers[0] == answers[1]) is bool(hides)
+    assert answers[0] == [True, True, False, False]
+
+
+def test_a_floor_says_that_its_budget_is_one():
+    assert (
+        Floor(epsilon_max=2.0, one_budget=True).words() == "epsilon_max 2, delta_max 1e-05, one budget for all images"
+    )
+    assert Floor(epsilon_max=2.0).words() == "epsilon_max 2, delta_max 1e-05"
 
 
 def test_a_charge_without_a_list_counts_for_every_image(site):

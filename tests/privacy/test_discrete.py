@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from rescene.errors import RunError
+from rescene.core.errors import RunError
 from rescene.privacy import discrete
 from rescene.privacy.discrete import discrete_gaussian, sampler_error
 from rescene.privacy.noise import Noise

@@ -6,17 +6,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rescene.errors import ConfigError, RunError
+from rescene.core.errors import ConfigError, RunError
+from rescene.core.rng import Rng
 from rescene.functional.temperature import grouped_cross_entropy
 from rescene.methods import method_class
 from rescene.nets import Arch
 from rescene.privacy.accounting import Composition, epsilon_of
+from rescene.privacy.dp_sgd import clipped_sum, fit_privately, per_record, record_losses
 from rescene.privacy.ledger import Charge, Declined, Ledger, Touched
-from rescene.privacy.mechanism import Mechanism, Site
+from rescene.privacy.mechanism import Mechanism, SitePrivacy
 from rescene.privacy.noise import Noise
-from rescene.rng import Rng
-from rescene.steps import Batch, Training, fit_shard
-from rescene.steps.dp_sgd import clipped_sum, fit_privately, per_record, record_losses
+from rescene.training import Batch, Training, fit_shard
 
 pytest.importorskip("opacus", reason="rescene[privacy]")
 PLAIN = Training(local_epochs=3, batch_size=1000, lr=0.1, augment=False)
@@ -43,7 +43,11 @@ def fresh():
 
 
 def at_site(shard, mechanism=DP, noise=None, **more):
-    return replace(shard, site=Site(mechanism, noise or Noise(Rng(5).generator()), **more))
+    return replace(shard, site=SitePrivacy(mechanism, noise or Noise(Rng(5).generator()), **more))
+
+
+def trained_at(net, client, settings, generator):
+    return fit_privately(net, client, settings, generator, client.site)
 
 
 def mean_loss(net, batch):
@@ -100,7 +104,7 @@ def test_without_noise_clip_and_sampling_it_is_sgd(shard):
     plain, private = fresh(), fresh()
     fit_shard(plain, shard, PLAIN, generator())
     mechanism = replace(DP, clip=1e3, typical_count=len(shard) / 2)
-    assert fit_privately(private, at_site(shard, mechanism, Silent()), PLAIN, generator())
+    assert trained_at(private, at_site(shard, mechanism, Silent()), PLAIN, generator())
     for a, b in zip(plain.parameters(), private.parameters(), strict=True):
         assert torch.allclose(a, b, atol=1e-5)
 
@@ -110,13 +114,13 @@ def test_the_papers_experiment_is_sgd_with_clipped_records_and_noise_over_the_mi
     settings, free = replace_training(batch_size=5), replace(DP, kind="paper-experiment", clip=1e6)
     plain, perturbed = fresh(), fresh()
     fit_shard(plain, shard, settings, generator())
-    assert fit_privately(perturbed, at_site(shard, free, Silent()), settings, generator())
+    assert trained_at(perturbed, at_site(shard, free, Silent()), settings, generator())
     for a, b in zip(plain.parameters(), perturbed.parameters(), strict=True):
         assert torch.allclose(a, b, atol=1e-5)
 
     def moved(mechanism, noise):
         net = fresh()
-        fit_privately(net, at_site(shard, mechanism, noise), PLAIN_STEP, generator())
+        trained_at(net, at_site(shard, mechanism, noise), PLAIN_STEP, generator())
         pairs = zip(net.parameters(), fresh().parameters(), strict=True)
         return torch.cat([(a - b).detach().flatten() for a, b in pairs])
 
@@ -145,9 +149,7 @@ def test_the_noise_has_the_promised_size_and_a_site_without_images_answers_too(s
     empty = replace(shard, index=shard.index[:0])
     mechanism = replace(DP, sigma=3.0, clip=0.5, composition=Composition(1, 1, 0.25))
     net, before = fresh(), fresh()
-    assert fit_privately(
-        net, at_site(empty, mechanism), replace_training(lr=1.0, momentum=0, weight_decay=0), generator()
-    )
+    assert trained_at(net, at_site(empty, mechanism), replace_training(lr=1.0, momentum=0, weight_decay=0), generator())
     moved = torch.cat([(a - b).detach().flatten() for a, b in zip(net.parameters(), before.parameters(), strict=True)])
     assert float(moved.std()) == pytest.approx(3.0 * 0.5 / (0.25 * 8 * 2), rel=0.1)  # sigma C / (q x 8 x 2 classes)
 
@@ -180,7 +182,7 @@ def test_uploads_tell_neither_counts_nor_losses_and_repeat_from_the_ledger(shard
 
 def test_batch_norm_is_refused_with_the_reason(tiny_world):
     with pytest.raises(ConfigError) as caught:
-        fit_privately(tiny_world["net"], at_site(tiny_world["shards"][1]), PLAIN, generator())
+        trained_at(tiny_world["net"], at_site(tiny_world["shards"][1]), PLAIN, generator())
     assert caught.value.code == "E175" and "model.norm=group" in caught.value.fix
 
 

@@ -11,15 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rescene.errors import RunError
+from rescene.core.errors import RunError
+from rescene.core.rng import Rng
+from rescene.methods.surrogates import surrogates_of
 from rescene.privacy import ledger as module
 from rescene.privacy.accounting import Composition, epsilon_of
-from rescene.privacy.book import fingerprint
 from rescene.privacy.ledger import Charge, Declined, End, Floor, Ledger
-from rescene.privacy.mechanism import Mechanism, Site
+from rescene.privacy.ledger_file import fingerprint
+from rescene.privacy.mechanism import Mechanism, SitePrivacy
 from rescene.privacy.noise import Noise
-from rescene.rng import Rng
-from rescene.steps import Condensation, condense
+from rescene.training import Condensation
 
 CHARGE = Charge("run", 0, 0, "release", 2.0, 1, 1.0)
 
@@ -42,6 +43,14 @@ def test_the_same_place_gets_the_same_bytes_even_in_another_process(ledger):
     assert torch.equal(first, ask(ledger)) and torch.equal(first, ask(Ledger(ledger.path)))
     assert not torch.equal(first, ask(ledger, replace(CHARGE, round=1)))
     assert ledger.participations("run", 0) == 2
+
+
+def test_the_same_place_gets_its_numbers_in_the_same_order(ledger):
+    """A server refuses an answer in another order, and numbers in another order looked like other numbers to a secure sum."""
+    names = [f"{letter}{number}" for letter in "zayb" for number in range(3)]
+    for _ in range(2):
+        found = ledger.once(CHARGE, "q", 1e-5, None, lambda: {name: torch.zeros(2) for name in names})
+        assert list(found) == names
 
 
 def test_the_same_place_with_another_question_is_refused(ledger):
@@ -152,8 +161,8 @@ def test_condensation_replays_the_ledger_bit_for_bit(tiny_world, ledger, kind):
     settings = Condensation(ipc=2, num_steps=2, start="noise")
 
     def made(ledger, **place):
-        shard = replace(tiny_world["shards"][1], site=Site(mechanism, Noise(), "run", ledger=ledger, **place))
-        return condense(tiny_world["net"], [shard], [Rng(0)], settings, 7)[0]
+        shard = replace(tiny_world["shards"][1], site=SitePrivacy(mechanism, Noise(), "run", ledger=ledger, **place))
+        return surrogates_of(tiny_world["net"], [shard], [Rng(0)], settings, 7)[0]
 
     first, again = made(ledger), made(ledger)
     assert torch.equal(first.images, again.images) and torch.equal(first.labels, again.labels)

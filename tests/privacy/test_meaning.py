@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from rescene.config.privacy import PrivacySection, promise_of
-from rescene.errors import RunError
-from rescene.functional.release import class_sums
+from rescene.core.errors import RunError
 from rescene.privacy.accounting import (
     GRID_COST,
     Composition,
@@ -18,10 +17,11 @@ from rescene.privacy.accounting import (
     replaced_epsilon,
     sigma_for,
 )
+from rescene.privacy.class_sums import class_sums
 from rescene.privacy.discrete import sampler_error
-from rescene.privacy.meaning import limit
 from rescene.privacy.mechanism import Mechanism, digest
 from rescene.privacy.noise import Noise
+from rescene.privacy.statement import limit
 
 ONCE = Composition(1, 1)
 

@@ -8,15 +8,15 @@ import torch
 from sums_world import STARTS, SUMS, asked
 
 from rescene.config import resolve
-from rescene.errors import ConfigError
+from rescene.core.errors import ConfigError
+from rescene.core.rng import Rng
 from rescene.methods import method_class
-from rescene.methods.forms import Misfit, Place, check_form
-from rescene.privacy.mechanism import Site, digest
+from rescene.methods.upload_schema import Misfit, Place, check_form
+from rescene.privacy.mechanism import SitePrivacy, digest
 from rescene.privacy.noise import Noise
-from rescene.rng import Rng
-from rescene.steps import Condensation
-from rescene.steps.private_moments import drawn_from_laws, laws_of, released_moments
-from rescene.steps.release import condense_released, pooled
+from rescene.privacy.release import condense_released, pooled
+from rescene.privacy.released_moments import drawn_from_laws, laws_of, released_moments
+from rescene.training import Condensation
 
 POOLED = replace(SUMS, pooled=True)
 SETTINGS = Condensation(ipc=3, num_steps=0, start="coloured")
@@ -29,7 +29,7 @@ class Silent(Noise):
 
 
 def sums_of(shards, noise=Silent):
-    return [released_moments(replace(shard, site=Site(POOLED, noise()))) for shard in shards]
+    return [released_moments(shard, SitePrivacy(POOLED, noise())) for shard in shards]
 
 
 def test_the_draw_is_that_of_one_site_that_holds_all(tiny_world):
@@ -141,9 +141,9 @@ def test_without_sums_of_pictures_there_is_nothing_to_pool(overrides, words):
 
 
 def test_recipes_that_say_nothing_of_lens_and_pool_keep_their_names():
-    plain = resolve("smoke", ["method.step=fixed"])
+    plain = resolve("smoke", ["method=rescene-plus", "method.step=fixed"])
     assert plain.recipe.privacy.pool is None and plain.recipe.model.lens is None
-    assert resolve("smoke").digest() != plain.digest()
+    assert resolve("smoke", ["method=rescene-plus"]).digest() != plain.digest()
     assert plain.digest().startswith("b25d91c3"), "of runs made before there were lenses"
     pool = resolve("smoke", [*SENT, "method.start=coloured", "method.num_steps=0"])
     assert pool.recipe.promise(2).mechanism.pooled

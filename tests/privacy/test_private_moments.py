@@ -6,15 +6,16 @@ import pytest
 import torch
 
 from rescene.config import resolve
-from rescene.errors import RunError
+from rescene.core.errors import RunError
+from rescene.core.rng import Rng
+from rescene.methods.surrogates import surrogates_of
 from rescene.privacy.accounting import Composition
 from rescene.privacy.ledger import Ledger
-from rescene.privacy.mechanism import Mechanism, Site
+from rescene.privacy.mechanism import Mechanism, SitePrivacy
 from rescene.privacy.noise import Noise
-from rescene.rng import Rng
-from rescene.steps import Condensation, condense
-from rescene.steps.private_moments import _sums, released_moments
-from rescene.steps.release import sums_size
+from rescene.privacy.release import sums_size
+from rescene.privacy.released_moments import released_moments
+from rescene.training import Condensation
 
 SETTINGS = Condensation(ipc=3, num_steps=0, start="coloured")
 RELEASE = Mechanism("release", 0.05, 1.0, Composition(1, 1), kappa=0.33, mean_grid=8, covariance_grid=2)
@@ -28,20 +29,20 @@ class Silent(Noise):
 @pytest.mark.parametrize("colour", [False, True])
 def test_a_record_moves_the_sums_by_no_more_than_the_bound(tiny_world, colour):
     release = replace(RELEASE, covariance_colour=colour)
-    shard = replace(tiny_world["shards"][1], site=Site(release, Silent()))
-    whole = _sums(shard, release)
+    shard, site = tiny_world["shards"][1], SitePrivacy(release, Silent())
+    whole = released_moments(shard, site)
     assert whole.shape[1] == sums_size(SETTINGS, release, None)
     for i in range(len(shard)):
         rest = replace(shard, index=torch.cat([shard.index[:i], shard.index[i + 1 :]]))
-        assert 0 < float((whole - _sums(rest, release)).norm()) <= release.sensitivity * (1 + 1e-6)
-    assert float(_sums(replace(shard, index=shard.index[:0]), release).norm()) == 0
+        assert 0 < float((whole - released_moments(rest, site)).norm()) <= release.sensitivity * (1 + 1e-6)
+    assert float(released_moments(replace(shard, index=shard.index[:0]), site).norm()) == 0
 
 
 def test_colour_is_part_of_the_question(tiny_world, tmp_path):
     ledger = Ledger(tmp_path / "l.jsonl")
 
     def asked(release):
-        return released_moments(replace(tiny_world["shards"][1], site=Site(release, Noise(), "run", 0, 0, 1, ledger)))
+        return released_moments(tiny_world["shards"][1], SitePrivacy(release, Noise(), "run", 0, 0, 1, ledger))
 
     first = asked(RELEASE)
     assert torch.equal(asked(RELEASE), first)
@@ -53,8 +54,8 @@ def test_one_release_per_task_serves_every_round_with_fresh_surrogates(tiny_worl
     ledger = Ledger(tmp_path / "l.jsonl")
 
     def ask(round, task=0, shard=tiny_world["shards"][1]):
-        site = Site(RELEASE, Noise(), "run", task, round, 1, ledger)
-        return condense(tiny_world["net"], [replace(shard, site=site)], [Rng(round)], SETTINGS, 0)[0]
+        site = SitePrivacy(RELEASE, Noise(), "run", task, round, 1, ledger)
+        return surrogates_of(tiny_world["net"], [replace(shard, site=site)], [Rng(round)], SETTINGS, 0)[0]
 
     first, second = ask(0), ask(1)
     assert ledger.participations("run", 0) == 1 and first.num_declined == second.num_declined == 0
@@ -69,8 +70,8 @@ def test_one_release_per_task_serves_every_round_with_fresh_surrogates(tiny_worl
 
 def test_classes_that_drown_in_noise_stay_home(tiny_world):
     loud = replace(RELEASE, sigma=2.0)  # 3 deviations of the count: 3 x 2 x 1.05 / 0.33 = 19 images
-    shard = replace(tiny_world["shards"][1], site=Site(loud, Silent()))
-    (made,) = condense(tiny_world["net"], [shard], [Rng(0)], SETTINGS, 0)
+    shard = replace(tiny_world["shards"][1], site=SitePrivacy(loud, Silent()))
+    (made,) = surrogates_of(tiny_world["net"], [shard], [Rng(0)], SETTINGS, 0)
     assert made.num_suppressed == 2 and len(made.labels) == 0
 
 

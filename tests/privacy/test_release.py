@@ -7,16 +7,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rescene.errors import ConfigError
-from rescene.functional.release import class_sums, clip_rows, noised_means, release_bound
+from rescene.core.errors import ConfigError
+from rescene.core.rng import Rng
+from rescene.methods.surrogates import surrogates_of
 from rescene.nets import Arch
 from rescene.privacy.accounting import Composition
-from rescene.privacy.mechanism import Mechanism, Site, refuse_batch_statistics
+from rescene.privacy.class_sums import class_sums, clip_rows, noised_means, release_bound
+from rescene.privacy.mechanism import Mechanism, SitePrivacy, refuse_batch_statistics
 from rescene.privacy.noise import Noise
-from rescene.rng import Rng
-from rescene.steps import Condensation, condense
-from rescene.steps.private import clipped_gradient_sum
-from rescene.steps.private_embeddings import embeddings, noised_sums
+from rescene.privacy.private_condensation import clipped_gradient_sum
+from rescene.privacy.released_embeddings import embeddings, noised_sums
+from rescene.training import Condensation
 
 SETTINGS = Condensation(ipc=3, num_steps=4, start="noise")
 RELEASE = Mechanism("release", 0.1, 2.0, Composition(1, 1), kappa=1.0, num_nets=2, threshold=3.0)
@@ -30,7 +31,7 @@ class Silent(Noise):
 
 
 def at_site(shard, mechanism, noise=None):
-    return replace(shard, site=Site(mechanism, noise or Noise(Rng(5).generator())))
+    return replace(shard, site=SitePrivacy(mechanism, noise or Noise(Rng(5).generator())))
 
 
 def test_five_thousand_neighbours_never_move_a_sum_beyond_the_bound():
@@ -93,6 +94,7 @@ def test_per_example_gradients_are_the_true_ones_clipped_one_by_one(tiny_world):
     assert not clipped_gradient_sum(net, pixels, real[:0], clip, step, SETTINGS).any()
 
 
+@pytest.mark.slow
 def test_five_thousand_neighbours_never_move_a_per_example_sum_beyond_the_bound():
     """63 worlds of a network, surrogates and 5 records, all of hostile sizes; the sums of all subsets of the records, and all 80
     pairs of subsets of which one holds a record more."""
@@ -173,9 +175,9 @@ def test_torch_seeds_do_not_reach_the_noise():
 def test_a_release_uploads_ipc_surrogates_of_every_class_it_is_sure_of(tiny_world):
     """Client 1 has 13 and 3 images; the threshold lies at .1 * sqrt(5) * 3 < 1 record, then at 13 > 6.7 > 3."""
     shard, net = tiny_world["shards"][1], tiny_world["net"]
-    (both,) = condense(net, [at_site(shard, RELEASE)], [Rng(0)], SETTINGS, 7)
+    (both,) = surrogates_of(net, [at_site(shard, RELEASE)], [Rng(0)], SETTINGS, 7)
     assert both.labels.tolist() == [0, 0, 0, 1, 1, 1] and both.num_suppressed == 0
-    (one,) = condense(net, [at_site(shard, replace(RELEASE, threshold=30.0))], [Rng(0)], SETTINGS, 7)
+    (one,) = surrogates_of(net, [at_site(shard, replace(RELEASE, threshold=30.0))], [Rng(0)], SETTINGS, 7)
     assert one.labels.tolist() == [0, 0, 0] and one.num_suppressed == 1
 
 
@@ -184,8 +186,8 @@ def test_without_noise_a_release_descends_towards_the_clipped_real_means(tiny_wo
     shard, net = tiny_world["shards"][2], tiny_world["net"]
     settings = Condensation(ipc=3, num_steps=1, radius=0.0, start="noise", real_batch="all", clip=1.0)
     free = replace(RELEASE, clip=1e6, num_nets=1, kappa=1e5, sigma=0.0)
-    (private,) = condense(net, [at_site(shard, free, Silent())], [Rng(0)], settings, 7)
-    (usual,) = condense(net, [shard], [Rng(0)], settings, 7)
+    (private,) = surrogates_of(net, [at_site(shard, free, Silent())], [Rng(0)], settings, 7)
+    (usual,) = surrogates_of(net, [shard], [Rng(0)], settings, 7)
     assert not torch.allclose(private.images, private.start, atol=1e-4)
     rows = private.labels == 1  # the site has this class only; both start from the same white noise
     assert torch.equal(private.start[rows], usual.start)
@@ -199,7 +201,7 @@ def test_uploads_do_not_tell_which_classes_a_site_has(tiny_world, kind):
     labels = set()
     for seed in range(8):
         shard = at_site(tiny_world["shards"][0], mechanism, Noise(Rng(seed).generator()))
-        (made,) = condense(tiny_world["net"], [shard], [Rng(0)], SETTINGS, 7)
+        (made,) = surrogates_of(tiny_world["net"], [shard], [Rng(0)], SETTINGS, 7)
         labels.add(tuple(made.labels.unique().tolist()))
     assert (0, 1) in labels
 
@@ -213,23 +215,24 @@ def test_the_network_comes_back_and_two_sites_at_once_equal_one_by_one(tiny_worl
     def sites():
         return [at_site(s, mechanism, Noise(Rng(k).generator())) for k, s in enumerate(tiny_world["shards"][1:])]
 
-    together = condense(net, sites(), rngs, SETTINGS, 7)
+    together = surrogates_of(net, sites(), rngs, SETTINGS, 7)
     assert all(torch.equal(before[key], value) for key, value in net.state_dict().items())
     assert all(p.requires_grad for p in net.parameters())
     for shard, rng, batched in zip(sites(), rngs, together, strict=True):
-        (alone,) = condense(net, [shard], [rng], SETTINGS, 7)
+        (alone,) = surrogates_of(net, [shard], [rng], SETTINGS, 7)
         assert torch.equal(alone.labels, batched.labels) and torch.allclose(alone.images, batched.images, atol=1e-5)
         assert not torch.equal(alone.images, alone.start)
 
 
 def test_the_papers_experiment_without_noise_is_the_plain_clipped_descent(tiny_world):
-    settings, shard = Condensation(ipc=3, num_steps=3, clip=1.0), tiny_world["shards"][1]
+    settings = Condensation(ipc=3, num_steps=3, clip=1.0, surrogates_per_class="half")
+    shard = tiny_world["shards"][1]
     quiet = Mechanism("paper-experiment", 0.0, 1.0, Composition(1, 1))
-    (ours,) = condense(tiny_world["net"], [at_site(shard, quiet)], [Rng(0)], settings, 7)
-    (plain,) = condense(tiny_world["net"], [shard], [Rng(0)], settings, 7)
+    (ours,) = surrogates_of(tiny_world["net"], [at_site(shard, quiet)], [Rng(0)], settings, 7)
+    (plain,) = surrogates_of(tiny_world["net"], [shard], [Rng(0)], settings, 7)
     assert torch.equal(ours.images, plain.images)
     loud = replace(quiet, sigma=5.0)
-    (noisy,) = condense(tiny_world["net"], [at_site(shard, loud)], [Rng(0)], settings, 7)
+    (noisy,) = surrogates_of(tiny_world["net"], [at_site(shard, loud)], [Rng(0)], settings, 7)
     spread = (noisy.images - plain.images)[
         noisy.labels == 0
     ].std()  # three steps of 5 * 1 / 13, plus what follows from it
@@ -240,7 +243,8 @@ def test_a_site_with_too_few_images_answers_the_papers_experiment_with_nothing(t
     shard, mechanism = tiny_world["shards"][1], Mechanism("paper-experiment", 1.0, 1.0, Composition(1, 1))
     for index in (shard.index[:1], shard.index[:0]):
         few = at_site(replace(shard, index=index), mechanism)
-        (made,) = condense(tiny_world["net"], [few], [Rng(0)], Condensation(ipc=3, num_steps=2, clip=1.0), 7)
+        half = Condensation(ipc=3, num_steps=2, clip=1.0, surrogates_per_class="half")
+        (made,) = surrogates_of(tiny_world["net"], [few], [Rng(0)], half, 7)
         assert len(made.labels) == 0 and made.images.shape == (0, 3, 16, 16)
 
 

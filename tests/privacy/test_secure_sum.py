@@ -11,11 +11,11 @@ pytest.importorskip("Crypto", reason="pip install 'rescene[deploy]'")
 import torch
 from sum_world import KEYS, SIGNING, World, numbers
 
+from rescene.core.errors import RunError
+from rescene.core.record import num_bytes
 from rescene.deploy.summing import AGREE, DEAL, MASK, RECEIVE, REVEAL, STEPS
-from rescene.errors import RunError
 from rescene.privacy import secure_sum as sums
 from rescene.privacy.totals import added, protocol_bytes
-from rescene.record import num_bytes
 
 
 def same(found, clients, values=numbers):
@@ -349,6 +349,22 @@ def test_numbers_have_a_fingerprint_of_their_own():
     assert sums.fingerprint({"a": torch.zeros(2, dtype=torch.int64)}) != sums.fingerprint(
         {"b": torch.zeros(2, dtype=torch.int64)}
     )
+
+
+def backwards(client):
+    """The same numbers in another order, as a site has them that reads them from its ledger."""
+    return dict(reversed(numbers(client).items()))
+
+
+def test_the_order_of_names_makes_no_other_numbers():
+    """Else a site that reads its numbers from disk could be asked for them in a second sum."""
+    assert list(backwards(0)) != list(numbers(0)) and sums.fingerprint(backwards(0)) == sums.fingerprint(numbers(0))
+
+
+def test_the_order_of_names_at_a_site_does_not_matter_to_the_sum():
+    mixed = lambda client: backwards(client) if client % 3 else numbers(client)  # noqa: E731
+    found, clients = World(values=mixed).hold()
+    assert clients == list(range(10)) and same(found, clients)
 
 
 def test_other_numbers_than_at_the_beginning_are_refused():

@@ -7,12 +7,12 @@ import torch
 from sums_world import STARTS, SUMS, asked
 
 from rescene.config import resolve
-from rescene.errors import ConfigError
-from rescene.functional.release import honest_sums
-from rescene.methods.forms import Misfit, Place, check_form
+from rescene.core.errors import ConfigError
+from rescene.core.record import tensors
+from rescene.methods.upload_schema import Misfit, Place, check_form
+from rescene.privacy.class_sums import honest_sums
 from rescene.privacy.mechanism import digest
-from rescene.record import tensors
-from rescene.steps.release import sums_received, sums_upload
+from rescene.privacy.release import sums_received, sums_upload
 
 SIZES = {"noise": 2 * (16 + 2) + 1, "coloured": 3 * 4 * 4 + 10 + 1}  # of a class: means, and the count
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import select
@@ -69,14 +70,14 @@ class Tab:
         self.loads += found.get("method") == "Page.loadEventFired"
         return found
 
-    def open(self, page: Path, width: int = 1200, dark: bool = False, media: str = "screen") -> None:
+    def open(self, page: Path | str, width: int = 1200, dark: bool = False, media: str = "screen") -> None:
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 500
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", media=media, features=[scheme])
         before = self.loads
-        self.call("Page.navigate", url=page.resolve().as_uri())
+        self.call("Page.navigate", url=page if isinstance(page, str) else page.resolve().as_uri())
         while self.loads == before:
             self._next()
 
@@ -90,6 +91,12 @@ class Tab:
         found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
+
+    def picture(self) -> bytes:
+        """The page as it is seen, as PNG."""
+        size = self.call("Page.getLayoutMetrics")["cssContentSize"]
+        found = self.call("Page.captureScreenshot", captureBeyondViewport=True, clip={**size, "scale": 1})
+        return base64.b64decode(found["data"])
 
 
 @contextmanager

@@ -254,7 +254,7 @@ def write_run(
         "timing": {"total_s": 53.9, "phases": phases},
         "env": env,
     }
-    for name, value in {**objects, "partition": partition(classes), "origin": {}}.items():
+    for name, value in {**objects, "partition": partition(classes), "origin": {"schema": 2}}.items():
         (folder / f"{name}.json").write_text(json.dumps(value))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics(method, seed)))
     (folder / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in events))

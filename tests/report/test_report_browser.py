@@ -17,6 +17,7 @@ pytestmark = [
     pytest.mark.skipif(not CHROMIUM, reason="no Chromium here: apt-get install chromium"),
 ]
 PHONE = 390
+OPEN = "document.querySelectorAll('details').forEach(box => box.open = true)"
 PAPER = 688  # A4 less its margins
 
 
@@ -48,6 +49,7 @@ def titles(tab: Tab) -> str:
 @pytest.mark.parametrize(("width", "dark"), [(1200, False), (1200, True), (PHONE, False)])
 def test_figures_are_there_and_seen(tab: Tab, page: Path, width: int, dark: bool) -> None:
     tab.open(page, width, dark)
+    tab.ask(OPEN)
     boxes = tab.ask(
         "[...document.querySelectorAll('svg.plot')].map(plot => {const box = plot.getBoundingClientRect();"
         "return [plot.closest('figure').id, box.width, box.height, plot.querySelectorAll('path, image').length]})"
@@ -65,7 +67,7 @@ def test_figures_are_there_and_seen(tab: Tab, page: Path, width: int, dark: bool
 def test_no_request_leaves_the_page(tab: Tab, page: Path) -> None:
     tab.requests.clear()
     tab.open(page)
-    tab.ask("document.querySelectorAll('details').forEach(box => box.open = true)")
+    tab.ask(OPEN)
     tab.ask("window.scrollTo(0, document.body.scrollHeight)")
     assert [url for url in tab.requests if not url.startswith("data:")] == [page.resolve().as_uri()]
     # and could not: the page's own policy refuses what a hostile name might smuggle in
@@ -95,9 +97,18 @@ def test_a_click_on_a_title_sorts_and_a_second_turns_it_round(tab: Tab, page: Pa
     assert methods(tab)[0] == "ReSCENE"
 
 
+def test_the_first_screen_is_the_summary_and_a_link_opens_its_section(tab: Tab, page: Path) -> None:
+    tab.open(page, 1280)
+    assert tab.ask("document.querySelector('#figure-incremental').getBoundingClientRect().top") < 800
+    assert tab.ask("document.querySelectorAll('details.fold[open]').length") == 0
+    tab.ask("document.querySelector('nav a[href=\"#cost\"]').click()")
+    tab.ask("new Promise(done => setTimeout(done, 300))")
+    assert tab.ask("[...document.querySelectorAll('details.fold[open]')].map(box => box.parentElement.id)") == ["cost"]
+
+
 def test_a_phone_need_not_scroll_sideways(tab: Tab, page: Path) -> None:
     tab.open(page, PHONE)
-    tab.ask("document.querySelectorAll('details').forEach(box => box.open = true)")
+    tab.ask(OPEN)
     assert tab.ask("document.documentElement.scrollWidth") <= PHONE
     tab.ask("window.scrollTo(500, 0)")
     assert tab.ask("window.scrollX") == 0

@@ -9,9 +9,9 @@ import pytest
 from report_fixtures import write_run, write_running
 from typer.testing import CliRunner
 
-from rescene.cli import livepage
+from rescene.cli import progress
 from rescene.cli.app import app
-from rescene.cli.livepage import live_page
+from rescene.cli.progress import live_page
 
 
 def rescene(*words: object) -> tuple[int, str]:
@@ -78,6 +78,7 @@ def test_mistakes_get_an_answer(
     assert [path.name for path in Path(".").iterdir()] == ["file"]
 
 
+@pytest.mark.slow
 def test_a_report_that_is_to_replace_a_folder_leaves_nothing_behind(runs: Path, tmp_path: Path) -> None:
     (tmp_path / "out" / "r.html").mkdir(parents=True)
     code, text = rescene("report", runs, "--out", tmp_path / "out" / "r.html")
@@ -101,8 +102,8 @@ def pages(monkeypatch: pytest.MonkeyPatch) -> tuple[Clock, list[float]]:
         written.append(clock.now)
         clock.now += 2.0
 
-    monkeypatch.setattr(livepage, "time", clock)
-    monkeypatch.setattr(livepage, "write_report", write)
+    monkeypatch.setattr(progress, "time", clock)
+    monkeypatch.setattr(progress, "write_report", write)
     return clock, written
 
 
@@ -137,9 +138,24 @@ def test_an_interrupted_run_leaves_no_page_that_says_running(pages: tuple[Clock,
 
 def test_a_page_that_cannot_be_written_stops_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr(livepage, "time", clock)
+    monkeypatch.setattr(progress, "time", clock)
     (tmp_path / "file").write_text("")
     folder = write_running(tmp_path / "rescene-s0")
     with live_page(lambda event: None, [folder], tmp_path / "file" / "r.html") as take:
         clock.now = 100
         take({"event": "task"})
+
+
+def test_a_table_calls_methods_as_it_is_told(tmp_path):
+    from typer.testing import CliRunner
+
+    from rescene.cli.app import app
+
+    write_run(tmp_path / "a", "rescene", 0)
+    write_run(tmp_path / "b", "fedavg", 0)
+    asked = ["table", str(tmp_path), "--rename", "fedavg=Plain average", "--rename", "ReSCENE=Ours"]
+    shown = CliRunner().invoke(app, asked).output
+    assert "Plain average" in shown and "Ours" in shown and "FedAvg" not in shown
+    for wrong in ("nobody=X", "fedavg"):
+        found = CliRunner().invoke(app, ["table", str(tmp_path), "--rename", wrong])
+        assert found.exit_code == 2 and "error[E106]" in found.output

@@ -8,25 +8,26 @@ from typing import Any
 import pytest
 from report_fixtures import accuracy_matrix, config, leakage, write_run, write_running
 
-from rescene.errors import ConfigError
+from rescene.core.errors import ConfigError
 from rescene.report import load_run
-from rescene.report.compare import compare
-from rescene.report.formats import Cell, Grid
-from rescene.report.runs import Run
+from rescene.report.load import RunRecord
+from rescene.report.table_formats import TableCell, TableGrid
+from rescene.report.tables import compare
 
 
-def make(tmp_path: Path, method: str, seed: int = 0, beta: float = 0.5, **changes: Any) -> Run:
+def make(tmp_path: Path, method: str, seed: int = 0, beta: float = 0.5, **changes: Any) -> RunRecord:
     told = changes.pop("config", config(method, seed))
     told["federation"]["beta"] = beta
     folder = tmp_path / f"{method}-s{seed}-{beta}-{len(list(tmp_path.iterdir()))}"
     return load_run(write_run(folder, method, seed, config=told, **changes))
 
 
-def column(grid: Grid, title: str) -> dict[str, Any]:
+def column(grid: TableGrid, title: str) -> dict[str, Any]:
     """The entries under a title, by method (and value of the second column where there is a word in it)."""
     j = grid.columns.index(title)
     return {
-        row[0] if isinstance(row[1], Cell) or row[1].isdigit() else f"{row[0]} {row[1]}": row[j] for row in grid.rows
+        row[0] if isinstance(row[1], TableCell) or row[1].isdigit() else f"{row[0]} {row[1]}": row[j]
+        for row in grid.rows
     }
 
 
@@ -151,19 +152,19 @@ def test_an_ambiguous_name_lists_the_choices(tmp_path: Path) -> None:
 def test_leakage_of_a_control_is_shown_though_it_competes_with_nobody(tmp_path: Path) -> None:
     copies = {**leakage(), "near_copies": 1.0}
     grid = compare([make(tmp_path, "raw-upload", leakage=copies), make(tmp_path, "fedavg")], metrics="aa")
-    assert column(grid, "Near-copies (% of uploads)")["raw upload (control)"].mean == 100.0
+    assert column(grid, "Near-copies (% of uploads)")["Raw upload (control)"].mean == 100.0
 
 
 def test_each_task_and_what_is_known_inside_tasks_can_be_asked_for(tmp_path: Path) -> None:
     run = make(tmp_path, "rescene", within_task=[90.0, 92.0, 94.0, 96.0, 98.0])
     grid = compare([run], metrics="tasks,within-task")
-    assert grid.columns[2:8] == ("T0 (%)", "T1 (%)", "T2 (%)", "T3 (%)", "T4 (%)", "Within task (%)")
+    assert grid.columns[2:8] == ("T1 (%)", "T2 (%)", "T3 (%)", "T4 (%)", "T5 (%)", "Within task (%)")
     (row,) = grid.rows
     assert [cell.mean for cell in row[2:7]] == accuracy_matrix("rescene", 0)[-1].tolist()
     assert row[7].mean == pytest.approx(94.0)  # tasks of one size
     assert compare([run], metrics="task3").columns[2] == "T3 (%)"
-    with pytest.raises(ConfigError, match="task4"):
-        compare([run], metrics="task5")
+    with pytest.raises(ConfigError, match="task5"):
+        compare([run], metrics="task6")
 
 
 def test_rows_are_headed_by_what_is_asked_not_by_how_it_ran(tmp_path: Path) -> None:
@@ -176,7 +177,7 @@ def test_rows_are_headed_by_what_is_asked_not_by_how_it_ran(tmp_path: Path) -> N
         runs.append(make(tmp_path, method, config=own, aa=float(epochs)))
     grid = compare(runs, metrics="aa")
     assert grid.columns[:3] == ("method", "server_epochs", "n")
-    assert [row[:2] for row in grid.rows] == [("raw upload (control)", "100"), ("ReSCENE", "10"), ("FedAvg", "–")]
+    assert [row[:2] for row in grid.rows] == [("Raw upload (control)", "100"), ("ReSCENE", "10"), ("FedAvg", "–")]
     assert compare(runs, by="precision", metrics="aa").columns[1] == "precision"  # asked for
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from report_fixtures import config, write_run
 
 from rescene.report import load_run
-from rescene.report.costs import cost_rows, cost_titles, times
+from rescene.report.formatting import times
 from rescene.report.groups import group_runs
+from rescene.report.tables import cost_rows, cost_titles
 
 
 def test_ratios_are_to_fedavg_in_the_same_setting(tmp_path: Path) -> None:
@@ -19,7 +20,7 @@ def test_ratios_are_to_fedavg_in_the_same_setting(tmp_path: Path) -> None:
     rows = {row.group.method: row.cells for row in cost_rows(group_runs([load_run(folder) for folder in folders]))}
     up = cost_titles().index(("Up", "whole run"))
     ours = rows["rescene"]
-    assert (ours[up].measured, ours[up].ratio) == ("4.61 MB", "0.23 ×")  # 61,440 x 75 bytes, of 268,000 x 75
+    assert (ours[up].measured, ours[up].ratio) == ("4.61 MB", "0.23 × FedAvg")  # 61,440 x 75 bytes, of 268,000 x 75
     assert ours[0].nominal == "76.8 kB" and ours[0].ratio == ""
     assert rows["fedavg"][up].ratio == "" and rows["refed"][up].ratio == ""  # itself; another beta
 

@@ -11,19 +11,18 @@ from typing import Any
 import pytest
 from report_fixtures import accuracy_matrix, config, cost, leakage, write_run
 
-from rescene.errors import ConfigError
+from rescene.core.errors import ConfigError
 from rescene.report import load_run
-from rescene.report.canvas import Plot, _drawn
-from rescene.report.figure import KINDS, figure, together
-from rescene.report.groups import Group, group_runs
-from rescene.report.plots_cost import accuracy_for_compute, accuracy_for_upload
-from rescene.report.plots_curves import matching_curve, rounds_curve
-from rescene.report.plots_retention import forgetting_bars
+from rescene.report.drawing import Plot, _drawn
+from rescene.report.figure_files import KINDS, figure, together
+from rescene.report.figures_accuracy import forgetting_bars, matching_curve, rounds_curve
+from rescene.report.figures_tradeoffs import accuracy_for_compute, accuracy_for_upload
+from rescene.report.groups import RunGroup, group_runs
 from rescene.report.tables import PAGE, page_cells
 
 
 @pytest.fixture(scope="module")
-def groups(tmp_path_factory: pytest.TempPathFactory) -> list[Group]:
+def groups(tmp_path_factory: pytest.TempPathFactory) -> list[RunGroup]:
     """Three methods, two seeds each; the control sends the images themselves."""
     base = tmp_path_factory.mktemp("runs")
     copies = {**leakage(), "near_copies": 1.0, "nearest_rms_median": 0.0}
@@ -40,7 +39,7 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "frontier"])  # which needs other runs
-def test_every_kind_gives_a_figure_and_its_numbers(groups: list[Group], tmp_path: Path, kind: str) -> None:
+def test_every_kind_gives_a_figure_and_its_numbers(groups: list[RunGroup], tmp_path: Path, kind: str) -> None:
     picture, table = figure(groups, kind, tmp_path / f"{kind}.png")
     assert picture.read_bytes().startswith(b"\x89PNG")
     rows = rows_of(table)
@@ -48,7 +47,7 @@ def test_every_kind_gives_a_figure_and_its_numbers(groups: list[Group], tmp_path
 
 
 @pytest.mark.parametrize(("ending", "start"), [(".pdf", b"%PDF"), (".svg", b"<?xml")])
-def test_print_formats_repeat_to_the_byte(groups: list[Group], tmp_path: Path, ending: str, start: bytes) -> None:
+def test_print_formats_repeat_to_the_byte(groups: list[RunGroup], tmp_path: Path, ending: str, start: bytes) -> None:
     first, _ = figure(groups, "old-recent", tmp_path / f"a{ending}")
     again, _ = figure(groups, "old-recent", tmp_path / f"b{ending}")
     assert first.read_bytes() == again.read_bytes() and first.read_bytes().startswith(start)
@@ -83,7 +82,7 @@ def test_a_loss_within_one_power_of_ten_has_readable_ticks(tmp_path: Path) -> No
     assert sum(bool(text) for text in shown) > 1 and not any("$" in text for text in shown)
 
 
-def test_curves_hold_both_panels_and_every_seed(groups: list[Group], tmp_path: Path) -> None:
+def test_curves_hold_both_panels_and_every_seed(groups: list[RunGroup], tmp_path: Path) -> None:
     rows = rows_of(figure(groups, "curves", tmp_path / "c.svg")[1])
     assert {row["panel"] for row in rows} == {"tasks", "incremental"}
     told = [
@@ -94,10 +93,10 @@ def test_curves_hold_both_panels_and_every_seed(groups: list[Group], tmp_path: P
     assert told == accuracy_matrix("rescene", 1)[-1].tolist()
 
 
-def test_privacy_shows_the_control_and_leaves_out_who_sends_no_images(groups: list[Group], tmp_path: Path) -> None:
+def test_privacy_shows_the_control_and_leaves_out_who_sends_no_images(groups: list[RunGroup], tmp_path: Path) -> None:
     rows = rows_of(figure(groups, "privacy", tmp_path / "p.svg")[1])
-    assert {row["method"] for row in rows} == {"ReSCENE", "raw upload (control)"}
-    control = [row for row in rows if row["method"].startswith("raw")]
+    assert {row["method"] for row in rows} == {"ReSCENE", "Raw upload (control)"}
+    control = [row for row in rows if row["method"].startswith("Raw")]
     assert {row["near_copies_percent"] for row in control} == {"100.0", ""}
     assert {row["nearest_rms_median"] for row in control} == {"0.0", ""}
 
@@ -138,7 +137,7 @@ def test_who_pays_nothing_is_named_under_the_figure(tmp_path: Path) -> None:
     )
     assert compute and {row["method"] for row in compute.rows} == {"ReSCENE"}
     assert upload and "not drawn" not in axis_label(upload)
-    assert "not drawn, at 0: raw upload (control)" in axis_label(compute)
+    assert "not drawn, at 0: Raw upload (control)" in axis_label(compute)
 
 
 def test_bars_show_the_forgetting_of_the_table(tmp_path: Path) -> None:
@@ -178,9 +177,9 @@ def _within(axes: Any, label: Any) -> bool:
     return bool(low <= label.get_position()[0] <= high)
 
 
-def test_panels_share_one_legend_in_the_methods_colours(groups: list[Group], tmp_path: Path) -> None:
+def test_panels_share_one_legend_in_the_methods_colours(groups: list[RunGroup], tmp_path: Path) -> None:
     svg = figure(groups, "cost", tmp_path / "c.svg")[0].read_text("utf-8")
-    for label in ("ReSCENE", "FedAvg", "raw upload (control)"):
+    for label in ("ReSCENE", "FedAvg", "Raw upload (control)"):
         assert svg.count(f">{label}</text>") == 1
     assert "#0072b2" in svg and ">Accuracy for the bytes sent</text>" in svg
 
@@ -191,7 +190,7 @@ def test_panels_fit_the_page() -> None:
     assert (sheet.width_in, sheet.height_in) == (pytest.approx(3 * 3.6), pytest.approx(2 * 3.4 + 0.6))
 
 
-def test_bad_requests_are_explained(groups: list[Group], tmp_path: Path) -> None:
+def test_bad_requests_are_explained(groups: list[RunGroup], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean curves"):
         figure(groups, "curve", tmp_path / "x.png")
     with pytest.raises(ConfigError, match="ends in '.gif'"):

@@ -9,16 +9,16 @@ import json
 import pytest
 from page_parser import Page
 
-from rescene.errors import ConfigError
-from rescene.report.formats import KINDS, Cell, Grid, render
+from rescene.core.errors import ConfigError
+from rescene.report.table_formats import KINDS, TableCell, TableGrid, render
 
-GRID = Grid(
+GRID = TableGrid(
     "Table 1: β = 0.1",
     ("method", "AA", "near-copies"),
     (
-        ("ReSCENE", Cell(77.1234, 0.5, 3, best=True), Cell(99.0, digits=0)),
-        ("a_b|<i>&", Cell(10.0, None, 1, note="1 of 3"), "no images"),
-        ("–", Cell(None), Cell(float("nan"))),
+        ("ReSCENE", TableCell(77.1234, 0.5, 3, best=True), TableCell(99.0, digits=0)),
+        ("a_b|<i>&", TableCell(10.0, None, 1, note="1 of 3"), "no images"),
+        ("–", TableCell(None), TableCell(float("nan"))),
     ),
     ("E_srv = 10 & 5 %",),
 )
@@ -36,7 +36,7 @@ def test_text_lines_up_and_stars_the_best() -> None:
 def test_text_folds_sentences_and_keeps_what_is_shorter_on_one_line() -> None:
     why = "a reason of many words " * 8
     lines = render(
-        Grid("", ("ours", "why", "to run"), ((Cell(1.5), why.strip(), "rescene run x"),)), "text"
+        TableGrid("", ("ours", "why", "to run"), ((TableCell(1.5), why.strip(), "rescene run x"),)), "text"
     ).splitlines()
     assert len(lines) == 5 and lines[2].startswith("1.50  a reason") and lines[2].endswith("rescene run x")
     assert " ".join(line[6:86].strip() for line in lines[2:]) == why.strip()
@@ -85,7 +85,7 @@ def test_html_escapes_and_nests() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_empty_table_has_every_form(kind: str) -> None:
-    assert "method" in render(Grid("", ("method", "AA"), ()), kind)
+    assert "method" in render(TableGrid("", ("method", "AA"), ()), kind)
 
 
 def test_unknown_form_is_refused_with_a_hint() -> None:
@@ -96,4 +96,4 @@ def test_unknown_form_is_refused_with_a_hint() -> None:
 
 def test_a_row_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="1 entries for 2 columns"):
-        Grid("", ("a", "b"), (("x",),))
+        TableGrid("", ("a", "b"), (("x",),))

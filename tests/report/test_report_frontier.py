@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from report_fixtures import config, leakage, write_run
 
-from rescene.errors import ConfigError
-from rescene.report import load_run, plots_frontier, write_report
-from rescene.report.figure import figure
-from rescene.report.groups import Group, group_runs
-from rescene.report.plots_frontier import Point, beside_stored, frontier, mode_of, points_of, stored_points
+from rescene.core.errors import ConfigError
+from rescene.report import figures_tradeoffs, load_run, write_report
+from rescene.report.figure_files import figure
+from rescene.report.figures_tradeoffs import Point, beside_stored, frontier, mode_of, points_of, stored_points
+from rescene.report.groups import RunGroup, group_runs
 
 PANELS = {"frontier-copies", "frontier-distance", "frontier-epsilon"}
 GUARANTEE = {"private": True, "delta": 1e-5, "noise_multiplier": 0.6, "statement": "private"}
@@ -55,7 +55,7 @@ def folders(tmp_path: Path) -> dict[str, Path]:
     return made
 
 
-def groups_of(*folders: Path) -> list[Group]:
+def groups_of(*folders: Path) -> list[RunGroup]:
     return group_runs([load_run(folder) for folder in folders])
 
 
@@ -68,7 +68,7 @@ def test_points_hold_the_mean_over_seeds_and_what_was_measured(folders: dict[str
     text = (again / "results.json").read_text()
     (again / "results.json").write_text(text.replace('"lr": 0.05', '"lr": 0.05, "way": 0'))
     (point,) = points_of(groups_of(folders["real start"], again))
-    each = [load_run(folder).results["aa"] for folder in (folders["real start"], again)]
+    each = [load_run(folder).results.aa for folder in (folders["real start"], again)]
     assert point.num == 2 and point.aa == pytest.approx(sum(each) / 2) and point.aa_std is not None
     assert (point.near_copies_percent, point.nearest_rms, point.epsilon) == (97.0, 0.012, None)
     (weights,) = points_of(groups_of(folders["DP-SGD ε=8"]))
@@ -106,13 +106,13 @@ def test_stored_points_of_the_same_problem_stand_beside_a_single_run(
         for mode, epsilon in (("real start", None), ("moments ε=8", 8.0), ("class moments", None))
     ]
     elsewhere = replace(stored[1], setting="another problem")
-    monkeypatch.setattr(plots_frontier, "stored_points", lambda: [*stored, elsewhere])
+    monkeypatch.setattr(figures_tradeoffs, "stored_points", lambda: [*stored, elsewhere])
     assert beside_stored(groups_of(folders["real start"])) == [own, *stored[1:]]
     page = write_report([folders["real start"]], tmp_path / "page.html").read_text("utf-8")
     assert 'id="frontier"' in page and "Accuracy against what is guaranteed" in page
-    monkeypatch.setattr(plots_frontier, "stored_points", lambda: [elsewhere])
+    monkeypatch.setattr(figures_tradeoffs, "stored_points", lambda: [elsewhere])
     page = write_report([folders["real start"]], tmp_path / "page.html").read_text("utf-8")
-    assert 'id="frontier"' not in page and "Accuracy against near-copies" in page
+    assert 'id="frontier"' not in page and "Accuracy against near-copies" not in page  # one point says nothing
 
 
 def test_a_page_of_several_modes_says_that_some_give_a_guarantee(
@@ -135,7 +135,7 @@ def test_sums_are_named_after_their_lens():
     from pathlib import Path
 
     from rescene.report import load_run
-    from rescene.report.plots_frontier import mode_of
+    from rescene.report.figures_tradeoffs import mode_of
 
     stored = Path(__file__).parents[2] / "results" / "lens"
     assert mode_of(load_run(stored / "cifar10-beta0.5-s0")) == "leaves, exact sums"

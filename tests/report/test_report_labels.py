@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rescene.report.canvas import Plot, _drawn, legend_above
-from rescene.report.figure import together
-from rescene.report.groups import Group
-from rescene.report.labels import distinct, shortened, telling, visible, word, wrapped
-from rescene.report.look import look_of
-from rescene.report.marks import name_rows, stroke
+from rescene.core.method_style import style_of
+from rescene.report.drawing import Plot, _drawn, legend_above, name_rows, stroke
+from rescene.report.figure_files import together
+from rescene.report.formatting import distinct, shortened, visible, wrapped
+from rescene.report.groups import RunGroup, telling, word
 
 LONG = [f"ReSCENE step=fixed server_epochs={n} and a few other settings of it" for n in (1, 10, 100)]
 
@@ -112,13 +111,13 @@ def test_nothing_is_cut_from_square_axes() -> None:
 
 
 def test_panels_keep_their_height_under_the_legend_they_share() -> None:
-    names = [f"raw upload (control) beta=0.1 E_srv={n}" for n in range(18)]
+    names = [f"Raw upload (control) beta=0.1 E_srv={n}" for n in range(18)]
     alone = heights(together([lines(names[:2]), lines(names[:2])], 2))
     assert heights(together([lines(names), lines(names)], 2)) == pytest.approx(alone, abs=0.25)
 
 
-def variant(number: int, method: str = "rescene") -> Group:
-    return Group(method, LONG[number % 3], "x", number, (), ())
+def variant(number: int, method: str = "rescene") -> RunGroup:
+    return RunGroup(method, LONG[number % 3], "x", number, (), ())
 
 
 def test_names_down_the_side_differ() -> None:
@@ -160,6 +159,6 @@ def lab(colour: str, sight: str) -> np.ndarray:
 def test_the_ten_methods_differ_in_colour_to_everyone(sight: str) -> None:
     """A difference of 15 is several times what is seen side by side (about 2)."""
     known = ["rescene", "fedavg", "fedewc", "fedlwf", "target", "glfc", "fedcbdr", "refed", "feddm", "fedaf"]
-    seen = {name: lab(look_of(name).colour, sight) for name in known}
+    seen = {name: lab(style_of(name).colour, sight) for name in known}
     close = [(a, b) for a, b in combinations(known, 2) if np.linalg.norm(seen[a] - seen[b]) < 15]
     assert not close

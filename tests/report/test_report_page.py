@@ -34,9 +34,9 @@ from report_fixtures import (
 )
 
 import rescene.report
-from rescene.errors import DataError
+from rescene.core.errors import DataError
 from rescene.report import comparison_rows, load_run, write_report
-from rescene.report.facts import setting
+from rescene.report.page_sections import setting
 
 FIGURES = {
     *("old-recent", "inside-between", "forgetting", "tasks", "incremental", "rounds", "confusion"),
@@ -130,16 +130,33 @@ def test_csv_files_hold_the_numbers_of_the_runs(two: Path) -> None:
     assert held[4, CLASSES[7]] == counts[4][1] and len(held) == 100
 
 
-def test_page_shows_the_four_numbers_and_what_left_the_sites(two: Path) -> None:
-    text, told = Page(two.read_text("utf-8")).text, results("rescene", 0)
+def test_the_summary_has_verdict_chance_comparison_one_curve_and_uploads(two: Path) -> None:
+    html = two.read_text("utf-8")
+    first = html[html.index("<header>") : html.index("</header>") + 9]
+    text, told = Page(f"<!doctype html><html>{first}</html>").text, results("rescene", 0)
+    assert f"ReSCENE reaches {told['aa']:.1f}" in text and "Guessing gives 10.0" in text
+    assert "It learned its first task" in text and 'id="comparison"' in first and 'id="left"' in first
     for key in ("aa", "aia", "old"):
-        assert f"{told[key]:.1f} %" in text
+        assert f"{told[key]:.1f}" in text
+    assert re.findall('id="figure-([^"]*)"', first) == ["incremental"]
+    assert "97 %" in text and "61.4 kB" in text and "<details" not in first
+
+
+def test_everything_below_the_summary_is_folded_and_nothing_else_is_open(two: Path) -> None:
+    html = two.read_text("utf-8")
+    body = html[html.index("<main>") : html.index("</main>")]
+    sections = re.findall(r'<section id="([^"]*)"><details class="fold"( open)?>', body)
+    assert len(sections) == body.count("<section") >= 10 and not any(opened for _, opened in sections)
+
+
+def test_the_page_tells_what_left_the_sites(two: Path) -> None:
+    text = Page(two.read_text("utf-8")).text
     assert "61.4 kB" in text and "What left the sites not private" in text and "97 %" in text
     assert "No guarantee: rescene adds no noise" in text and leakage()["statement"] in text
     assert "rescene run demo --method rescene --seed 0" in text
     assert (
-        text.count("site 3 did not answer") == 2 and "checkpoint written" not in text
-    )  # one per method; no small talk
+        text.count("site 3 did not answer") == 1 and "checkpoint written" not in text
+    )  # of both methods; no small talk
 
 
 def test_every_surrogate_stands_beside_its_nearest_image(two: Path) -> None:
@@ -177,7 +194,7 @@ def test_class_means_stand_beside_the_real_ones_and_say_who_knows_them(tmp_path:
     write_means(folder)
     out = write_report([folder], tmp_path / "report.html")
     page = Page(out.read_text("utf-8"))
-    assert "known to the simulator only" in page.text and "T4, 19 uploads, 600 real" in page.text
+    assert "known to the simulator only" in page.text and "T5, 19 uploads, 600 real" in page.text
     images = {attrs["alt"]: attrs["src"] for tag, attrs in page.tags if tag == "img"}
     png = base64.b64decode(images["Mean upload labelled Bag"].partition(",")[2])
     with Image.open(io.BytesIO(png)) as image:
@@ -233,6 +250,29 @@ def test_accuracy_against_noise_needs_two_amounts_of_it(tmp_path: Path, blank_fi
     out = write_report([noised(3.0, 0, 60.0), *folders], tmp_path / "two" / "report.html")
     assert 'id="figure-noise"' in out.read_text("utf-8")
     assert [(row["sigma"], row["aa"]) for row in rows_of(out, "noise")] == [("1.0", "71.0"), ("3.0", "60.0")]
+
+
+def test_what_says_no_more_than_the_table_is_not_drawn(tmp_path: Path, blank_figures: set[str]) -> None:
+    """A method alone has one point in a comparison, and a single task is no curve."""
+    page = Page(write_report([write_run(tmp_path / "a")], tmp_path / "a.html").read_text("utf-8"))
+    drawn = {value.removeprefix("figure-") for value in page.values("id") if value.startswith("figure-")}
+    assert drawn == FIGURES - {"old-recent", "upload", "compute", "near-copies", "distance", "matrix-fedavg"}
+    one = {"accuracy_matrix": [[80.0]], "incremental_accuracy": [80.0], "tasks": results("rescene", 0)["tasks"][:1]}
+    page = Page(write_report([write_run(tmp_path / "b", **one)], tmp_path / "b.html").read_text("utf-8"))
+    drawn = {value.removeprefix("figure-") for value in page.values("id") if value.startswith("figure-")}
+    assert not drawn & {"tasks", "incremental", "forgetting"} and "rounds" in drawn
+
+
+def test_identical_problems_and_statements_are_told_once(tmp_path: Path, blank_figures: set[str]) -> None:
+    told = {"private": False, "statement": "The same words."}
+    folders = [write_run(tmp_path / name, name, privacy=told) for name in ("refed", "fedavg")]
+    for folder in folders:
+        (folder / "timing.json").write_text("damaged")
+    html = write_report(folders, tmp_path / "r.html").read_text("utf-8")
+    assert (
+        Page(html).text.count("timing.json could not be read") == 1 and "refed, fedavg: timing.json" in Page(html).text
+    )
+    assert html.partition("</header>")[2].count("The same words.") == 1
 
 
 def test_large_federations_stay_light(tmp_path: Path) -> None:
@@ -368,11 +408,13 @@ def test_comparison_on_the_page_is_comparison_rows(two: Path) -> None:
 def test_report_layer_reads_files_only_and_imports_lazily() -> None:
     allowed = {
         "rescene",
-        "rescene.documents",
-        "rescene.errors",
-        "rescene.run_state",
-        "rescene.versions",
-        "rescene.functional.metrics",
+        "rescene.core.json_files",
+        "rescene.core.method_style",
+        "rescene.core.recipe_keys",
+        "rescene.core.results",
+        "rescene.core.errors",
+        "rescene.core.run_state",
+        "rescene.core.versions",
     }
     for path in Path(rescene.report.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from report_fixtures import NUM_ROUNDS, NUM_TASKS, PER_ROUND, accuracy_matrix, write_run, write_running
 
-from rescene.errors import DataError
+from rescene.core.errors import DataError
+from rescene.core.results import Timing
 from rescene.report import load_run
 
 
@@ -38,7 +39,7 @@ def test_other_damaged_files_are_noted_and_passed_over(tmp_path: Path) -> None:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     (folder / "metrics.jsonl").write_text("\n".join([lines[0], "{broken", *lines[1:]]))
     run = load_run(folder)
-    assert run.timing == {} and run.env == {}
+    assert run.timing == Timing() and run.env == {}
     assert len(run.rounds) == NUM_TASKS * NUM_ROUNDS
     assert run.problems == (
         "metrics.jsonl: 1 unreadable line(s) left out",
@@ -50,7 +51,7 @@ def test_other_damaged_files_are_noted_and_passed_over(tmp_path: Path) -> None:
 def test_a_running_run_gives_what_it_has(tmp_path: Path) -> None:
     run = load_run(write_running(tmp_path / "run", num_lines=7))  # 3 rounds, 1 task row, 3 rounds; then half a line
     assert not run.finished and run.state == "running" and run.problems == ()
-    assert [(row["task"], row["round"]) for row in run.rounds] == [(t, r) for t in (0, 1) for r in range(3)]
+    assert [(row.task, row.round) for row in run.rounds] == [(t, r) for t in (0, 1) for r in range(3)]
     assert run.matrix.tolist() == [[accuracy_matrix("rescene", 0)[0, 0]]]
     assert run.incremental.tolist() == [accuracy_matrix("rescene", 0)[0, 0]]
 
@@ -62,7 +63,7 @@ def test_a_round_written_twice_counts_once_and_the_later_one_wins(tmp_path: Path
         file.write(json.dumps(again) + "\n")
     run = load_run(folder)
     assert len(run.rounds) == NUM_TASKS * NUM_ROUNDS
-    assert run.rounds[1]["accuracy"] == 12.5
+    assert run.rounds[1].accuracy == 12.5
 
 
 def test_matrix_has_nan_above_the_diagonal(tmp_path: Path) -> None:
@@ -91,4 +92,5 @@ def test_method_and_seed_of_a_bare_folder_come_from_its_name(tmp_path: Path) -> 
 
 def test_numbers_that_are_not_finite_count_as_missing(tmp_path: Path) -> None:
     run = load_run(write_run(tmp_path / "run", aa=float("nan"), aia=float("inf"), old="83"))
-    assert run.number("aa") is None and run.number("aia") is None and run.number("old") is None
+    assert run.results.aa is None and run.results.aia is None and run.results.old is None
+    assert run.problems == ("results.json: aa, aia, old could not be read",)  # one note for the file

@@ -7,7 +7,7 @@ import pytest
 from report_fixtures import write_run
 
 from rescene.report import load_run, write_report
-from rescene.report.sites import sites_view
+from rescene.report.page_sections import sites_view
 
 ROUNDS = [
     {"kind": "round", "task": 0, "round": 0, "participants": [0, 1], "accuracy": 40.0, "uplink_bytes": 3000,
@@ -44,8 +44,8 @@ def test_each_site_has_its_bytes_its_state_and_its_faults(across):
     )
     assert (south.answered, south.up, south.left_out) == ("1 of 2", "2.00 kB", "1 × E349")
     assert (west.up, west.answered, west.last_answer, west.left_out) == ("–", "–", "–", "")
-    assert view.rounds[0] == ["T0, round 2", "50.0", "1 of 2", "1.50 kB", "north 1.50 kB, <b>south nothing"]
-    assert view.left_out == [["T0, round 2", "<b>south", "E349", "site 1 was <late>"]]
+    assert view.rounds[0] == ["T1, round 2", "50.0", "1 of 2", "1.50 kB", "north 1.50 kB, <b>south nothing"]
+    assert view.left_out == [["T1, round 2", "<b>south", "E349", "site 1 was <late>"]]
 
 
 def test_we_wait_only_while_the_run_goes_on(across):

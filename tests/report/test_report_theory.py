@@ -13,10 +13,10 @@ from report_fixtures import config, write_run
 from typer.testing import CliRunner
 
 from rescene.cli.app import app
+from rescene.core.json_files import record_of
+from rescene.core.results import ClassTheory
 from rescene.report import load_run, write_report
-from rescene.report.plots_pool import pool_balance
-from rescene.report.plots_theory import picks_plot
-from rescene.report.theory import class_rows, findings
+from rescene.report.figures_theory import class_rows, findings, picks_plot, pool_balance
 
 invoke = CliRunner().invoke
 
@@ -53,9 +53,13 @@ def record(*rows: dict[str, Any]) -> dict[str, Any]:
     return {"recent_fraction": 0.75, "num_rounds": 4, "real_per_class": 100, "classes": list(rows)}
 
 
+def typed(*rows: dict[str, Any]) -> list[ClassTheory]:
+    return [record_of(ClassTheory, row, []) for row in rows]
+
+
 def found(*rows: dict[str, Any]) -> dict[str, Any]:
     """Findings by the first words of their statement."""
-    return {one.statement.split(",")[0]: one for one in findings(rows)}
+    return {one.statement.split(",")[0]: one for one in findings(typed(*rows))}
 
 
 def test_where_everything_holds_it_says_so() -> None:
@@ -115,7 +119,8 @@ def test_an_empty_staleness_bound_says_nothing() -> None:
 def test_damaged_rows_are_left_out(tmp_path: Path) -> None:
     rows = record(class_row(), class_row("Bag", target_bound=None), {"task": 1})
     run = load_run(write_run(tmp_path / "r", theory=rows))
-    assert [row["class"] for row in class_rows([run])] == ["Coat"]
+    assert [row.class_name for row in class_rows([run])] == ["Coat"]
+    assert run.problems == ("results.json: theory.classes[1].target_bound, theory.classes[2].class could not be read",)
 
 
 def test_the_page_has_the_section_and_its_figures(tmp_path: Path, blank_figures: set[str]) -> None:
@@ -137,6 +142,7 @@ def test_the_page_has_the_section_and_its_figures(tmp_path: Path, blank_figures:
     assert 'id="theory"' not in other.read_text("utf-8")
 
 
+@pytest.mark.slow
 def test_the_section_names_whose_buffer_it_is(tmp_path: Path) -> None:
     folders = []
     for epochs, aa in ((10, 80.0), (100, 87.0)):
@@ -151,16 +157,16 @@ def test_the_section_names_whose_buffer_it_is(tmp_path: Path) -> None:
 def test_the_verb_prints_a_table_words_and_json(tmp_path: Path) -> None:
     for seed in (0, 1):
         write_run(tmp_path / "runs" / f"s{seed}", seed=seed, theory=record(class_row(coverage_fails_at=7)))
-    one = invoke(app, ["theory", str(tmp_path / "runs" / "s0")])
+    one = invoke(app, ["paper", "theory", str(tmp_path / "runs" / "s0")])
     assert (
         one.exit_code == 0
-        and "T0 Coat" in one.output
+        and "T1 Coat" in one.output
         and "Lemma 1, the buffer approaches its target: holds" in one.output
     )
     assert "directional coverage: fails" in one.output
-    both = invoke(app, ["theory", str(tmp_path / "runs")]).output
+    both = invoke(app, ["paper", "theory", str(tmp_path / "runs")]).output
     assert "All 2 runs together, 2 classes" in both
-    facts = json.loads(invoke(app, ["theory", str(tmp_path / "runs"), "--json"]).output)
+    facts = json.loads(invoke(app, ["paper", "theory", str(tmp_path / "runs"), "--json"]).output)
     assert len(facts) == 2 and facts[0]["theory"]["classes"][0]["coverage_fails_at"] == 7
     assert {"statement", "verdict", "text"} == set(facts[0]["findings"][0])
 
@@ -172,7 +178,7 @@ def test_the_verb_says_what_is_missing(tmp_path: Path, case: str) -> None:
         write_run(folder, "fedavg", theory=None)
     if case == "unfinished":
         (folder / "results.json").unlink()
-    result = invoke(app, ["theory", str(folder)])
+    result = invoke(app, ["paper", "theory", str(folder)])
     assert result.exit_code == 2 and "Traceback" not in result.output
     assert ("E108" if case == "nowhere" else "E160") in result.output and "fix" in result.output
 
@@ -194,10 +200,10 @@ def test_the_pool_is_shown_as_it_is_held_and_as_it_is_drawn(tmp_path: Path, blan
 
 
 def test_picks_are_summed_over_classes_and_missing_in_older_records() -> None:
-    picks = picks_plot([{"seed": 0, **class_row()}, {"seed": 0, **class_row("Bag")}])
+    picks = picks_plot(typed(class_row(), class_row("Bag")))
     assert picks is not None
     assert [row["num_kept"] for row in picks.rows] == [20, 40, 60, 80]
     assert [row["num"] for row in picks.rows] == [100] * 4
     older = class_row()
     older["rounds"] = {key: value for key, value in older["rounds"].items() if key not in ("num_kept", "recent")}
-    assert picks_plot([{"seed": 0, **older}]) is None
+    assert picks_plot(typed(older)) is None

@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 
 import rescene
 from rescene.cli.app import app
+from rescene.core.errors import ConfigError, DataError, RunError
 from rescene.data import load
-from rescene.errors import ConfigError, DataError, RunError
 from rescene.nets import NAMES, Arch
+from rescene.report.load import load_run
 from rescene.report.model_card import model_card
-from rescene.report.runs import load_run
 from rescene.use import export, find_images, formats, open_model, predict
 from rescene.use.exporting import difference
 from rescene.use.model import Whole
@@ -294,7 +294,7 @@ def test_the_card_needs_a_finished_run(run, tmp_path):
 
 
 def test_names_of_files_cannot_break_the_page(tmp_path):
-    from rescene.report.gallery import Answer, write_gallery
+    from rescene.report.picture_pages import Answer, write_gallery
 
     name = "<script>alert(1)</script>.png"
     page = write_gallery(
@@ -308,3 +308,21 @@ def test_folders_are_searched_once(pictures):
     assert find_images([one, pictures]) == [one, pictures / "deep" / "1.png", pictures / "deep" / "2.png"]
     with pytest.raises(DataError):
         find_images([pictures / "nowhere"])
+
+
+def test_what_cannot_be_read_is_told_how_to_mend_it(run, tmp_path):
+    (tmp_path / "photo.heic").write_bytes(b"\0\0\0\x18ftypheic")
+    (tmp_path / "cut.gif").write_bytes(b"GIF89a")
+    for name, words in {
+        "photo.heic": "fix    save them as JPEG or PNG",
+        "cut.gif": "copy them again: the files",
+    }.items():
+        found = invoke(app, ["predict", str(run), str(tmp_path / name)])
+        assert found.exit_code == 3 and words in found.output
+    Image.new("RGB", (9, 9)).save(tmp_path / "whole.gif")
+    assert invoke(app, ["predict", str(run), str(tmp_path / "whole.gif")]).exit_code == 0
+
+
+def test_a_prediction_prints_its_classes_and_no_pixels(run, pictures):
+    (first, *_) = rescene.load(run).predict(pictures, top=1)
+    assert re.fullmatch(r"<Prediction .*0\.png: [\w-]+ \d+ %>", repr(first))

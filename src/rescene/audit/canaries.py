@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rescene.audit.stage import At, Seen, Stage, uploads
-from rescene.functional.auditing import bounds
+from rescene.privacy.epsilon_bounds import bounds
 
 ATTACKS = ("replay", "look")
 FEW, MANY = 2, 10  # other images of the class at a canary's site; even, so that half of them is as many with the canary

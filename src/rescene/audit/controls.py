@@ -15,10 +15,10 @@ from typing import Any
 
 from rescene.audit.canaries import FEW, MANY, plan, rankings
 from rescene.audit.stage import At, Stage, as_promised, seeded, without_noise
-from rescene.functional.auditing import Bound, bounds
 from rescene.privacy.accounting import Composition, sigma_for
+from rescene.privacy.epsilon_bounds import Bound, bounds
 from rescene.privacy.ledger import Ledger
-from rescene.privacy.mechanism import Mechanism, Site
+from rescene.privacy.mechanism import Mechanism, SitePrivacy
 from rescene.privacy.noise import Noise
 
 CLAIM, DELTA = 1.0, 1e-5
@@ -28,6 +28,8 @@ UNCLIPPED = 1e12
 
 @dataclass(frozen=True, eq=False)
 class Control:
+    """One positive control: a site that is broken on purpose, and a sound site, attacked in the same way."""
+
     name: str
     broken: At
     known_broken: At  # what the attacker can work out about the broken site
@@ -52,8 +54,10 @@ def controls(stage: Stage, mechanism: Mechanism, folder: Path) -> Iterator[Contr
 
     known_seed = seeded(mechanism, stage.rng, stage.task.index)
 
-    def keeping_books(site: int, turn: int) -> Site:
-        return Site(mechanism, Noise(), "audit", stage.task.index, turn, 1, Ledger(folder / f"client-{site}.jsonl"))
+    def keeping_books(site: int, turn: int) -> SitePrivacy:
+        return SitePrivacy(
+            mechanism, Noise(), "audit", stage.task.index, turn, 1, Ledger(folder / f"client-{site}.jsonl")
+        )
 
     yield Control("surrogates start as real images", as_promised(None), as_promised(None), sound, known, attack="look")
     yield Control("noise switched off", as_promised(silent), known, sound, known)

@@ -24,6 +24,7 @@ class Found:
 
     @property
     def verdict(self) -> Verdict:
+        """Compare what the attack found with what was promised. A control that does not fire makes the result void."""
         if not self.control:
             return "CONTROL DID NOT FIRE"
         if self.promised is None:
@@ -33,6 +34,8 @@ class Found:
 
 @dataclass(frozen=True)
 class Row:
+    """One line of the audit's table."""
+
     claim: str
     attack: str
     control: str  # "fires: ...", "does not fire: ..." or "-"
@@ -44,10 +47,12 @@ class Row:
 
     @property
     def good(self) -> bool:
+        """Whether the claim held, or was only stated."""
         return self.verdict not in ("BROKEN", "CONTROL DID NOT FIRE")
 
 
 def row_of(claim: str, attack: str, found: Found, seconds: float) -> Row:
+    """Turn an attack's result into a line of the table."""
     fires = "fires" if found.control else "does not fire"
     promised = "nothing" if found.promised is None else _number(found.promised, found.unit)
     return Row(

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rescene.audit.membership import area_under_curve, log_likelihood_ratios, true_positive_rate
 from rescene.audit.stage import At, Seen, Stage, uploads
-from rescene.functional.membership import area_under_curve, log_likelihood_ratios, true_positive_rate
-from rescene.steps import embed
+from rescene.training import embed
 
 FALSE_POSITIVE_RATES = (0.001, 0.01)
 RESAMPLES = 200  # of the targets, for the spread

@@ -11,17 +11,19 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from rescene.data import Images, Shard, Task, Transform
+from rescene.core.errors import ConfigError, DataError
+from rescene.core.rng import Rng
+from rescene.data import Images, Task, Transform
 from rescene.engine.experiment import Experiment
-from rescene.errors import ConfigError, DataError
+from rescene.methods.base import Client
+from rescene.methods.surrogates import surrogates_of
 from rescene.privacy.accounting import Composition
 from rescene.privacy.ledger import Released
-from rescene.privacy.mechanism import Mechanism, Site
+from rescene.privacy.mechanism import Mechanism, SitePrivacy
 from rescene.privacy.noise import Noise
-from rescene.rng import Rng
-from rescene.steps import Condensation, condense
+from rescene.training import Condensation
 
-At = Callable[[int, int], Site | None]  # site, turn -> its mechanism, noise and ledger; None without a mechanism
+At = Callable[[int, int], SitePrivacy | None]  # site, turn -> its mechanism, noise and ledger; None without a mechanism
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +44,7 @@ class Stage:
 
 
 @dataclass(frozen=True, eq=False)
-class Brighter(Shard):
+class Brighter(Client):
     """A site some of whose pictures are multiplied by a factor, beyond anything that a photograph can be."""
 
     factor: Tensor | None = None
@@ -53,7 +55,7 @@ class Brighter(Shard):
 
 
 @dataclass(frozen=True, eq=False)
-class Watched(Site):
+class Watched(SitePrivacy):
     """A site that shows what it releases, as its ledger sees it: this is what the guarantee is about."""
 
     seen: list[Released] = field(default_factory=list)
@@ -129,7 +131,9 @@ def uploads(
     if released and not pictures:
         settings = settings.model_copy(update={"num_steps": 0, "ipc": 1})
     place, classes = stage.rng.at("round", turn), stage.task.classes
-    made = condense(stage.net, shards, [place.at(k) for k in range(len(held))], settings, place.at("noise").integer())
+    made = surrogates_of(
+        stage.net, shards, [place.at(k) for k in range(len(held))], settings, place.at("noise").integer()
+    )
     return [
         Seen(one.images, one.labels, dict(zip(classes, site.seen[0]["sums"], strict=True)) if site and released else {})
         for one, site in zip(made, watched, strict=True)
@@ -138,12 +142,12 @@ def uploads(
 
 def as_promised(mechanism: Mechanism | None) -> At:
     """Sites with this mechanism and noise of the operating system, without a ledger: each participation is new."""
-    return lambda site, turn: None if mechanism is None else Site(mechanism, Noise())
+    return lambda site, turn: None if mechanism is None else SitePrivacy(mechanism, Noise())
 
 
 def seeded(mechanism: Mechanism, rng: Rng, task: int) -> At:
     """Sites whose noise comes from the run's seed, at the address of the test mode: whoever knows the seed can draw it too."""
-    return lambda site, turn: Site(mechanism, Noise(rng.at("privacy", task, turn, site).generator()))
+    return lambda site, turn: SitePrivacy(mechanism, Noise(rng.at("privacy", task, turn, site).generator()))
 
 
 def without_noise(mechanism: Mechanism | None) -> At:

@@ -14,17 +14,17 @@ from rescene.audit.stage import Stage, as_promised, seeded, stage_of, without_no
 from rescene.audit.stored import ledger_epsilon, stored_uploads
 from rescene.config import Recipe
 from rescene.config.privacy import Promise
+from rescene.core.errors import ConfigError
 from rescene.engine.experiment import Experiment, prepare
-from rescene.errors import ConfigError
-from rescene.functional.auditing import most_to_show
 from rescene.nets import check_fits, load_weights
 from rescene.privacy.accounting import Composition, epsilon_of
+from rescene.privacy.epsilon_bounds import most_to_show
 
 CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
-class Scale:
+class AuditScale:
     """How much an audit does. None: as many participations as the promise covers, one where there is no promise."""
 
     num_canaries: int = 200
@@ -34,7 +34,10 @@ class Scale:
 
 
 def audit(
-    recipe: Recipe, run: Path | None = None, scale: Scale = Scale(), say: Callable[[str], None] = lambda text: None
+    recipe: Recipe,
+    run: Path | None = None,
+    scale: AuditScale = AuditScale(),
+    say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Attack the recipe's mechanism on its own images; of a run its final network, last task, books and stored uploads."""
     experiment = prepare(recipe)

@@ -1,4 +1,4 @@
-"""What a run will cost, on the terminal: `rescene cost`, and the figures of `rescene sweep --plan`."""
+"""What a run will cost before it runs, and what a federation of 10 to 1,000,000 sites costs its server."""
 
 from __future__ import annotations
 
@@ -7,26 +7,31 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
 
-from rescene.cli.frame import busy
-from rescene.cli.listing import print_rows
+from rescene.cli.terminal import busy, print_rows
 from rescene.config import Resolved
 from rescene.config.schema import DataSection
+from rescene.core.errors import ConfigError, DataError
 from rescene.data import Dataset, has_stand_in, stand_in
 from rescene.engine import Experiment, prepare_sizes, use_all_cores
+from rescene.engine.device_speed import Rates, mean_latency, measured_rates
 from rescene.engine.experiment import load_data
 from rescene.engine.forecast import Forecast, forecast
-from rescene.engine.forecast.rates import Rates, mean_latency, measured_rates
 from rescene.engine.nominal import nominal_cost
-from rescene.errors import ConfigError, DataError
+from rescene.engine.scaling import Means, Scale, sample, scale
+from rescene.methods.registry import WITHOUT_FEDERATION
+from rescene.nets import FLOAT_BYTES, model_bytes
 
 NO_FORECAST = "E114"
+MOST_SITES = 1_000_000
+KEPT_CHECKPOINTS = 2
+OTHER_FILES = 0.3e6  # bytes of tables and pictures in a run folder
 _load = lru_cache(maxsize=1)(load_data)  # the cells of a sweep mostly share their images
-UNITS = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+_UNITS = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 @dataclass(frozen=True)
 class Priced:
-    """A run's forecast with this device's speed; ``missing`` is the complaint about data that are not here."""
+    """A run's forecast and this device's speed. ``missing``: the error about images that are not here."""
 
     experiment: Experiment
     forecast: Forecast
@@ -34,14 +39,14 @@ class Priced:
     missing: DataError | None
 
     def seconds(self) -> float:
-        """The whole run on this device, which does the clients' work as well as the server's."""
+        """Seconds of the whole run on this device, which does the work of the clients and of the server."""
         found = self.forecast.measured()
         clients = found["client_flops"] + self.forecast.evaluation_flops
         return clients / self.rates.client + found["server_flops"] / self.rates.server
 
 
 def price(resolved: Resolved) -> Priced:
-    """Forecast a run; a known data set that is not here is replaced by its published sizes."""
+    """Forecast a run. Where a known data set is not here, its published sizes are used."""
     use_all_cores()
     dataset, missing = load_or_stand_in(resolved.recipe.images)
     experiment = prepare_sizes(resolved.recipe, dataset)
@@ -50,14 +55,14 @@ def price(resolved: Resolved) -> Priced:
         raise ConfigError(
             NO_FORECAST,
             f"the cost of {experiment.method.name!r} is not known in advance",
-            why="only the methods of this package have a forecast, without a privacy mechanism and without drift",
+            why="forecasts exist only without a privacy mechanism and without tasks.drift",
             fix="run it with tasks.limit=1 federation.num_rounds=1 and read the cost in results.json",
         )
-    return Priced(experiment, found, measured_rates(experiment), missing)
+    return Priced(experiment, found, measured_rates(experiment, found), missing)
 
 
 def load_or_stand_in(data: DataSection) -> tuple[Dataset, DataError | None]:
-    """The images, or the published sizes of a known data set and the complaint that it is not here."""
+    """The images; or the published sizes of a known data set, and the error that it is not here."""
     try:
         return _load(data), None
     except DataError as error:
@@ -69,13 +74,14 @@ def load_or_stand_in(data: DataSection) -> tuple[Dataset, DataError | None]:
 def show_cost(
     resolved: Resolved, uplink_mbps: float, client_gflops: float | None, server_gflops: float | None, as_json: bool
 ) -> None:
+    """Print the forecast of a run beside the paper\'s convention, and how long it takes."""
     for name, value in (
         ("uplink-mbps", uplink_mbps),
         ("client-gflops", client_gflops),
         ("server-gflops", server_gflops),
     ):
         if value is not None and not value > 0:
-            raise ConfigError("E115", f"--{name} {value:g} is not possible", fix="a number above 0")
+            raise ConfigError("E115", f"--{name} {value:g} is not possible", fix="give a number above 0")
     with busy("measuring this device"):
         priced = price(resolved)
     facts = _facts(priced, uplink_mbps, client_gflops, server_gflops)
@@ -83,15 +89,13 @@ def show_cost(
         print(json.dumps(facts))
         return
     print(f"{facts['method']} on {facts['data']}, {facts['setting']}")
-    print_rows(_cost_table(priced, facts))
+    print_rows(_cost_table(facts))
     print()
     print_rows(_time_table(facts))
     print(
         f"Measured on this device ({facts['device']}): {big(priced.rates.client)}FLOP/s as a client, "
         f"{big(priced.rates.server)}FLOP/s as the server. Times are estimates."
     )
-    for key, why in priced.forecast.unsure.items():
-        print(f"{key}: {why}.")
     if priced.missing:
         print(f"Sizes as published: {priced.missing.what}.")
 
@@ -120,7 +124,6 @@ def _facts(
             "evaluation_flops": found.evaluation_flops,
         },
         "nominal": nominal_cost(experiment),
-        "unsure": found.unsure,
         "latency": asdict(latency)
         | {"total_s": latency.total_s, "uplink_mbps": uplink_mbps}
         | {"client_flops_per_s": assumed.client, "server_flops_per_s": assumed.server},
@@ -129,10 +132,9 @@ def _facts(
     }
 
 
-def _cost_table(priced: Priced, facts: dict[str, Any]) -> list[dict[str, Any]]:
+def _cost_table(facts: dict[str, Any]) -> list[dict[str, Any]]:
     """The forecast beside the paper's convention."""
     found, nominal = facts["forecast"], facts["nominal"] or {}
-    words = {key: why.partition(":")[0] + " " for key, why in priced.forecast.unsure.items()}
     rows = (
         ("client work of the run, all sites", "client_flops", "FLOP"),
         ("  one site in one round, mean", "client_flops_per_round_mean", "FLOP"),
@@ -147,7 +149,7 @@ def _cost_table(priced: Priced, facts: dict[str, Any]) -> list[dict[str, Any]]:
     return [
         {
             "cost": name,
-            "forecast": words.get(key, "") + big(found[key]) + unit,
+            "forecast": big(found[key]) + unit,
             "paper's convention": big(nominal[key]) + unit if key in nominal else None,
         }
         for name, key, unit in rows
@@ -166,20 +168,32 @@ def _time_table(facts: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def plan_columns(priced: Priced) -> dict[str, float]:
-    """One cell of a sweep in plain numbers."""
+    """The cost of one cell of a sweep, as numbers."""
     found = priced.forecast.measured()
     keys = ("client_flops", "server_flops", "uplink_bytes", "downlink_bytes")
-    return {key: found[key] for key in keys} | {"seconds": priced.seconds()}
+    return {key: found[key] for key in keys} | {"seconds": priced.seconds(), "disk_bytes": disk_bytes(priced)}
+
+
+def disk_bytes(priced: Priced) -> float:
+    """About what the run folder will hold: the model, the last two checkpoints, and its tables. Roughly: it may be three times too much."""
+    experiment, found = priced.experiment, priced.forecast
+    last = found.rounds[-1]
+    pictures = sum((last.pool + last.kept).values())
+    picture = FLOAT_BYTES * experiment.dataset.num_channels * experiment.dataset.image_size**2
+    model = model_bytes(experiment.arch, experiment.tasks[-1].num_seen)
+    memories = max(0, found.client_state_bytes - model) * len(experiment.clients)
+    return KEPT_CHECKPOINTS * (model + pictures * picture + memories) + model + OTHER_FILES
 
 
 def plan_words(columns: dict[str, float]) -> dict[str, str]:
-    """The same for people."""
+    """The same as text."""
     return {
         "clients": big(columns["client_flops"]) + "FLOP",
         "server": big(columns["server_flops"]) + "FLOP",
         "up": big(columns["uplink_bytes"]) + "B",
         "down": big(columns["downlink_bytes"]) + "B",
         "about": duration(columns["seconds"]),
+        "disk": big(columns.get("disk_bytes", 0.0)) + "B",
     }
 
 
@@ -189,7 +203,7 @@ def big(value: float) -> str:
     >>> big(44734248), big(1.5e15), big(0)
     ('44.73 M', '1.50 P', '0 ')
     """
-    for size, prefix in UNITS:
+    for size, prefix in _UNITS:
         if value >= size:
             return f"{value / size:.2f} {prefix}"
     return f"{value:.0f} "
@@ -205,3 +219,131 @@ def duration(seconds: float) -> str:
         if seconds >= size:
             return f"{seconds / size:.1f} {unit}"
     return f"{seconds:.2g} s"
+
+
+def show_scale(
+    resolved: Resolved, clients: str, per_round: str | None, mbps: float, gflops: float | None, gb: float, as_json: bool
+) -> None:
+    """Print what federations of several sizes cost their server, and which limit each reaches first."""
+    use_all_cores()
+    recipe = resolved.recipe
+    sizes = parse_clients(clients)
+    rules = [per_round] if per_round else [str(recipe.federation.per_round), "10%"]
+    turns = {rule: [(n, sites_per_round(rule, n)) for n in sizes] for rule in rules}
+    for name, value in (("server-mbps", mbps), ("server-gflops", gflops), ("server-gb", gb)):
+        if value is not None and not value > 0:
+            raise ConfigError("E115", f"--{name} {value:g} is not possible", fix="give a number above 0")
+    if recipe.method["name"] in WITHOUT_FEDERATION:
+        raise ConfigError(
+            "E116", f"{recipe.method['name']} cannot be scaled", why="it is a reference line, without a federation"
+        )
+    dataset, missing = load_or_stand_in(recipe.images)
+    drawn = sample(recipe, dataset, sizes[0], 1)
+    speed = 1e9 * gflops if gflops else measured_rates(drawn).server
+    means = Means(mbps=mbps, flops_per_s=speed, memory_bytes=1e9 * gb)
+    found = {rule: [scale(recipe, dataset, n, k, means) for n, k in pairs] for rule, pairs in turns.items()}
+    rows = [row for table in found.values() for row in table]
+    if None in rows:
+        raise ConfigError(
+            NO_FORECAST,
+            f"the cost of {recipe.method['name']!r} is not known in advance",
+            why="only the methods of this package have a forecast, without a privacy mechanism",
+        )
+    if as_json:
+        print(json.dumps([asdict(row) | {"limits": row.limits(means)} for row in rows if row]))
+        return
+    setting = f"{drawn.arch.name}, {len(drawn.tasks)} tasks of {recipe.federation.num_rounds} rounds"
+    size = drawn.recipe.federation.min_size
+    print(f"{drawn.method.title} on {dataset.name}, {setting}; a site holds {size} images of a task")
+    for rule, table in found.items():
+        _print_scale(
+            f"{rule} of the sites" if rule.endswith("%") else f"{rule} sites", [row for row in table if row], means
+        )
+    print(f"Server: {mbps:g} Mbit/s, {big(speed)}FLOP/s, {gb:g} GB, a round of at most {duration(means.round_s)}.")
+    print("Bytes count tensors, pictures as float32.")
+    if missing:
+        print(f"Sizes as published: {missing.what}.")
+
+
+def parse_clients(text: str) -> list[int]:
+    """``10..100000``: powers of ten; or a list of numbers.
+
+    >>> parse_clients("10..1000"), parse_clients("5,70")
+    ([10, 100, 1000], [5, 70])
+    """
+    first, dots, last = text.partition("..")
+    try:
+        if dots:
+            sizes, end = [int(first)], int(last)
+            while sizes[-1] * 10 <= end:
+                sizes.append(sizes[-1] * 10)
+        else:
+            sizes = [int(part) for part in text.split(",")]
+    except ValueError:
+        sizes = []
+    if not sizes or not all(1 <= n <= MOST_SITES for n in sizes):
+        raise ConfigError(
+            "E116",
+            f"--clients {text} is not possible",
+            why=f"a federation has 1 to {MOST_SITES:,} sites",
+            fix="10..1000000 or 10,500",
+        )
+    return sizes
+
+
+def sites_per_round(rule: str, num_clients: int) -> int:
+    """A number, at most all; or a share.
+
+    >>> sites_per_round("20", 10), sites_per_round("20", 100), sites_per_round("10%", 1000)
+    (10, 20, 100)
+    """
+    try:
+        wanted = float(rule[:-1]) / 100 * num_clients if rule.endswith("%") else int(rule)
+    except ValueError:
+        wanted = 0
+    if not 0 < wanted < float("inf") or (rule.endswith("%") and wanted > num_clients):
+        raise ConfigError(
+            "E116", f"--per-round {rule} is not possible", fix="a number such as 20, or a share such as 10%"
+        )
+    return min(num_clients, max(1, round(wanted)))
+
+
+def _print_scale(title: str, rows: list[Scale], means: Means) -> None:
+    print(f"\n{title} in a round")
+    print_rows([_traffic(row) for row in rows])
+    print()
+    print_rows([_server(row, means) for row in rows])
+    broken: dict[str, Scale] = {}
+    for row in rows:
+        broken = dict.fromkeys(row.over(means), row) | broken
+    for limit, first in broken.items():
+        print(f"{limit} breaks at {first.num_clients:,} sites: {first.remedy(limit, means)}.")
+
+
+def _traffic(row: Scale) -> dict[str, Any]:
+    return {
+        "sites": f"{row.num_clients:,}",
+        "per round": f"{row.per_round:,}",
+        "turns of a site": f"{row.turns:.3g}",
+        "ever asked": f"{100 * row.ever_asked:.3g} %",
+        "up in a round": f"{big(row.round_up_bytes)}B",
+        "down": f"{big(row.round_down_bytes)}B",
+        "up in all": f"{big(row.up_bytes)}B",
+        "down in all": f"{big(row.down_bytes)}B",
+        "on the line": duration(row.transfer_s),
+        "Flower's link": duration(row.link_s),
+        "idle": f"{row.link_idle:,.2f} cores",
+    }
+
+
+def _server(row: Scale, means: Means) -> dict[str, Any]:
+    return {
+        "sites": f"{row.num_clients:,}",
+        "pool, images": f"{row.pool_images:,}",
+        "memory": f"{big(row.memory_bytes)}B",
+        "training in all": f"{big(row.server_flops)}FLOP",
+        "longest round": duration(row.training_s),
+        "herding": f"{big(row.herding_flops)}FLOP",
+        "its memory": f"{big(row.herding_bytes)}B",
+        "over its limit": ", ".join(f"{name} {fill:,.1f}x" for name, fill in row.over(means).items()) or "nothing",
+    }

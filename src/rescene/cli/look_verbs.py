@@ -1,36 +1,46 @@
-"""Verbs that look at what is there: choices, recipes, runs, this machine."""
+"""Look at results: runs, show, report, table, plot."""
 
 from __future__ import annotations
 
 import json
 import os
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rescene.cli.frame import AsJson, Overrides, Plugin, busy, load_plugins, verb
-from rescene.errors import ConfigError, did_you_mean
+from rescene.cli.shared_options import AsJson, Overrides, Plugin, load_plugins
+from rescene.cli.terminal import busy, print_rows, verb, writing
+from rescene.core.errors import ConfigError, ResceneError, command
+
+if TYPE_CHECKING:
+    from rescene.report import RunRecord
+
+Runs = Annotated[list[Path], typer.Argument(help="run folders, or folders that hold some")]
+_FORMATS = {".txt": "text", ".md": "markdown", ".tex": "latex", ".csv": "csv", ".html": "html", ".json": "json"}
 
 
 @verb
-def list_things(
-    what: Annotated[str, typer.Argument(help="methods, recipes, datasets, models or buffers")],
+def runs(
+    folder: Annotated[Path | None, typer.Argument(help="where to look (default: $RESCENE_RUNS or runs)")] = None,
+    prune: Annotated[
+        str | None, typer.Option("--prune", help="what to remove: checkpoints (of finished runs), interrupted, failed")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="with --prune: do not ask")] = False,
     as_json: AsJson = False,
-    plugin: Plugin = None,
 ) -> None:
-    """What there is to choose from."""
-    load_plugins(plugin)
-    from rescene.cli.listing import LISTS, print_rows
+    """List the runs under a folder with state, size and accuracy; --prune makes room."""
+    from rescene.cli.run_folders import prune as remove
+    from rescene.cli.run_folders import show_runs
 
-    if what not in LISTS:
-        close = did_you_mean(what, LISTS)
-        raise ConfigError(
-            "E109", f"cannot list {what!r}" + (f"; did you mean {close}?" if close else ""), why=", ".join(LISTS)
-        )
-    print_rows(LISTS[what](), as_json)
-    if what == "recipes" and not as_json:
-        print("The paper's tables are recipes of many cells: rescene paper list")
+    root = folder or Path(os.environ.get("RESCENE_RUNS", "runs"))
+    if prune is not None:
+        remove(root, prune, yes)
+    else:
+        show_runs(root, as_json)
 
 
 @verb
@@ -39,22 +49,34 @@ def show(
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """The resolved recipe, with the origin of every value."""
-    from rescene.cli.listing import print_rows
+    """Show the whole recipe and where each value comes from."""
     from rescene.config import resolve
 
     config = Path(recipe) / "config.yaml"
     resolved = resolve(config if config.is_file() else recipe, overrides or [])
+    found = {k: {"value": v, "origin": resolved.origins.get(k, "default")} for k, v in resolved.flat().items()}
     if as_json:
-        print(
-            json.dumps(
-                {k: {"value": v, "origin": resolved.origins.get(k, "default")} for k, v in resolved.flat().items()}
-            )
-        )
-        return
-    print_rows(
-        [{"key": k, "value": v, "origin": resolved.origins.get(k, "default")} for k, v in resolved.flat().items()]
-    )
+        print(json.dumps(found))
+    else:
+        print_rows({"key": key, **row} for key, row in found.items())
+
+
+@verb
+def sites(
+    folder: Annotated[Path, typer.Argument(help="finished run folder with federation.partition=sites")],
+    tune: Annotated[
+        bool, typer.Option("--tune", help="also let each site tune the head on its own training images, and compare")
+    ] = False,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="with --tune: gradient steps of a site")] = 100,
+    as_json: AsJson = False,
+) -> None:
+    """Show accuracy at each site; --tune compares the shared head with a head tuned at the site."""
+    from rescene.cli.site_table import site_rows, tuned_rows
+
+    rows = tuned_rows(folder, steps) if tune else site_rows(folder)
+    print_rows(rows, as_json)
+    if not as_json and not tune:
+        print(f"with a head of its own for each site: {command('sites', folder, '--tune')}")
 
 
 @verb
@@ -63,14 +85,13 @@ def report(
     out: Annotated[Path | None, typer.Option("--out", help="HTML file (default: report.html beside the runs)")] = None,
     open_page: Annotated[bool, typer.Option("--open", help="open it in a browser")] = False,
     paper: Annotated[
-        bool, typer.Option("--paper", help="the paper's AA and AIA beside runs that are in its tables")
+        bool, typer.Option("--paper", help="show the paper's AA and AIA beside runs that are in its tables")
     ] = False,
 ) -> None:
-    """One self-contained HTML page from run folders."""
-    from rescene.cli.listing import find_runs
-    from rescene.cli.presenting import tell_unreadable, writing
+    """Make one self-contained HTML page from run folders."""
+    from rescene.cli.run_folders import find_runs
+    from rescene.report.load import load_runs
     from rescene.report.page import write_page
-    from rescene.report.runs import load_runs
 
     found = [run for folder in folders for run in find_runs(folder)]
     if not found:
@@ -92,58 +113,138 @@ def report(
 
 
 @verb
-def theory(
-    folder: Annotated[Path, typer.Argument(help="finished run, or a folder that holds some")], as_json: AsJson = False
-) -> None:
-    """What the paper proves about the buffer, measured: which assumptions hold, which bounds say something."""
-    from rescene.cli.theory import print_theory
-
-    print_theory(folder, as_json)
-
-
-@verb
-def quarantine(
-    folder: Annotated[Path, typer.Argument(help="run with federation.screen=features")],
-    admit: Annotated[list[str] | None, typer.Option("--admit", help="a name of the table; may be repeated")] = None,
-    sheet: Annotated[Path | None, typer.Option("--sheet", help="write the pictures to this image file")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Uploads that a run's screen put apart, and why; --admit lets some into the next round of their task."""
-    from rescene.cli.quarantine import quarantined
-
-    quarantined(folder, list(admit or []), sheet, as_json)
-
-
-@verb
-def runs(
-    folder: Annotated[Path | None, typer.Argument(help="where to look (default: $RESCENE_RUNS or runs)")] = None,
-    prune: Annotated[
-        str | None, typer.Option("--prune", help="remove checkpoints (of finished runs), interrupted, failed")
+def table(
+    folders: Runs,
+    by: Annotated[
+        str, typer.Option("--by", help="settings that name the rows, e.g. beta,lr (default: those that differ)")
+    ] = "",
+    metric: Annotated[
+        str,
+        typer.Option("--metric", help="aa, aia, old, recent, forgetting, tasks, task1, sites, worst_site, upload, ..."),
+    ] = "aa,aia",
+    across: Annotated[str, typer.Option("--across", help="a setting that gets a column for each value")] = "",
+    kind: Annotated[str, typer.Option("--format", help="text, markdown (md), latex (tex), csv, html or json")] = "",
+    rename: Annotated[
+        list[str] | None, typer.Option("--rename", help="METHOD=TITLE: call a method so in the table; may be repeated")
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="with --prune: do not ask")] = False,
-    as_json: AsJson = False,
+    out: Annotated[Path | None, typer.Option("--out", help="file; its ending chooses the format")] = None,
+    plugin: Plugin = None,
 ) -> None:
-    """All runs under a folder, with state, size and accuracy; --prune makes room."""
-    from rescene.cli.keeping import prune as remove
-    from rescene.cli.keeping import show_runs
+    """Compare runs in a table: mean and deviation over seeds, leakage beside accuracy."""
+    from rescene.report.table_formats import render
+    from rescene.report.tables import compare
 
-    root = folder or Path(os.environ.get("RESCENE_RUNS", "runs"))
-    if prune is not None:
-        remove(root, prune, yes)
-    else:
-        show_runs(root, as_json)
+    kind = format_for(kind, out)
+    runs = retitled(loaded(folders), [*_plugin_titles(plugin), *(rename or ())])
+    put(render(compare(runs, by, metric, across), kind), out)
 
 
 @verb
-def doctor(as_json: AsJson = False) -> None:
-    """Check this machine: versions, device, data, disk, extras; exit code 5 if something needs fixing."""
-    from rescene.cli.checks import machine_checks
-    from rescene.cli.listing import print_rows
+def plot(
+    folders: Annotated[
+        list[Path], typer.Argument(help="run folders, or folders that hold some; the kind may come first")
+    ],
+    kind: Annotated[
+        str, typer.Option("--kind", help="old-recent, curves, matrix, rounds, cost, privacy, frontier or surrogates")
+    ] = "",
+    out: Annotated[Path | None, typer.Option("--out", help="file.png, .pdf or .svg (default: <kind>.png)")] = None,
+) -> None:
+    """Draw a figure for a paper or a talk, and write the CSV behind it."""
+    from rescene.report.figure_files import KINDS, figure
+    from rescene.report.groups import differing_settings, group_runs
 
-    rows = machine_checks()
-    print_rows(rows, as_json)
-    problems = sum(bool(row["problem"]) for row in rows)
-    if not as_json:
-        print(f"\n{problems} of {len(rows)} checks need something done" if problems else "\nall is well")
-    if problems:
-        raise typer.Exit(5)
+    if not kind:  # rescene plot frontier RUNS
+        kind, *folders = str(folders[0]), *folders[1:]
+        if kind not in KINDS and Path(kind).is_dir():
+            raise ConfigError(
+                "E145",
+                "which figure?",
+                why=f"known are {', '.join(KINDS)}",
+                fix=command("plot", kind, "--kind", "curves"),
+            )
+        if not folders:
+            raise ConfigError(
+                "E108", "of which runs?", where="after the kind of figure", fix=command("plot", kind, "runs/...")
+            )
+    groups = group_runs(loaded(folders))
+    out = out or Path(f"{kind}.png")
+    with writing(out):
+        paths = figure(groups, kind, out)
+    print(*paths, sep="\n")
+    apart = differing_settings(groups)
+    if apart:
+        print(f"note: these runs do not share one setting: {', '.join(apart[:6])}", file=sys.stderr)
+
+
+def loaded(folders: list[Path]) -> list[RunRecord]:
+    """Every run in these folders, once. Runs that cannot be read are named on standard error and left out."""
+    from rescene.cli.run_folders import find_runs
+    from rescene.report.load import load_runs
+
+    found: dict[Path, None] = {}
+    for folder in folders:
+        runs = find_runs(folder)
+        if not runs:
+            why = "it holds no run" if folder.is_dir() else "there is no such folder"
+            raise ConfigError("E108", "no run folder there", where=str(folder), why=why, fix="rescene runs")
+        found |= dict.fromkeys(runs)
+    read, unreadable = load_runs(found)
+    tell_unreadable(unreadable)
+    return read
+
+
+def retitled(runs: list[RunRecord], texts: list[str]) -> list[RunRecord]:
+    """The runs with other titles of their methods. ``texts``: METHOD=TITLE, with a method's name or its old title."""
+    titles = {name: title for name, _, title in (text.partition("=") for text in texts)}
+    known = {name for run in runs for name in (run.method, run.style.title)}
+    for name, title in titles.items():
+        if not title or name not in known:
+            why = "it looks like METHOD=TITLE" if not title else f"these runs have {', '.join(sorted(known))}"
+            raise ConfigError(
+                "E106", f"cannot rename {name!r}", where="--rename", why=why, fix="--rename my_idea='My idea'"
+            )
+    told = [titles.get(run.method) or titles.get(run.style.title) or run.style.title for run in runs]
+    return [replace(run, style=replace(run.style, title=title)) for run, title in zip(runs, told, strict=True)]
+
+
+def _plugin_titles(plugin: list[Path] | None) -> list[str]:
+    """The titles that methods of plug-ins have today, for runs that recorded an older one."""
+    if not plugin:
+        return []
+    load_plugins(plugin)
+    from rescene.methods import method_class, method_names
+
+    files = {str(path.resolve()) for path in plugin}
+    own = [
+        one
+        for one in map(method_class, method_names())
+        if getattr(sys.modules.get(one.__module__), "__file__", "") in files
+    ]
+    return [f"{one.name}={one.title}" for one in own]
+
+
+def tell_unreadable(unreadable: Mapping[Path, ResceneError]) -> None:
+    """Say on standard error which runs were left out, and why."""
+    for folder, error in unreadable.items():
+        why = f": {error.why}" if error.why else ""
+        print(f"left out: {folder}: [{error.code}] {error.what}{why}", file=sys.stderr)
+
+
+def format_for(kind: str, out: Path | None) -> str:
+    """The format that was asked for, else the one that the file's ending means."""
+    ending = out.suffix if out else ".txt"
+    kind = _FORMATS.get(f".{kind}", kind) if kind else _FORMATS.get(ending, "")  # md is markdown, tex is latex
+    if not kind:
+        why = f"known endings are {', '.join(_FORMATS)}"
+        raise ConfigError("E140", f"no table format ends in '{ending}'", where="--out", why=why, fix="--format csv")
+    return kind
+
+
+def put(text: str, out: Path | None) -> None:
+    """Print a text, or write it to a file and print the name of the file."""
+    if out is None:
+        print(text, end="")
+        return
+    with writing(out):
+        out.write_text(text, "utf-8", newline="")
+    print(out)

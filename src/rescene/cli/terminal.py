@@ -1,18 +1,39 @@
-"""The way to the terminal. Names come from files, and a name may hold escape sequences that move the cursor, hide text or
-change the title of the window: here they become visible text. Everything we print passes here."""
+"""The way to the terminal: safe text, tables, errors as messages, interruption.
+
+Names come from files, and a name may hold escape sequences that move the cursor, hide text or change the title of the
+window. Everything we print passes here, and such sequences become visible text.
+"""
 
 from __future__ import annotations
 
+import functools
+import json
+import os
 import re
+import signal
 import sys
-from typing import TYPE_CHECKING, Any, TextIO
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+
+import typer
+
+from rescene.core.errors import ConfigError, ResceneError, ResceneWarning, for_people
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.status import Status
     from rich.text import Text
 
+Row = dict[str, Any]
 # Control characters but for newline and tab; marks that turn the direction of writing; bytes of a name that is not UTF-8.
 _UNSAFE = re.compile("\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_PIPE_WIDTH = 160  # columns of a table that goes into a file or a pipe
+_GAP = 2  # columns between two cells
+_LONG = 14  # a word up to this length is never cut in a table; a longer one, such as a path, may be
 
 
 def visible(text: str) -> str:
@@ -25,38 +46,26 @@ def visible(text: str) -> str:
 
 
 class Plain:
-    """A text stream that passes everything on, control characters written out. To whoever asks, it is no terminal: colours
-    and moving lines are not for it."""
+    """A text stream that writes control characters out. It says that it is no terminal, so it gets no colours."""
 
     def __init__(self, stream: TextIO) -> None:
         self.raw = stream
 
     def write(self, text: str) -> int:
+        """Write text with control characters made visible."""
         return self.raw.write(visible(text))
 
     def writelines(self, lines: list[str]) -> None:
+        """Write several lines in the same way."""
         for line in lines:
             self.write(line)
 
     def isatty(self) -> bool:
+        """Always False, so that nobody writes colours or cursor movements here."""
         return False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.raw, name)
-
-
-def console(stderr: bool = False, width: int | None = None) -> Console:
-    """Rich's console on the terminal itself, for our tables and panels. It sends escape sequences of its own, so the text
-    that is put into them is made visible instead; it is never read as markup."""
-    from rich.console import Console
-
-    class Screen(Console):
-        def render_str(self, text: str, **options: Any) -> Text:  # type: ignore[override]
-            return super().render_str(visible(text), **options)
-
-    stream = sys.stderr if stderr else sys.stdout
-    file = stream.raw if isinstance(stream, Plain) else stream
-    return Screen(file=file, markup=False, width=width)
 
 
 def guard_streams() -> None:
@@ -65,3 +74,192 @@ def guard_streams() -> None:
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, Plain):
             setattr(sys, name, Plain(stream))
+
+
+def console(stderr: bool = False, width: int | None = None) -> Console:
+    """Rich's console on the terminal itself, for our tables and panels.
+
+    It sends escape sequences of its own. So the text inside is made visible first, and it is never read as markup.
+    """
+    from rich.console import Console
+
+    class PlainConsole(Console):
+        def render_str(self, text: str, **options: Any) -> Text:
+            return super().render_str(visible(text), **options)
+
+    stream = sys.stderr if stderr else sys.stdout
+    file = stream.raw if isinstance(stream, Plain) else stream
+    return PlainConsole(file=file, markup=False, width=width)
+
+
+def busy(what: str) -> Status:
+    """``with busy("counting") as status``: shows on a terminal what takes a while; elsewhere it prints nothing."""
+    return console(stderr=True).status(f"{what} ...")
+
+
+def print_rows(rows: Iterable[Row], as_json: bool = False) -> None:
+    """Print rows as one table, or as JSON.
+
+    Long cells wrap at spaces. Where the columns do not fit side by side, each row is printed as a block of its own, so
+    that no header and no number is broken.
+    """
+    rows = list(rows)
+    if as_json:
+        print(json.dumps(rows))
+        return
+    if not rows:
+        print("nothing here")
+        return
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    heads = [visible(key) for key in keys]  # before anything is measured
+    lines = [[visible(_text(row.get(key))) for key in keys] for row in rows]
+    screen = console(width=None if console().is_terminal else _PIPE_WIDTH)
+    widths = _widths(heads, lines, screen.width)
+    if widths is None:
+        _print_blocks(screen, heads, lines)
+        return
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
+    for head, width in zip(heads, widths, strict=True):
+        table.add_column(head, overflow="fold", width=width)
+    for line in lines:
+        table.add_row(*line)
+    screen.print(table)
+
+
+def _widths(heads: Sequence[str], lines: Sequence[Sequence[str]], room: int) -> list[int] | None:
+    """The width of each column, or None if the columns do not fit.
+
+    >>> _widths(["name", "about it"], [["a", "some long words"]], 40)
+    [4, 15]
+    >>> _widths(["name", "about it"], [["a", "some long words"]], 14)
+    [4, 8]
+    >>> _widths(["name", "about it"], [["a", "some long words"]], 10) is None
+    True
+    """
+    from rich.cells import cell_len
+
+    columns = [[head, *(line[i] for line in lines)] for i, head in enumerate(heads)]
+    widths = [max(cell_len(part) for cell in column for part in cell.split("\n")) for column in columns]
+    words = [[cell_len(word) for cell in column[1:] for word in cell.split()] for column in columns]
+    least = [
+        max(max(cell_len(word) for word in head.split() or [""]), *(min(size, _LONG) for size in sizes), 1)
+        for head, sizes in zip(heads, words, strict=True)
+    ]
+    room -= _GAP * (len(heads) - 1)
+    if sum(least) > room:
+        return None
+    while sum(widths) > room:
+        widest = max((i for i in range(len(widths)) if widths[i] > least[i]), key=lambda i: widths[i])
+        widths[widest] -= 1
+    return widths
+
+
+def _print_blocks(screen: Console, heads: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+    """Each row as lines of ``header  value``, with an empty line between two rows."""
+    margin = max(map(len, heads)) + _GAP
+    for number, line in enumerate(lines):
+        if number:
+            screen.print()
+        for head, cell in zip(heads, line, strict=True):
+            if cell not in ("", "-"):
+                screen.print(screen.render_str(f"{head:<{margin}}", style="bold"), screen.render_str(cell), sep="")
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(str(item) for item in value)
+    return str(value)
+
+
+def position(task: int, num_tasks: int | None = None, round: int | None = None, num_rounds: int | None = None) -> str:
+    """Where a run is, in words. The arguments count from 0 as in files; people count from 1.
+
+    >>> position(0, 3, 1, 5), position(2), position(0, 3, -1)
+    ('task 1/3 round 2/5', 'task 3', 'task 1/3')
+    """
+    words = f"task {task + 1}" + (f"/{num_tasks}" if num_tasks else "")
+    if round is None or round < 0:  # the beginning and the end of a task are no rounds
+        return words
+    return f"{words} round {round + 1}" + (f"/{num_rounds}" if num_rounds else "")
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Make the folder of a file that is about to be written; what cannot be written becomes an error message."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise ConfigError("E147", f"cannot write '{path}'", where="--out", why=error.strerror) from error
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, treated like Ctrl-C: the last committed round is safe."""
+
+
+def verb(function: Callable[..., None]) -> Callable[..., None]:
+    """Errors meant for people become a message and an exit code."""
+
+    @functools.wraps(function)
+    def guarded(*args: Any, **kwargs: Any) -> None:
+        try:
+            function(*args, **kwargs)
+        except Exception as error:
+            told = for_people(error)
+            if not isinstance(told, ResceneError):
+                raise
+            _stop(told)
+
+    return guarded
+
+
+def _stop(error: ResceneError) -> NoReturn:
+    if os.environ.get("RESCENE_DEBUG"):
+        raise error
+    print(error, file=sys.stderr)
+    raise typer.Exit(error.exit_code)
+
+
+def warnings_for_people() -> None:
+    """Our own warnings are printed without the line of code that gave them, as errors are."""
+    warnings.formatwarning = _words
+
+
+_usual = warnings.formatwarning
+
+
+def _words(message: Any, *rest: Any, **more: Any) -> str:
+    return f"{message}\n" if isinstance(message, ResceneWarning) else _usual(message, *rest, **more)
+
+
+def interruptible(work: Callable[[], int | None], again: str = "the same command") -> None:
+    """Ctrl-C and SIGTERM end the process politely; every finished round is on disk. ``work`` may return an exit code."""
+
+    def terminate(number: int, frame: object) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        code = work()
+    except KeyboardInterrupt as stop:
+        print(f"\ninterrupted; every finished round is saved. Go on with: {again}", file=sys.stderr)
+        raise typer.Exit(143 if isinstance(stop, Terminated) else 130) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    if code:
+        raise typer.Exit(code)
+
+
+def until_stopped() -> None:
+    """Wait for Ctrl-C or SIGTERM."""
+    stop = threading.Event()
+    before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        stop.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

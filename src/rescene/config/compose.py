@@ -19,11 +19,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from rescene.config.schema import Recipe
-from rescene.documents import NO_SYNTAX, parse_toml, parse_yaml, read_text
-from rescene.errors import ConfigError, command, did_you_mean
-from rescene.methods import method_class
-from rescene.steps import Training
-from rescene.versions import NEWER
+from rescene.core.documents import NO_SYNTAX, parse_toml, parse_yaml, read_text
+from rescene.core.errors import ConfigError, command, did_you_mean
+from rescene.core.recipe_keys import Flat, flatten
+from rescene.core.versions import NEWER, name_then
+from rescene.data.natural_sites import other_number, site_names
+from rescene.methods import DEFAULT_METHOD, method_class
+from rescene.training import Training
 
 SHORTHANDS = {"method": "method.name", "model": "model.name", "data": "data.name"}
 RENAMED = {
@@ -36,7 +38,6 @@ RENAMED = {
 }
 TASK_PLANS = {"tasks.per_task", "tasks.count", "tasks.sizes", "tasks.plan"}
 LONGEST_SHOWN = 200  # characters of a value in a message
-Flat = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Resolved:
     origins: dict[str, str]
 
     def flat(self) -> Flat:
+        """All keys with their values, as ``section.key``."""
         return flatten(self.recipe.model_dump(mode="json"))
 
     def digest(self) -> str:
@@ -60,6 +62,7 @@ class Resolved:
         for (section, key), before in NEWER.items():
             if told[section].get(key) == before:
                 told[section].pop(key, None)
+        told["method"]["name"] = name_then(told["method"])
         text = json.dumps(told, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
@@ -71,6 +74,7 @@ def recipe_names() -> list[str]:
 
 
 def recipe_text(name: str) -> str:
+    """The YAML text of a shipped recipe, with its comments."""
     return (files("rescene.config") / "recipes" / f"{name}.yaml").read_text(encoding="utf-8")
 
 
@@ -79,7 +83,7 @@ def resolve(recipe: str | Path, overrides: Iterable[str] | Mapping[str, Any] = (
     layers = _layers(str(recipe))
     layers.append(("command line", _parse(overrides)))
     layers = [(origin, {SHORTHANDS.get(k, k): v for k, v in values.items()}) for origin, values in layers]
-    name = next((v["method.name"] for _, v in reversed(layers) if "method.name" in v), "rescene")
+    name = next((v["method.name"] for _, v in reversed(layers) if "method.name" in v), DEFAULT_METHOD)
     known = _known_keys(str(name))
     values: Flat = {}
     origins = dict.fromkeys(known, "default")
@@ -97,18 +101,26 @@ def resolve(recipe: str | Path, overrides: Iterable[str] | Mapping[str, Any] = (
         made = Recipe.model_validate(_nest(values))
     except ValidationError as error:
         raise _explain(error, origins, _symbols(str(name))) from None
-    return Resolved(Path(str(recipe)).stem if _is_file(str(recipe)) else str(recipe), made, origins)
+    name = Path(str(recipe)).stem if _is_file(str(recipe)) else str(recipe)
+    return with_sites_of_data(Resolved(name, made, origins))
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> Flat:
-    """{"a": {"b": 1}} -> {"a.b": 1}; lists and empty dicts are values."""
-    flat: Flat = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
+def with_sites_of_data(resolved: Resolved) -> Resolved:
+    """With ``federation.partition=sites``, the recipe for as many sites as the images name (E238 if that is one)."""
+    recipe, data = resolved.recipe, resolved.recipe.images
+    if recipe.federation.partition != "sites" or recipe.sites is not None or data.path is None:
+        return resolved
+    if not Path(data.path).expanduser().exists():
+        return resolved  # the record of a run whose images are elsewhere; whoever needs the images is told
+    names = site_names(data.name, data.path, layout=data.layout, columns=data.columns.given, more=data.more or ())
+    asked, origins = recipe.federation.num_clients, dict(resolved.origins)
+    if asked != len(names) and origins["federation.num_clients"] == "command line":
+        raise other_number(asked, names, data.path)
+    made = recipe.with_sites(len(names))
+    for key in ("num_clients", "per_round"):
+        if getattr(made.federation, key) != getattr(recipe.federation, key):
+            origins[f"federation.{key}"] = "sites of the data"
+    return Resolved(resolved.name, made, origins)
 
 
 def difference(before: Flat, after: Flat) -> list[tuple[str, Any, Any]]:
@@ -147,7 +159,7 @@ def _read(name: str) -> tuple[dict[str, Any], str]:
         table = name.removeprefix("paper/")
         raise ConfigError(
             "E101",
-            f"{name!r} is many experiments, not one recipe",
+            f"{name!r} is a table of many experiments, not one recipe",
             why="a table of the paper has its own verb",
             fix=f"rescene paper run {table} --plan, or rescene paper run {table} --only CELL",
         )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rescene.privacy.accounting import Composition, check_target, epsilon_of, replaced_epsilon, sigma_for
-from rescene.privacy.meaning import OUTSIDE, guarantee, trust
 from rescene.privacy.mechanism import FORMAL, Mechanism
+from rescene.privacy.statement import OUTSIDE, guarantee, released_before, trust
 
 
 class PrivacySection(BaseModel):
@@ -22,25 +22,40 @@ class PrivacySection(BaseModel):
         description="none: no guarantee; release: one noised sum per class and participation; per-example: the paper's "
         "proposition; paper-experiment: the paper's runs, which certify nothing; dp-sgd: for methods that send weights",
     )
-    noise_multiplier: float | None = Field(None, ge=0, description="sigma: deviation of the noise / sensitivity")
-    epsilon: float | None = Field(None, gt=0, description="target for the whole run, in the place of noise_multiplier")
-    delta: float = Field(1e-5, gt=0, lt=1, description="must stay below 1 / training images")
+    noise_multiplier: float | None = Field(
+        None, ge=0, description="sigma: standard deviation of the noise, divided by the sensitivity"
+    )
+    epsilon: float | None = Field(
+        None, gt=0, description="epsilon of the whole run; the noise multiplier is computed from it"
+    )
+    delta: float = Field(
+        1e-5, gt=0, lt=1, description="delta of the whole run; must be below 1 / (number of training images)"
+    )
     clip: float = Field(
         5.0, gt=0, description="C: bound on a record's embedding (release) or gradient (per-example, dp-sgd)"
     )
     max_participations: int | None = Field(
-        None, ge=1, description="a site takes part at most this often in a task, then declines; null: every round"
+        None, ge=1, description="how often a site takes part in a task at most, then it declines; null: every round"
     )
     count_weight: float = Field(
-        0.33, gt=0, description="release: kappa / C; a third costs 5 % more noise for a count within 3.2 sigma images"
+        0.33,
+        gt=0,
+        description="release: weight of an image's count against its embedding (kappa / C); 0.33 costs 5 % more noise",
     )
     num_nets: int = Field(5, ge=1, description="release: perturbed networks under which a record is embedded")
     threshold: float = Field(
-        3.0, ge=0, description="release: classes with a noised count below this many deviations stay home"
+        3.0, ge=0, description="release: a class is not sent if its noised count is below this many standard deviations"
     )
     mean_grid: int = Field(8, ge=1, description="release, start coloured: cells along a side of the mean picture")
-    covariance_grid: int = Field(4, ge=1, le=8, description="release, start coloured: the same for its covariance")
-    covariance_weight: float = Field(1.0, gt=0, description="release, start coloured: size of the second moments")
+    covariance_grid: int = Field(
+        4,
+        ge=1,
+        le=8,
+        description="release, start coloured: cells along a side of the picture that the covariance is taken of",
+    )
+    covariance_weight: float = Field(
+        1.0, gt=0, description="release, start coloured: weight of the second moments against the means"
+    )
     covariance_colour: bool | None = Field(
         None, description="release, start coloured: covariance of all channels instead of the grey picture; null: false"
     )
@@ -59,10 +74,21 @@ class PrivacySection(BaseModel):
     honest_sites: int | None = Field(
         None,
         ge=2,
-        description="release: H; the server learns only sums over sites, and each site adds noise of deviation sigma / sqrt(H): "
-        "H honest sites must be in every sum; null: each site adds the whole noise and trusts no other site",
+        description="release: H; the server learns only sums over sites, each site adds noise of standard deviation sigma / sqrt(H), "
+        "and every sum must include H honest sites; null: each site adds the whole noise and trusts no other site",
     )
-    sampling_rate: float = Field(1.0, gt=0, le=1, description="per-example, dp-sgd: a record's chance to enter a step")
+    late: Literal["wait", "alone"] | None = Field(
+        None,
+        description="honest_sites: a site that missed the sum of a task waits until enough late sites form a sum of their own, "
+        "or sends its release alone with the whole noise; null: wait",
+    )
+    earlier_sums: int | None = Field(
+        None,
+        ge=1,
+        description="honest_sites: how many sums of the same images were opened before a site withdrew; rescene forget writes it, "
+        "and epsilon counts them; null: none",
+    )
+    sampling_rate: float = Field(1.0, gt=0, le=1, description="per-example, dp-sgd: chance that an image is in a step")
     typical_count: float = Field(
         100.0,
         gt=0,
@@ -88,6 +114,9 @@ class PrivacySection(BaseModel):
                 f"honest_sites: under mechanism {self.mechanism} there are no noised sums to add up; "
                 "privacy.mechanism=release, or privacy.honest_sites=null"
             )
+        for name in ("late", "earlier_sums"):
+            if self.honest_sites is None and getattr(self, name) is not None:
+                raise ValueError(f"{name}: there is no secure sum; privacy.honest_sites=3, or privacy.{name}=null")
         if self.mechanism == "none":
             return self
         if self.mechanism == "paper-experiment":
@@ -109,22 +138,30 @@ class Promise:
     """What a recipe's mechanism guarantees for one record over the whole run. Empirical mechanisms have no epsilon."""
 
     mechanism: Mechanism
-    composition: Composition
+    composition: Composition  # of this run's own releases
     delta: float
     test_mode: bool
+    earlier_sums: int = 0  # of the same images, which were released before a site withdrew
+
+    @property
+    def whole(self) -> Composition:
+        """This run's releases and those of the earlier sums."""
+        return replace(self.composition, participations=self.composition.participations * (1 + self.earlier_sums))
 
     @property
     def formal(self) -> bool:
+        """Whether the run has a differential privacy guarantee."""
         return self.mechanism.kind in FORMAL and not self.test_mode
 
     def epsilon(self) -> float | None:
-        return epsilon_of(self.mechanism.sigma, self.composition, self.delta) if self.formal else None
+        """Epsilon of the whole run if an image is added or removed; None without a guarantee."""
+        return epsilon_of(self.mechanism.sigma, self.whole, self.delta) if self.formal else None
 
     def epsilon_replaced(self) -> float | None:
         """The same where a record is replaced by another."""
         m = self.mechanism
         factor = m.replaced / m.sensitivity
-        return replaced_epsilon(m.sigma, self.composition, self.delta, factor) if self.formal else None
+        return replaced_epsilon(m.sigma, self.whole, self.delta, factor) if self.formal else None
 
     def epsilon_per_round(self) -> float | None:
         """Of one participation, which is one upload."""
@@ -132,6 +169,7 @@ class Promise:
         return epsilon_of(self.mechanism.sigma, each, self.delta) if self.formal else None
 
     def words(self) -> str:
+        """The guarantee in a sentence, or why there is none."""
         sigma = self.mechanism.sigma
         if self.mechanism.kind not in FORMAL:
             return f"Not private: the paper's experiment (sigma = {sigma:g}) is empirical and certifies nothing."
@@ -146,7 +184,10 @@ class Promise:
         return f"{self.words()} {self.reasons()}" if self.formal else self.words()
 
     def reasons(self) -> str:
-        return f"{trust(self.mechanism.honest_sites)} {OUTSIDE} Composition: {self.composition.words()}."
+        """What the guarantee assumes, what it leaves out, and how its releases add up."""
+        m = self.mechanism
+        before = f"{released_before(self.earlier_sums)} " if self.earlier_sums else ""
+        return f"{trust(m.honest_sites, m.late_alone)} {before}{OUTSIDE} Composition: {self.whole.words()}."
 
 
 def promise_of(
@@ -173,9 +214,9 @@ def promise_of(
         kind, sigma, clip, each, privacy.delta, privacy.count_weight * clip, privacy.num_nets, privacy.threshold,
         privacy.typical_count, privacy.mean_grid, privacy.covariance_grid, privacy.covariance_weight, num_tasks > 1,
         privacy.send == "sums", privacy.centre == "released", bool(privacy.pool), bool(privacy.covariance_colour),
-        privacy.honest_sites,
+        privacy.honest_sites, privacy.late == "alone",
     )  # fmt: skip
-    return Promise(mechanism, whole, privacy.delta, privacy.noise == "seeded")
+    return Promise(mechanism, whole, privacy.delta, privacy.noise == "seeded", privacy.earlier_sums or 0)
 
 
 def check_records(promise: Promise | None, num_records: int) -> None:

@@ -6,92 +6,178 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from rescene.config.faults import FaultsSection
-from rescene.config.plan import SitesSection
+from rescene.config.fault_section import FaultsSection
 from rescene.config.privacy import PrivacySection, Promise, promise_of
+from rescene.config.site_plan import Channels, Deviation, SitesSection
+from rescene.core.versions import as_it_was
 from rescene.lens import no_such_lens
-from rescene.methods import Method, method_class, method_names
+from rescene.methods import DEFAULT_METHOD, Method, method_class, method_names
+from rescene.nets import is_own, own_model
+from rescene.nets.timm_networks import TIMM
 from rescene.privacy.totals import threshold
-from rescene.steps import Training
-from rescene.versions import as_it_was
+from rescene.training import Training
 
 
 class Section(BaseModel):
+    """A group of keys. It is frozen, and an unknown key is an error."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
+class ColumnsSection(Section):
+    """What the columns of a table of images are called; null: by their usual names."""
+
+    path: str | None = Field(None, description="column of paths, or of the pictures themselves")
+    label: str | None = Field(None, description="column of classes")
+    split: str | None = Field(None, description="column that says train or test")
+    domain: str | None = Field(None, description="column of domains")
+    site: str | None = Field(None, description="column of sites")
+
+    @property
+    def given(self) -> dict[str, str]:
+        return {role: name for role, name in self.model_dump().items() if name is not None}
+
+
 class DataSection(Section):
-    name: str = Field("auto", description="data set, or auto: detect from the path; without a path, fashion-mini")
-    path: str | None = Field(None, description="folder or file that holds the images")
-    image_size: int | None = Field(None, ge=8, description="side in pixels; other sizes are resized")
-    test_fraction: float = Field(0.2, gt=0, lt=1, description="held out per class where the data has no test split")
-    seed: int = Field(
-        0, ge=0, description="chooses that hold-out; apart from the run's seed, so that runs stay comparable"
+    """``data.*``: which images, and how they are read."""
+
+    name: str = Field(
+        "auto", description="name of a data set; auto detects it from data.path, and takes fashion-mini without a path"
     )
-    skip_unreadable: bool = Field(False, description="leave out images that cannot be read instead of stopping")
-    layout: Literal["auto", "classes", "domains"] = Field(
-        "auto", description="what the first folders are, where the folders do not tell; auto: asks if in doubt"
+    path: str | None = Field(None, description="folder or file that holds the images")
+    more: list[str] | None = Field(
+        None,
+        description="further folders or files with images of other classes (or domains), such as those of a later month; "
+        "all are normalised as the images of data.path",
+    )
+    image_size: int | None = Field(
+        None, ge=8, description="side of the pictures in pixels; pictures of another size are resized"
+    )
+    test_fraction: float = Field(
+        0.2, gt=0, lt=1, description="share of each class that is held out for testing, if the data has no test split"
+    )
+    seed: int = Field(
+        0, ge=0, description="chooses the held-out images; runs with different seeds still share one test set"
+    )
+    skip_unreadable: bool = Field(
+        False, description="true leaves out images that cannot be read; false stops at the first one"
+    )
+    validation: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="evaluate on this share of each class's training images, never on the test images: to choose settings",
+    )
+    layout: Literal["auto", "classes", "domains", "sites", "sites-domains"] = Field(
+        "auto",
+        description="what the first level of folders is; auto detects it and stops with a question if in doubt",
+    )
+    columns: ColumnsSection = ColumnsSection()
+    mean: Channels | None = Field(
+        None, description="mean of each channel for normalisation; null: that of the data set, or measured"
+    )
+    std: tuple[Deviation, Deviation, Deviation] | None = Field(
+        None, description="standard deviation of each channel; null: that of the data set, or measured"
     )
     outside: Literal["warn", "refuse"] = Field(
-        "warn", description="images that a link or a CSV names outside of the folder; at a site: refuse"
+        "warn",
+        description="what to do with images outside the folder that a link or a CSV names; sites always refuse them",
     )
 
 
 class TasksSection(Section):
-    scenario: Literal["class", "domain"] = Field("class", description="new classes, or new domains of the same classes")
+    """``tasks.*``: how classes or domains arrive over time."""
+
+    scenario: Literal["class", "domain"] = Field(
+        "class",
+        description="class: each task brings new classes; domain: each task brings a new domain of the same classes",
+    )
     per_task: int | None = Field(None, ge=1, description="classes per task; the last task takes the remainder")
     count: int | None = Field(None, ge=1, description="number of tasks of equal size")
-    sizes: list[int] | None = Field(None, description="classes of each task")
-    plan: list[list[str]] | None = Field(None, description="classes of each task by name")
-    order: Literal["natural", "seeded"] = Field("natural", description="order in which classes arrive")
+    sizes: list[int] | None = Field(None, description="number of classes of each task, such as [5, 2, 3]")
+    plan: list[list[str]] | None = Field(
+        None, description="names of the classes of each task; with scenario domain, the domain of each task"
+    )
+    order: Literal["natural", "seeded"] = Field(
+        "natural", description="order in which classes arrive: as in the data set, or shuffled by the seed"
+    )
     limit: int | None = Field(None, ge=1, description="stop after this many tasks")
     drift: int | None = Field(
         None,
         ge=0,
-        description="open-ended: rounds over which each task's classes drift in; no method is told; null: announced",
+        description="rounds over which each task's classes drift in, without telling the method; null: every task is announced",
     )
 
 
 class FederationSection(Section):
-    num_clients: int = Field(20, ge=1, description="N, sites in all")
-    per_round: int = Field(10, ge=1, description="K, sites that take part in a round")
-    num_rounds: int = Field(20, ge=1, description="R, rounds per task")
+    """``federation.*``: sites, rounds, how images are split, and how a round is run."""
+
+    num_clients: int = Field(20, ge=1, description="N, number of sites")
+    per_round: int = Field(10, ge=1, description="K, number of sites that take part in a round")
+    num_rounds: int = Field(20, ge=1, description="R, number of rounds per task")
     exclude: list[int] | None = Field(
-        None, description="numbers of sites that are never asked: they left, or never came; others keep their images"
+        None, description="numbers of sites that are never asked; the other sites keep the images they have"
     )
-    partition: Literal["capped", "dirichlet", "iid", "lazy-dirichlet"] = Field(
-        "capped", description="how a task's images are split over sites; lazy-dirichlet: drawn on demand, sites overlap"
+    partition: Literal["capped", "dirichlet", "iid", "lazy-dirichlet", "sites"] = Field(
+        "capped",
+        description="how a task's images are split over sites; lazy-dirichlet draws them on demand, and sites may share images; "
+        "sites takes the sites that the data name, and num_clients follows",
     )
-    beta: float = Field(0.5, gt=0, description="Dirichlet concentration: small means skewed")
+    beta: float = Field(0.5, gt=0, description="Dirichlet concentration: the smaller, the more the sites differ")
     min_size: int = Field(
         1,
         ge=0,
-        description="redraw the split until every site has this many images of a task; lazy: draw so many, above 1",
+        description="images of a task that every site has at least (the split is redrawn); lazy-dirichlet gives each site so many",
     )
-    quorum: float = Field(0.5, ge=0, le=1, description="share of the asked sites that must answer")
-    retries: int = Field(3, ge=0, description="how often a round without quorum is held again, with other sites")
+    quorum: float = Field(0.5, ge=0, le=1, description="share of the asked sites that must answer, from 0 to 1")
+    retries: int = Field(3, ge=0, description="how often a round without a quorum is repeated with other sites")
     faults: FaultsSection = FaultsSection()
     screen: Literal["none", "features"] = Field(
         "none",
-        description="features: what a site sends of a class and that lies far from what the others sent is quarantined",
+        description="features: pictures of a class that lie far from what the other sites sent are left out of training",
     )
-    engine: Literal["batched", "one-by-one", "debug"] = Field("batched", description="how sites are simulated")
-    wire: Literal["float32", "float16", "uint8"] = Field("float32", description="how pictures travel to the server")
-    evaluate_every: int = Field(1, ge=0, description="rounds between evaluations; 0: only after each task")
+    engine: Literal["batched", "one-by-one", "debug"] = Field(
+        "batched",
+        description="how sites are simulated: together in one pass, one after the other, or so that the first failure stops the run",
+    )
+    wire: Literal["float32", "float16", "uint8"] = Field(
+        "float32", description="number format of pictures on their way to the server"
+    )
+    evaluate_every: int = Field(1, ge=0, description="rounds between two evaluations; 0 evaluates after each task only")
 
 
 class ModelSection(Section):
-    name: str = Field("resnet18", description="resnet18, resnet50, vit-small, convnet, mlp or linear")
-    norm: Literal["batch", "group"] = "batch"
+    """``model.*``: the network, and the lens before it."""
+
+    name: str = Field(
+        "resnet18",
+        description="resnet18, resnet50, vit-small, convnet, mlp, linear, timm:NAME, or a network of a plug-in",
+    )
+    norm: Literal["batch", "group"] = Field("batch", description="normalisation layers of resnet and convnet")
     width: int | None = Field(None, ge=1, description="base channels of convnet, hidden units of mlp")
     lens: str | None = Field(
         None,
-        description="what every image is looked at through first: leaves, waves, the file of a lens (.safetensors, .onnx) or "
-        "timm:NAME@CHECKPOINT; with linear or mlp",
+        description="frozen feature extractor in front of the network: leaves, waves, the file of a lens (.safetensors, .onnx) or "
+        "timm:NAME@CHECKPOINT; needs model.name=linear or mlp",
     )
     init: str | None = Field(
-        None, description="safetensors file of a model to start from: its body, and its classes by name"
+        None,
+        description="file to start from: a model's .safetensors (its body, and its classes by name), or a checkpoint of timm:NAME",
     )
+    frozen: bool = Field(
+        False, description="timm:NAME with its checkpoint as it is: a lens, of which only a linear head learns"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _frozen_is_a_lens(cls, values: Any) -> Any:
+        """A frozen backbone is the same network as a lens, and a linear head: the record says so."""
+        if not isinstance(values, dict) or values.get("frozen") is not True or values.get("lens"):
+            return values
+        name = str(values.get("name", ""))
+        if not name.startswith(TIMM) or not values.get("init"):
+            raise ValueError("frozen needs model.name=timm:NAME and its checkpoint, model.init=FILE")
+        return values | {"name": "linear", "lens": f"{name}@{values['init']}", "init": None}
 
 
 class Recipe(Section):
@@ -101,26 +187,28 @@ class Recipe(Section):
     tasks: TasksSection = TasksSection()
     federation: FederationSection = FederationSection()
     model: ModelSection = ModelSection()
-    method: dict[str, Any] = {"name": "rescene"}
+    method: dict[str, Any] = {"name": DEFAULT_METHOD}
     train: Training = Training()
     privacy: PrivacySection = PrivacySection()
     sites: SitesSection | None = Field(
-        None, description="images live at the sites: the federation's plan, in the place of data and tasks"
+        None, description="plan of a federation whose images stay at the sites; it replaces data and tasks"
     )
-    seed: int = Field(0, ge=0)
+    seed: int = Field(
+        0, ge=0, description="seed of everything random in the run; the noise of a privacy mechanism ignores it"
+    )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
 
     @model_validator(mode="before")
     @classmethod
     def _steps_on_pixels(cls, values: Any) -> Any:
-        """Of fixed length, unless something else is said, in records that knew no other and under a mechanism: it hides the loss."""
+        """Use ``fixed`` steps for old records and under a privacy mechanism, because Polyak steps would reveal the private loss."""
         if not isinstance(values, dict):
             return values
         values = as_it_was(values)
-        given, private = values.get("method", {"name": "rescene"}), values.get("privacy")
+        given, private = values.get("method", {"name": DEFAULT_METHOD}), values.get("privacy")
         kind = private.get("mechanism", "none") if isinstance(private, dict) else getattr(private, "mechanism", "none")
         if kind != "none" and isinstance(given, dict):
-            method = method_class(str(given.get("name", "rescene")))
+            method = method_class(str(given.get("name", DEFAULT_METHOD)))
             return values | {"method": {"step": "fixed"} | given} if "step" in method.model_fields else values
         return values
 
@@ -129,7 +217,7 @@ class Recipe(Section):
     def _complete_method(cls, value: dict[str, Any]) -> dict[str, Any]:
         """Fill in every hyperparameter of the method, so that the record shows what ran."""
         given = {key: v for key, v in value.items() if key != "name"}
-        method = method_class(str(value.get("name", "rescene")))
+        method = method_class(str(value.get("name", DEFAULT_METHOD)))
         return {"name": method.name, **method(**given).model_dump(exclude={"train"})}
 
     @model_validator(mode="after")
@@ -185,10 +273,10 @@ class Recipe(Section):
                 f"privacy.mechanism: {method.title} cannot use {kind}: {reason}; it can use: {', '.join(method.mechanisms)}"
             )
         of_weights = kind == "dp-sgd" or (kind == "paper-experiment" and "dp-sgd" in method.mechanisms)
-        if of_weights and self.model.norm == "batch" and self.model.name not in ("vit-small", "mlp"):
+        if of_weights and self._mixes_images():
             raise ValueError(
                 f"model.norm: under {kind} each image needs a gradient of its own, but BatchNorm mixes the images of a batch "
-                "and sends their statistics without noise; model.norm=group"
+                f"and sends their statistics without noise; {'another network' if is_own(self.model.name) else 'model.norm=group'}"
             )
         if kind == "dp-sgd" and self.method.get("budget_scope") == "global":
             raise ValueError(
@@ -206,7 +294,7 @@ class Recipe(Section):
             )
         if self.privacy.pool and self.method.get("start") != "coloured":
             raise ValueError("privacy.pool: sums are pooled for method.start=coloured only; privacy.pool=null")
-        keeps_pictures = method.can_forget and not method.forgets_exactly
+        keeps_pictures = method.can_forget() and not method.additive
         if self.privacy.centre == "released" and not keeps_pictures:
             raise ValueError(f"privacy.centre: {method.title} keeps nothing from earlier rounds; privacy.centre=none")
         if kind == "per-example" and not self.method["num_steps"]:
@@ -219,6 +307,12 @@ class Recipe(Section):
             raise ValueError("method.clip: the paper's experiment clips each class's gradient; method.clip=5")
         return self
 
+    def _mixes_images(self) -> bool:
+        """Whether the network has BatchNorm; an own network is looked at."""
+        if is_own(self.model.name):
+            return own_model(self.model.name).taken_apart(self.data.image_size or 32).has_batch_norm
+        return self.model.norm == "batch" and self.model.name not in ("vit-small", "mlp")
+
     @model_validator(mode="after")
     def _sums_are_secure(self) -> Recipe:
         honest, method, federation = self.privacy.honest_sites, method_class(self.method["name"]), self.federation
@@ -229,6 +323,10 @@ class Recipe(Section):
             raise ValueError(
                 f"privacy.honest_sites: {method.title} sends what cannot be added up over sites; "
                 f"privacy.honest_sites=null, or one of: {able}"
+            )
+        if self.sites is not None and self.privacy.late == "alone":
+            raise ValueError(
+                "privacy.late: across sites a site sends nothing outside of a secure sum; privacy.late=wait"
             )
         there = federation.num_clients - len(federation.exclude or ())
         least = threshold(federation.num_clients, federation.quorum, honest)
@@ -285,7 +383,7 @@ class Recipe(Section):
         if self.tasks.scenario != "class":
             raise ValueError("tasks.scenario: with images at the sites tasks bring classes, not domains")
         method = method_class(self.method["name"])
-        if method.needs_mechanism and self.privacy.mechanism == "none":
+        if method.additive and self.privacy.mechanism == "none":
             raise ValueError(
                 f"privacy.mechanism: {method.title} sends exact sums without one, from which images can be solved for, so it runs in "
                 "simulations only; privacy.mechanism=release privacy.epsilon=8 privacy.clip=1 privacy.covariance_weight=2"
@@ -299,11 +397,23 @@ class Recipe(Section):
 
     @property
     def images(self) -> DataSection:
-        """``data``; a run by domain has said what the first folders are."""
-        by_domain = self.tasks.scenario == "domain" and self.data.layout == "auto"
-        return self.data.model_copy(update={"layout": "domains"}) if by_domain else self.data
+        """``data``; a run by domain or with the data's sites has said what the first folders are."""
+        by_domain, by_site = self.tasks.scenario == "domain", self.federation.partition == "sites"
+        if self.data.layout != "auto" or not (by_domain or by_site):
+            return self.data
+        layout = ("sites-domains" if by_domain else "sites") if by_site else "domains"
+        return self.data.model_copy(update={"layout": layout})
+
+    def with_sites(self, num_sites: int) -> Recipe:
+        """The recipe for so many sites. All of them take part in a round, if all did before; else as many as before."""
+        federation = self.federation
+        everybody = federation.per_round == federation.num_clients
+        per_round = num_sites if everybody else min(federation.per_round, num_sites)
+        changed = federation.model_dump(mode="json") | {"num_clients": num_sites, "per_round": per_round}
+        return Recipe.model_validate(self.model_dump(mode="json") | {"federation": changed})
 
     def rounds_of(self, task: int) -> int:
+        """Rounds of this task: those of the plan across sites, else ``federation.num_rounds``."""
         return self.federation.num_rounds if self.sites is None else self.sites.tasks[task].rounds
 
     def without(self, client: int) -> Recipe:
@@ -311,6 +421,12 @@ class Recipe(Section):
         gone = sorted({*(self.federation.exclude or ()), client})
         federation = self.federation.model_dump(mode="json") | {"exclude": gone}
         return Recipe.model_validate(self.model_dump(mode="json") | {"federation": federation})
+
+    def summed_again(self, client: int) -> Recipe:
+        """The recipe without this site, whose secure sums are taken anew: those with the site stay released, and are counted."""
+        recipe = self.without(client)
+        privacy = recipe.privacy.model_copy(update={"earlier_sums": (self.privacy.earlier_sums or 0) + 1})
+        return recipe.model_copy(update={"privacy": privacy})
 
     def closing(self, task: int, rounds: int) -> Recipe:
         """The recipe whose plan had only so many rounds in this task."""
@@ -324,11 +440,22 @@ class Recipe(Section):
             steps = max(1, round(self.train.local_epochs / self.privacy.sampling_rate))  # E epochs in expectation
         rounds = self.federation.num_rounds
         method = method_class(self.method["name"])
-        if self.privacy.mechanism == "release" and (method.releases_once or self.method.get("start") == "coloured"):
+        if self.privacy.mechanism == "release" and (method.additive or self.method.get("start") == "coloured"):
             rounds = 1  # what is released does not depend on the model: once per task
         used_in = num_tasks if method.reuses_records else 1
         return promise_of(self.privacy, rounds, steps, clip, used_in)
 
+    def full_at(self, before: int, after: int) -> str | None:
+        """Why a run whose noise was computed for ``before`` tasks cannot have ``after``; None if it can.
+
+        Where records are replayed, an epsilon for the whole run fixes the noise of the first task by the number of tasks.
+        """
+        noise = {promise.mechanism.sigma for tasks in (before, after) if (promise := self.promise(tasks))}
+        if len(noise) <= 1:
+            return None
+        return f"the method trains on images of earlier tasks again, and they would exceed epsilon = {self.privacy.epsilon:g}"
+
     def build_method(self) -> Method:
+        """The method with its hyperparameters and training settings."""
         given = {key: v for key, v in self.method.items() if key != "name"}
         return method_class(self.method["name"])(**given, train=self.train)

@@ -1,16 +1,19 @@
 """Images, tasks, partitions and shards; readers for the paper's data sets and for your own."""
 
 from rescene.data.catalog import available
-from rescene.data.checks import content_rows, inspect, load_readable, propose_tasks, verify
 from rescene.data.images import Dataset, Images, Transform
-from rescene.data.lazy import LazySplit
+from rescene.data.inspection import content_rows, inspect, load_readable, propose_tasks, verify
+from rescene.data.lazy_split import LazySplit
 from rescene.data.loading import load, prepare
+from rescene.data.natural_sites import by_site, site_names
+from rescene.data.objects import dataset_of, own_datasets, register_dataset
 from rescene.data.partition import dirichlet_partition, iid_partition, partition
-from rescene.data.shard import Shard
+from rescene.data.shard import Batch, Shard
 from rescene.data.stand_in import has_stand_in, stand_in
 from rescene.data.tasks import Task, plan_tasks
 
 __all__ = [
+    "Batch",
     "Dataset",
     "Images",
     "LazySplit",
@@ -18,17 +21,22 @@ __all__ = [
     "Task",
     "Transform",
     "available",
+    "by_site",
     "content_rows",
+    "dataset_of",
     "dirichlet_partition",
     "has_stand_in",
     "iid_partition",
     "inspect",
     "load",
     "load_readable",
+    "own_datasets",
     "partition",
     "plan_tasks",
     "prepare",
     "propose_tasks",
+    "register_dataset",
+    "site_names",
     "stand_in",
     "verify",
 ]

@@ -73,6 +73,7 @@ def prepared_name(name: str) -> str:
 
 
 def cache_folder() -> Path:
+    """The user's cache folder for prepared data sets and features."""
     from platformdirs import user_cache_path
 
     return user_cache_path("rescene")

@@ -19,7 +19,7 @@ Channels = tuple[float, ...]  # three, or as many as a lens gives
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """One split. ``pixels`` uint8 [n, 3, H, W], ``labels`` int64 [n], ``domains`` int64 [n] (domain data only).
+    """One split. ``pixels`` uint8 [n, 3, H, W], ``labels`` int64 [n], ``domains`` and ``sites`` int64 [n] where there are any.
 
     Through a lens (``rescene.lens``) pictures have other channels.
     """
@@ -27,11 +27,12 @@ class Images:
     pixels: Tensor
     labels: Tensor
     domains: Tensor | None = None
+    sites: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.pixels.dtype != torch.uint8 or self.pixels.ndim != 4 or self.pixels.shape[1] < 3:
             raise TypeError(f"pixels must be uint8 [n, 3, H, W], not {self.pixels.dtype} {tuple(self.pixels.shape)}")
-        for name, values in (("labels", self.labels), ("domains", self.domains)):
+        for name, values in (("labels", self.labels), ("domains", self.domains), ("sites", self.sites)):
             if values is not None and (values.dtype != torch.int64 or values.shape != self.pixels.shape[:1]):
                 raise TypeError(f"{name} must be int64 [{len(self.pixels)}], not {values.dtype} {tuple(values.shape)}")
 
@@ -40,16 +41,16 @@ class Images:
 
     def to(self, device: Device) -> Images:
         """The same pictures on another device (no copy if they are there already)."""
-        domains = None if self.domains is None else self.domains.to(device)
-        return Images(self.pixels.to(device), self.labels.to(device), domains)
+        domains, sites = (None if own is None else own.to(device) for own in (self.domains, self.sites))
+        return Images(self.pixels.to(device), self.labels.to(device), domains, sites)
 
     def select(self, index: Tensor | Sequence[int] | slice) -> Images:
         """The pictures at these positions (positions, a boolean mask or a slice), copied unless a slice."""
         if not isinstance(index, slice):
             index = torch.as_tensor(index, device=self.labels.device)
             index = index if index.dtype == torch.bool else index.long()
-        domains = None if self.domains is None else self.domains[index]
-        return Images(self.pixels[index], self.labels[index], domains)
+        domains, sites = (None if own is None else own[index] for own in (self.domains, self.sites))
+        return Images(self.pixels[index], self.labels[index], domains, sites)
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,17 @@ class Transform:
         """Inverse of :meth:`normalise`, rounded and clamped to uint8; exact on what ``normalise`` gave."""
         values = (x.detach().float() * _channels(self.std, x) + _channels(self.mean, x)) * 255
         return values.round().clamp(0, 255).to(torch.uint8)
+
+    @property
+    def is_grey(self) -> bool:
+        """Whether the data set has no colour; its channel statistics, which every site knows, tell."""
+        return len(self.mean) == 3 and len(set(self.mean)) == 1 and len(set(self.std)) == 1
+
+    def possible(self, x: Tensor) -> Tensor:
+        """The nearest picture that could be one: between black and white, and grey where the data have no colour."""
+        x = x.mean(dim=1, keepdim=True).expand_as(x) if self.is_grey else x
+        mean, std = (torch.tensor(v, device=x.device).reshape(1, -1, 1, 1) for v in (self.mean, self.std))
+        return torch.minimum(torch.maximum(x, -mean / std), (1 - mean) / std)
 
     def augment(self, x: Tensor, generator: torch.Generator) -> Tensor:
         """Random crop of the picture padded with black, then a mirror image or not; normalised [n, 3, H, W] in and out."""
@@ -111,7 +123,7 @@ class Transform:
 @dataclass(frozen=True, eq=False)
 class Dataset:
     """Two splits with class names. ``notes`` says what was done to the pictures; ``split`` who chose the test set:
-    ``given`` (the data) or ``fraction=0.2 seed=0`` (drawn here)."""
+    ``given`` (the data) or ``fraction=0.2 seed=0`` (drawn here). ``sites``: names of the places that hold the images."""
 
     name: str
     classes: tuple[str, ...]
@@ -123,27 +135,32 @@ class Dataset:
     split: str = "given"
     picture_size: int | None = None  # side before a lens, where there is one
     pictures: str | None = None  # fingerprint before a lens
+    sites: tuple[str, ...] = ()
 
     @property
     def image_size(self) -> int:
+        """Side of the pictures in pixels."""
         return int(self.train.pixels.shape[-1])
 
     @property
     def num_channels(self) -> int:
+        """Channels of the pictures: 3, or what a lens gives."""
         return int(self.train.pixels.shape[1])
 
     def to(self, device: Device) -> Dataset:
+        """The same data set with all tensors on ``device``."""
         return replace(self, train=self.train.to(device), test=self.test.to(device))
 
     def fingerprint(self) -> str:
-        """sha256 (hex) over pixels, labels and domains of both splits and the names; the same on every device."""
+        """sha256 (hex) over pixels, labels, domains and sites of both splits and the names; the same on every device."""
         return self._fingerprint
 
     @cached_property
     def _fingerprint(self) -> str:
-        digest = hashlib.sha256("\0".join([*self.classes, "", *self.domains]).encode())
+        sites = ["", "sites", *self.sites] if self.sites else []
+        digest = hashlib.sha256("\0".join([*self.classes, "", *self.domains, *sites]).encode())
         for images in (self.train, self.test):
-            for values in (images.pixels, images.labels, images.domains):
+            for values in (images.pixels, images.labels, images.domains, images.sites):
                 if values is not None:
                     digest.update(str(tuple(values.shape)).encode())
                     digest.update(values.cpu().contiguous().numpy().data)

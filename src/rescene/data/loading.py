@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from rescene.core.errors import ConfigError, DataError, did_you_mean
 from rescene.data import prepared
 from rescene.data.catalog import CATALOG, cache_folder, places, prepared_name
 from rescene.data.detect import detect, single_file
 from rescene.data.images import Dataset
+from rescene.data.objects import is_own_dataset, own_dataset, own_datasets
 from rescene.data.options import Options
 from rescene.data.resize import fit_dataset
 from rescene.data.sources import READERS, fashion_mini
 from rescene.data.sources.decode import shown
-from rescene.errors import ConfigError, DataError, did_you_mean
 
 AnyPath = str | os.PathLike[str]
 NAMES = ("auto", *READERS)
@@ -30,21 +32,26 @@ def load(
     skip_unreadable: bool = False,
     layout: str = "auto",
     outside: str = "warn",
+    columns: Mapping[str, str] | None = None,
 ) -> Dataset:
     """A data set on the CPU.
 
     ``auto`` without a path is the embedded fashion-mini, with one the layout is detected; ``folder``, ``csv`` and
     ``npz`` need a path; the paper's sets are looked for in ./data, $RESCENE_DATA and the user cache if none is given. A
     prepared file (:func:`prepare`) is preferred, unless its test split was drawn with another fraction or seed.
-    ``layout`` (classes or domains) says what the first folders are where they do not tell; ``outside="refuse"`` takes no
-    image that a link or a CSV names outside of the folder.
+    ``layout`` (classes, domains, sites or sites-domains) says what the first folders are where they do not tell;
+    ``outside="refuse"`` takes no image that a link or a table names outside of the folder; ``columns`` says what the columns
+    of a table are called: ``{"label": "species", "site": "ward"}``.
 
     >>> load().classes[:3]
     ('T-shirt', 'Trouser', 'Pullover')
     """
-    options = Options(image_size, test_fraction, seed, skip_unreadable, layout, outside)
+    pairs = tuple(sorted((columns or {}).items()))
+    options = Options(image_size, test_fraction, seed, skip_unreadable, layout, outside, pairs)
     _check_name(name, path)
-    if name == "fashion-mini" or (name == "auto" and path is None):
+    if is_own_dataset(name):
+        dataset = own_dataset(name, path, options)
+    elif name == "fashion-mini" or (name == "auto" and path is None):
         dataset = fashion_mini.read(fashion_mini.FILE, options)
     elif path is not None:
         dataset = _load_path(name, _existing(path), options)
@@ -63,13 +70,15 @@ def prepare(
     seed: int = 0,
     skip_unreadable: bool = False,
     layout: str = "auto",
+    columns: Mapping[str, str] | None = None,
 ) -> Path:
     """Decode ``source`` once and write <out>/<name>.safetensors, which ``load`` prefers; returns that file.
 
     ``name`` is a known set, or a name of your own for a source whose layout is detected. ``out``: a folder, by default
     the one in the user cache in which ``load(name)`` looks. A set of your own is loaded by the path of that file.
     """
-    options = Options(image_size, test_fraction, seed, skip_unreadable, layout)
+    pairs = tuple(sorted((columns or {}).items()))
+    options = Options(image_size, test_fraction, seed, skip_unreadable, layout, columns=pairs)
     source = _existing(source)
     kind = name if name in READERS else detect(source)
     dataset = replace(fit_dataset(_read_source(kind, source, options), image_size), name=name)
@@ -78,9 +87,10 @@ def prepare(
 
 
 def _check_name(name: str, path: AnyPath | None) -> None:
-    if name not in NAMES:
-        close = did_you_mean(name, NAMES)
-        fix = f"did you mean {close!r}?" if close else f"one of: {', '.join(NAMES)}"
+    if name not in NAMES and not is_own_dataset(name):
+        known = (*NAMES, *own_datasets())
+        close = did_you_mean(name, known)
+        fix = f"did you mean {close!r}?" if close else f"one of: {', '.join(known)}"
         raise DataError("E201", f"unknown data set {name!r}", fix=fix)
     if name == "fashion-mini" and path is not None:
         raise ConfigError("E208", "fashion-mini is part of the package and takes no path", fix="name=auto")
@@ -91,7 +101,11 @@ def _existing(path: AnyPath) -> Path:
     if shown(found) != str(found):
         why = "the path has bytes that are not UTF-8, or control characters"
         raise DataError(
-            "E217", "this path cannot be written down", where=shown(found), why=why, fix="rename the folder"
+            "E217",
+            "this path has characters that cannot be stored",
+            where=shown(found),
+            why=why,
+            fix="rename the folder",
         )
     if not found.exists():
         raise DataError("E201", f"there is nothing at {found}", where=str(found.absolute()), fix="check the path")

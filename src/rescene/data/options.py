@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rescene.errors import ConfigError
+from rescene.core.errors import ConfigError
 
-LAYOUTS = ("auto", "classes", "domains")
+LAYOUTS = ("auto", "classes", "domains", "sites", "sites-domains")
 OUTSIDE = ("warn", "refuse")
 
 
@@ -14,8 +14,9 @@ OUTSIDE = ("warn", "refuse")
 class Options:
     """``image_size``: None keeps or guesses the size. ``test_fraction`` and ``seed`` matter only where the data has no
     test set of its own. ``skip_unreadable``: leave damaged images out (counted in a warning) instead of refusing.
-    ``layout`` says what the first folders are, classes or domains, where nothing else tells; ``outside``: warn of files
-    that lie outside of the folder, or refuse them."""
+    ``layout`` says what the first folders are, classes, domains or sites, where nothing else tells; ``outside``: warn of
+    files that lie outside of the folder, or refuse them. ``columns``: pairs that say what the columns of a table
+    are called, such as ("label", "species")."""
 
     image_size: int | None = None
     test_fraction: float = 0.2
@@ -23,6 +24,7 @@ class Options:
     skip_unreadable: bool = False
     layout: str = "auto"
     outside: str = "warn"
+    columns: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.test_fraction < 1:

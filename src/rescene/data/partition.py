@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rescene.errors import ConfigError, ResceneWarning
-from rescene.rng import Rng
+from rescene.core.errors import ConfigError, ResceneWarning
+from rescene.core.rng import Rng
 
 KINDS = ("capped", "dirichlet", "iid")
 

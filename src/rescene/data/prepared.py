@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
+from rescene.core.documents import parse_json
+from rescene.core.errors import ConfigError, DataError
 from rescene.data.images import Dataset, Images, Transform
-from rescene.documents import parse_json
-from rescene.errors import ConfigError, DataError
 
 KIND = "safetensors"
 FORMAT = "rescene-data-1"
-_FIELDS = ("pixels", "labels", "domains")
+_FIELDS = ("pixels", "labels", "domains", "sites")
 
 
 def write(dataset: Dataset, file: Path) -> Path:
@@ -32,6 +32,7 @@ def write(dataset: Dataset, file: Path) -> Path:
         "name": dataset.name,
         "classes": dataset.classes,
         "domains": dataset.domains,
+        "sites": dataset.sites,
         "notes": dataset.notes,
         "split": dataset.split,
         "mean": dataset.transform.mean,
@@ -71,6 +72,11 @@ def split_of(file: Path) -> str:
     return str(_open(file, header_only=True)[0].get("split"))
 
 
+def sites_of(file: Path) -> tuple[str, ...]:
+    """Names of the sites in a prepared file, from its header alone."""
+    return tuple(map(str, _open(file, header_only=True)[0].get("sites", ())))
+
+
 def _open(file: Path, header_only: bool = False) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     from safetensors import SafetensorError, safe_open
 
@@ -90,12 +96,18 @@ def _open(file: Path, header_only: bool = False) -> tuple[dict[str, Any], dict[s
 
 def _rebuild(about: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Dataset:
     train, test = (
-        Images(tensors[f"{split}.pixels"], tensors[f"{split}.labels"], tensors.get(f"{split}.domains"))
+        Images(
+            tensors[f"{split}.pixels"],
+            tensors[f"{split}.labels"],
+            tensors.get(f"{split}.domains"),
+            tensors.get(f"{split}.sites"),
+        )
         for split in ("train", "test")
     )
     transform = Transform(tuple(about["mean"]), tuple(about["std"]), about["pad"])
     classes, domains, notes = (tuple(about[key]) for key in ("classes", "domains", "notes"))
-    return Dataset(about["name"], classes, train, test, transform, domains, notes, about["split"])
+    sites = tuple(about.get("sites", ()))  # files of earlier versions know of none
+    return Dataset(about["name"], classes, train, test, transform, domains, notes, about["split"], sites=sites)
 
 
 def _damaged(file: Path, why: str) -> DataError:

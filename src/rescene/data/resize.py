@@ -54,6 +54,7 @@ def centre(width: int, height: int, size: int) -> tuple[int, int]:
 
 
 def resize_note(origin: str, size: int) -> str:
+    """What was done to the pictures, for the list of notes."""
     return f"resized from {origin} to {size}x{size} (shorter side, centre crop)"
 
 

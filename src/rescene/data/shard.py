@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rescene.data.images import Images, Transform
 from rescene.data.tasks import Task
 
 
+@dataclass(frozen=True)
+class Batch:
+    """Network input [n, 3, H, W], labels [n], and where they came from: positions into the set being trained on."""
+
+    x: Tensor
+    y: Tensor
+    index: Tensor
+    beside: Tensor | None = None  # what a method's loss looks at beside the batch
+
+
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """One client's part of one task. ``images`` is the whole training split, shared; only ``index`` is the client's.
-
-    ``net`` builds the network with the given weights (the head's size is read from them); the engine supplies it.
-    ``site`` is the privacy mechanism and ledger that uploads must pass (``rescene.privacy.Site``), None without one.
-    ``notice`` is for simulations only: it is shown surrogates and their start images, which never leave a real site.
-    """
+    """One client's part of one task. ``images`` is the whole training split, shared; only ``index`` is the client's."""
 
     images: Images
     index: Tensor
     task: Task
     transform: Transform
-    net: Callable[[Mapping[str, Tensor]], nn.Module]
-    site: Any = None
-    notice: Callable[[Tensor, Tensor], None] | None = None
 
     def __len__(self) -> int:
         return len(self.index)
@@ -40,6 +40,7 @@ class Shard:
 
     @property
     def device(self) -> torch.device:
+        """Where the images are."""
         return self.images.pixels.device
 
     def by_class(self) -> dict[int, Tensor]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from rescene.core.errors import DataError
 from rescene.data.catalog import CATALOG
 from rescene.data.images import Dataset, Images, Transform
-from rescene.errors import DataError
 
 
 def has_stand_in(name: str) -> bool:

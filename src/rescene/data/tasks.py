@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from rescene.core.errors import ConfigError, DataError, did_you_mean
+from rescene.core.rng import Rng
 from rescene.data.images import Dataset, Images
-from rescene.errors import ConfigError, DataError, did_you_mean
-from rescene.rng import Rng
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,12 +48,12 @@ def plan_tasks(
     ``scenario="class"`` takes exactly one of ``per_task`` (chunks, the last takes the remainder), ``count`` (tasks as
     equal as possible, larger ones first), ``sizes`` (must sum to the number of classes) and ``plan`` (lists of class
     names; classes it leaves out are dropped, with a note). ``order`` is ``natural`` or ``seeded``.
-    ``scenario="domain"`` takes none of them.
+    ``scenario="domain"`` takes none of them, or a ``plan`` with one domain for each task.
     """
     asked = {"per_task": per_task, "count": count, "sizes": sizes, "plan": plan}
     given = [name for name, value in asked.items() if value is not None]
     if scenario == "domain":
-        return dataset, _domain_tasks(dataset, given, order)
+        return dataset, _domain_tasks(dataset, [name for name in given if name != "plan"], order, plan)
     if scenario != "class":
         raise _bad_plan(f"unknown scenario {scenario!r}", fix="scenario: class or domain")
     if len(given) != 1:
@@ -100,7 +100,9 @@ def _task_sizes(num_classes: int, per_task: int | None, count: int | None, sizes
     return sizes
 
 
-def _named_plan(classes: tuple[str, ...], plan: Sequence[Sequence[str]], order: str) -> tuple[list[int], list[int]]:
+def _named_plan(
+    classes: tuple[str, ...], plan: Sequence[Sequence[str]], order: str, what: str = "class"
+) -> tuple[list[int], list[int]]:
     """Arrival order (old labels) and task sizes of a plan by class names."""
     if order != "natural":
         raise _bad_plan("a named plan fixes the order of the classes itself", fix="leave out order, or use per_task")
@@ -108,10 +110,10 @@ def _named_plan(classes: tuple[str, ...], plan: Sequence[Sequence[str]], order: 
     for name in names:
         if name not in classes:
             close = did_you_mean(name, classes)
-            fix = f"did you mean {close!r}?" if close else f"classes: {', '.join(classes[:20])}"
-            raise _bad_plan(f"no class is called {name!r}", fix=fix)
+            fix = f"did you mean {close!r}?" if close else f"there are: {', '.join(classes[:20])}"
+            raise _bad_plan(f"no {what} is called {name!r}", fix=fix)
         if names.count(name) > 1:
-            raise _bad_plan(f"class {name!r} appears twice", why="a class arrives once", fix="keep one of them")
+            raise _bad_plan(f"{what} {name!r} appears twice", why=f"a {what} arrives once", fix="keep one of them")
     if not all(plan) or not names:
         raise _bad_plan("a task of the plan has no class", fix="remove the empty list")
     return [classes.index(name) for name in names], [len(task) for task in plan]
@@ -165,7 +167,7 @@ def tested(dataset: Dataset, task: Task) -> Task:
     if len(task.test) == 0:
         names = ", ".join(dataset.classes[c] for c in task.classes[:5])
         where = names if task.domain is None else f"domain {dataset.domains[task.domain]}"
-        raise DataError("E202", f"task {task.index} has no test image", where=where, fix="add test images")
+        raise DataError("E202", f"task {task.index + 1} has no test image", where=where, fix="add test images")
     return task
 
 
@@ -173,7 +175,9 @@ def _positions(labels: Tensor, classes: tuple[int, ...]) -> Tensor:
     return torch.nonzero((labels >= classes[0]) & (labels <= classes[-1])).flatten()
 
 
-def _domain_tasks(dataset: Dataset, given: list[str], order: str) -> list[Task]:
+def _domain_tasks(
+    dataset: Dataset, given: list[str], order: str, plan: Sequence[Sequence[str]] | None = None
+) -> list[Task]:
     if given or order != "natural":
         named = ", ".join(given) or f"order={order}"
         raise _bad_plan(f"{named} has no meaning when tasks are domains", fix="leave it out, or scenario: class")
@@ -182,12 +186,21 @@ def _domain_tasks(dataset: Dataset, given: list[str], order: str) -> list[Task]:
             f"{dataset.name} has no domains", fix="use <domain>/<class>/* folders or a CSV with a domain column"
         )
     labels = tuple(range(len(dataset.classes)))
+    arrival = list(range(len(dataset.domains))) if plan is None else _planned_domains(dataset.domains, plan)
     tasks = []
-    for d, name in enumerate(dataset.domains):
+    for t, d in enumerate(arrival):
         train, test = (
             torch.nonzero(domains == d).flatten() for domains in (dataset.train.domains, dataset.test.domains)
         )
         if len(train) == 0:
-            raise DataError("E204", f"no training image in domain {name}", where=dataset.name, fix="add images to it")
-        tasks.append(tested(dataset, Task(d, labels, len(labels), d, train, test)))
+            what = f"no training image in domain {dataset.domains[d]}"
+            raise DataError("E204", what, where=dataset.name, fix="add images to it")
+        tasks.append(tested(dataset, Task(t, labels, len(labels), d, train, test)))
     return tasks
+
+
+def _planned_domains(domains: tuple[str, ...], plan: Sequence[Sequence[str]]) -> list[int]:
+    """Numbers of the domains in the order in which they arrive, by a plan with one for each task."""
+    if any(len(task) != 1 for task in plan) or not plan:
+        raise _bad_plan("when tasks are domains, each task of a plan has one domain", fix="tasks.plan=[[day], [night]]")
+    return _named_plan(domains, plan, "natural", "domain")[0]

@@ -7,16 +7,16 @@ import stat
 import time
 from datetime import UTC, datetime
 
+from rescene.core.errors import ConfigError, command
 from rescene.deploy.connection import certificate_row
+from rescene.deploy.federation_folder import FederationFolder
 from rescene.deploy.findings import Row, app_row, machine_rows, part_rows, row, secret_row
-from rescene.deploy.folder import Federation
 from rescene.deploy.processes import check_port, running
-from rescene.errors import ConfigError, command
 
 PARTS = ("link", "executor")
 
 
-def check_server(federation: Federation) -> list[Row]:
+def check_server(federation: FederationFolder) -> list[Row]:
     """Everything that can be known before a site calls; starts nothing."""
     server = federation.server
     return [
@@ -33,13 +33,13 @@ def check_server(federation: Federation) -> list[Row]:
     ]
 
 
-def _closed(federation: Federation) -> Row:
+def _closed(federation: FederationFolder) -> Row:
     mode = stat.S_IMODE(federation.path.stat().st_mode)
     shared = f"others can look into it (mode {mode:04o})" if mode & 0o077 else ""
     return row("folder", f"mode {mode:04o}", shared, f"chmod 700 {shlex.quote(str(federation.path))}")
 
 
-def _site(federation: Federation, name: str) -> Row:
+def _site(federation: FederationFolder, name: str) -> Row:
     """The server registers a site by node.pub; a node.key still here is no fault, but no longer a secret of the site."""
     folder = federation.site(name)
     check = f"site {name}"
@@ -53,7 +53,7 @@ def _site(federation: Federation, name: str) -> Row:
     return row(check, f"node.pub{left}")
 
 
-def _processes(federation: Federation) -> list[Row]:
+def _processes(federation: FederationFolder) -> list[Row]:
     up = {one.name for one in running(federation.server)}
     port = f"127.0.0.1:{federation.port}"
     if "link" in up:
@@ -67,7 +67,7 @@ def _processes(federation: Federation) -> list[Row]:
     return rows + part_rows(up, PARTS, command("deploy", "server", federation.path))
 
 
-def _clock(federation: Federation) -> Row:
+def _clock(federation: FederationFolder) -> Row:
     """Sites compare their clock with this one, so at least it must not stand before our own files."""
     made = (federation.path / "federation.yaml").stat().st_mtime
     early = "it stands before the day this folder was made" if time.time() < made - 60 else ""

@@ -8,17 +8,17 @@ from pathlib import Path
 import torch
 
 from rescene.config import Recipe
+from rescene.core.errors import ResceneError, ResceneWarning, command
 from rescene.data import Dataset, content_rows
 from rescene.deploy.connection import authority_row, server_rows
 from rescene.deploy.findings import Row, app_row, key_row, machine_rows, part_rows, row
-from rescene.deploy.holding import ledger_of
 from rescene.deploy.processes import running
 from rescene.deploy.site import Site
+from rescene.deploy.site_config import ledger_of
 from rescene.engine.experiment import load_data, pick_device
-from rescene.errors import ResceneError, ResceneWarning, command
 from rescene.lens import open_lens
 from rescene.methods import method_class
-from rescene.privacy.meaning import limit
+from rescene.privacy.statement import limit
 
 PARTS = ("node", "executor")
 MOST_NAMES = 12  # of classes in one line

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from rescene.deploy.letters import LONGEST_LINE, Remembered, Reply
-from rescene.deploy.message import unpack_message
+from rescene.core.errors import RunError
+from rescene.core.record import Tree
+from rescene.deploy.exchange import LONGEST_LINE, Remembered, Reply
+from rescene.deploy.message_bytes import unpack_message
 from rescene.engine.evaluate import Tally
-from rescene.errors import RunError
-from rescene.methods.forms import MOST, Form, Misfit, Sizes, both, check_form, fields, tensor, whole
+from rescene.methods.upload_schema import MOST, Form, Misfit, Sizes, both, check_form, fields, tensor, whole
 from rescene.privacy.ledger import End
-from rescene.record import Tree
 
 HEADER_BYTES, TENSOR_BYTES = 1 << 16, 512  # of JSON, which takes a hundred times its size while it is read
 MOST_TOLD = 20

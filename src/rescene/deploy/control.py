@@ -22,10 +22,12 @@ from typing import Any
 import yaml
 
 from rescene.config import Resolved
-from rescene.deploy.folder import Federation, check_path, require_flower
-from rescene.deploy.holding import local_images
-from rescene.deploy.letters import Patience
-from rescene.deploy.plan import read_plan, with_plan
+from rescene.core.errors import ConfigError, ResceneError, RunError, command, error_in
+from rescene.core.run_state import is_done, read_object, state_of
+from rescene.deploy.exchange import Patience
+from rescene.deploy.federation_folder import FederationFolder, check_path, require_flower
+from rescene.deploy.leaving import without_left
+from rescene.deploy.plan_file import read_plan, with_plan
 from rescene.deploy.processes import (
     Started,
     alive,
@@ -40,13 +42,11 @@ from rescene.deploy.processes import (
     wait_for_port,
 )
 from rescene.deploy.site import Site, tighten
+from rescene.deploy.site_config import local_images
 from rescene.deploy.status import left_out_rows, site_answers, task_rows
-from rescene.deploy.withdrawal import without_left
 from rescene.engine import RunFolder
 from rescene.engine.checkpoint import write_atomically, write_json
-from rescene.errors import ConfigError, ResceneError, RunError, command, error_in
 from rescene.lens import absolute
-from rescene.run_state import is_done, read_object, state_of
 
 LINK = "here"  # the name of our link in Flower's own configuration
 SECRET_BYTES = 32
@@ -57,7 +57,7 @@ PASSING = ("E410", "E422")  # a disk may get room again, and the process of the 
 RETURN_S = 600.0  # for a server that ended to be started again
 
 
-def start_server(federation: Federation) -> list[Started]:
+def start_server(federation: FederationFolder) -> list[Started]:
     """Link and executor, whichever is not there, then the keys of all sites: an unknown one is turned away for good."""
     require_flower()
     folder, host, port = federation.server, "127.0.0.1", federation.port  # its control API has no login
@@ -120,7 +120,7 @@ def toml_string(text: str) -> str:
     return '"' + json.dumps(text, ensure_ascii=False)[1:-1].replace('\\"', "\\u0022") + '"'
 
 
-def _register(federation: Federation) -> None:
+def _register(federation: FederationFolder) -> None:
     """Make the sites' keys known to the link, each once; it lists nodes by its own numbers, so we keep whose is whose."""
     from rescene.deploy.keys import write_peers
 
@@ -139,12 +139,12 @@ def _register(federation: Federation) -> None:
     write_peers(federation.server / "peers.pub", there_are)
 
 
-def registered(federation: Federation) -> dict[str, str]:
+def registered(federation: FederationFolder) -> dict[str, str]:
     """Name of a site -> the link's number for its node."""
     return {name: str(number) for name, number in _json(federation.server / "nodes.json").items()}
 
 
-def seats_of(federation: Federation) -> dict[int, int]:
+def seats_of(federation: FederationFolder) -> dict[int, int]:
     """The link's number for a node -> its client, so that a site can answer with its own key only."""
     known = registered(federation)
     return {int(known[name]): client for client, name in enumerate(federation.sites) if name in known}
@@ -199,8 +199,17 @@ def _door(folder: Path) -> Path:
     return door
 
 
+def _with_whole_paths(resolved: Resolved) -> Resolved:
+    """The recipe with the full paths of the model's files: the server works in its own folder."""
+    model = resolved.recipe.model
+    lens = absolute(model.lens) if model.lens else None
+    init = str(Path(model.init).expanduser().absolute()) if model.init else None
+    model = model.model_copy(update={"lens": lens, "init": init})
+    return replace(resolved, recipe=resolved.recipe.model_copy(update={"model": model}))
+
+
 def run(
-    federation: Federation,
+    federation: FederationFolder,
     resolved: Resolved,
     out: Path,
     patience: Patience = Patience(),
@@ -219,20 +228,8 @@ def run(
     resolved = without_left(federation, resolved)
     if plan is not None:
         RunFolder(out).check(resolved)
-    if not running(federation.server):
-        raise ConfigError("E128", "the server is not running", fix=_again(federation))
-    if resolved.recipe.tasks.drift is not None:
-        raise ConfigError("E167", "only a simulation can let classes drift in", where="tasks.drift", fix="leave it out")
-    num_clients = resolved.recipe.federation.num_clients
-    if num_clients > len(federation.sites):
-        raise ConfigError(
-            "E129",
-            f"the recipe has {num_clients} sites, the federation {len(federation.sites)}",
-            fix=f"federation.num_clients={len(federation.sites)}",
-        )
-    if lens := resolved.recipe.model.lens:  # the server works in its own folder
-        model = resolved.recipe.model.model_copy(update={"lens": absolute(lens)})
-        resolved = replace(resolved, recipe=resolved.recipe.model_copy(update={"model": model}))
+    _check_can_run(federation, resolved)
+    resolved = _with_whole_paths(resolved)
     out = out.resolve()
     recipe = federation.server / "recipes" / f"{resolved.name}-{resolved.digest()}.yaml"
     recipe.parent.mkdir(exist_ok=True)
@@ -269,11 +266,25 @@ def run(
     )
 
 
-def _again(federation: Federation) -> str:
+def _check_can_run(federation: FederationFolder, resolved: Resolved) -> None:
+    if not running(federation.server):
+        raise ConfigError("E128", "the server is not running", fix=_again(federation))
+    if resolved.recipe.tasks.drift is not None:
+        raise ConfigError("E167", "only a simulation can let classes drift in", where="tasks.drift", fix="leave it out")
+    num_clients = resolved.recipe.federation.num_clients
+    if num_clients > len(federation.sites):
+        raise ConfigError(
+            "E129",
+            f"the recipe has {num_clients} sites, the federation {len(federation.sites)}",
+            fix=f"federation.num_clients={len(federation.sites)}",
+        )
+
+
+def _again(federation: FederationFolder) -> str:
     return command("deploy", "server", federation.path)
 
 
-def _wait_for_link(federation: Federation, look_s: float) -> None:
+def _wait_for_link(federation: FederationFolder, look_s: float) -> None:
     """A server that ended and took the run with it may come back; if not, the next command says so."""
     until = time.monotonic() + RETURN_S
     while time.monotonic() < until:
@@ -289,7 +300,7 @@ def _may_pass(error: ResceneError) -> bool:
 
 
 def _watch(
-    federation: Federation, run_id: int, out: Path, tell: Callable[[str], None], look_s: float
+    federation: FederationFolder, run_id: int, out: Path, tell: Callable[[str], None], look_s: float
 ) -> tuple[str, str]:
     """Until the run is listed as finished: as what, and why. Tells each step once. A link that is gone may come back,
     and the run with it.
@@ -325,7 +336,7 @@ def progress(out: Path) -> str:
     return f"{state}: {status['done']} of {status['steps']} steps{aa}{wait}"
 
 
-def status_rows(federation: Federation) -> list[dict[str, Any]]:
+def status_rows(federation: FederationFolder) -> list[dict[str, Any]]:
     """One row for the server, each site, each run, the task under way and each upload left out: what it is, how it is."""
     up = {one.name for one in running(federation.server)}
     rows = [{"what": "server", "name": part, "state": "up" if part in up else "down"} for part in ("link", "executor")]
@@ -340,18 +351,19 @@ def status_rows(federation: Federation) -> list[dict[str, Any]]:
     return rows + task_rows(read_plan(federation.plan), federation.plan_run) + left_out_rows(folders, federation.sites)
 
 
-def nodes(federation: Federation) -> list[dict[str, Any]]:
+def nodes(federation: FederationFolder) -> list[dict[str, Any]]:
     """The registered nodes with their status, as the link lists them."""
     found: list[dict[str, Any]] = flwr(federation, "supernode", "list", LINK, "--format", "json").get("nodes", [])
     return found
 
 
-def runs(federation: Federation) -> list[dict[str, Any]]:
+def runs(federation: FederationFolder) -> list[dict[str, Any]]:
+    """The runs that Flower's server knows, as ``flwr list`` tells them."""
     found: list[dict[str, Any]] = flwr(federation, "list", LINK, "--format", "json").get("runs", [])
     return found
 
 
-def flwr(federation: Federation, *words: str) -> dict[str, Any]:
+def flwr(federation: FederationFolder, *words: str) -> dict[str, Any]:
     """A command of Flower's own, with what it prints as JSON where it does."""
     env = environment(federation.server / "flwr")
     done = subprocess.run([program("flwr"), *words], capture_output=True, text=True, env=env, cwd=federation.server)

@@ -20,11 +20,14 @@ from flwr.supercore.superexec.executor import ExecutionSpec, LaunchResult
 from flwr.supercore.superexec.executor.subprocess_executor import SubprocessExecutor
 from flwr.supercore.tls import get_client_tls_args
 
-from rescene.deploy.folder import broken_apps
+from rescene.deploy.federation_folder import broken_apps
 
 
 class QuietExecutor(SubprocessExecutor):
+    """Flower's executor, with the token in an unnamed file in place of the command line."""
+
     def launch(self, spec: ExecutionSpec) -> LaunchResult:
+        """Start the process of one task. A process that cannot be started fails that task only."""
         output = subprocess.DEVNULL if spec.suppress_output else None
         try:
             for app in broken_apps(Path(os.environ["FLWR_HOME"])):

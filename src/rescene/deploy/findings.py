@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from rescene.deploy.folder import broken_apps
+from rescene.deploy.federation_folder import broken_apps
 
 Row = dict[str, str]
 FLOWER = "1.41."  # its parts must share major.minor; the extra pins it

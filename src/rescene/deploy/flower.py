@@ -17,7 +17,7 @@ from flwr.app import Array, ArrayRecord, Context, Message, MessageType, RecordDi
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from rescene.deploy.letters import Letter, Patience, Undelivered
+from rescene.deploy.exchange import Letter, Patience, Undelivered
 
 T = TypeVar("T")
 RETRIES = 6  # Flower itself does not retry a plain HTTP 500, and a busy database gives one
@@ -38,9 +38,10 @@ def answer(message: Message, context: Context) -> Message:
 
 @server.main()
 def main(grid: Grid, context: Context) -> None:
+    """Flower's entry point at the server: run the federation over this grid."""
     from rescene.config import resolve
     from rescene.deploy.control import seats_of
-    from rescene.deploy.folder import Federation
+    from rescene.deploy.federation_folder import FederationFolder
     from rescene.deploy.server import run_across
     from rescene.engine import RunFolder, use_all_cores
 
@@ -54,7 +55,7 @@ def main(grid: Grid, context: Context) -> None:
     sys.argv = ["rescene", "deploy", "run", str(recipe.parents[2]), str(recipe)]
     plan = Path(str(config["plan"])) if config.get("plan") else None
     folder, elsewhere = RunFolder(Path(str(config["out"]))), bool(config.get("elsewhere"))
-    federation = Federation.open(recipe.parents[2])
+    federation = FederationFolder.open(recipe.parents[2])
     run_across(
         resolve(recipe), folder, post, patience, plan=plan, elsewhere=elsewhere, seats=seats_of(federation),
         ledgers=federation.server / "ledgers.json", peers=federation.server / "peers.pub",
@@ -68,6 +69,7 @@ class FlowerPost:
         self._grid, self._ttl_s, self._sleep = grid, ttl_s, sleep
 
     def nodes(self) -> Sequence[int]:
+        """The ids of the connected nodes, in ascending order."""
         return self._patiently(lambda: sorted(self._grid.get_node_ids()))
 
     def push(self, letters: dict[int, Letter]) -> dict[str, int]:
@@ -83,6 +85,7 @@ class FlowerPost:
         return {number: node for number, node in zip(self._patiently(once), letters, strict=True) if number}
 
     def pull(self, ids: Sequence[str]) -> dict[str, bytes | Undelivered]:
+        """The replies that have arrived to these messages, by the id of the message."""
         found = self._patiently(lambda: list(self._grid.pull_messages(ids)))
         return {message.metadata.reply_to_message_id: _reply(message) for message in found}
 
@@ -107,7 +110,7 @@ def _content(letter: Letter) -> RecordDict:
 
 def _bytes(message: Message, name: str) -> bytes:
     # not by content.array_records: that is a cycle, and would hold every model and upload until Python looks for such
-    return bytes(message.content["letter"][name].data)  # type: ignore[index, union-attr]
+    return bytes(message.content["letter"][name].data)  # type: ignore[union-attr]
 
 
 def _reply(message: Message) -> bytes | Undelivered:

@@ -21,9 +21,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rescene.core.errors import RunError
 from rescene.engine.checkpoint import could_not_save, write_json
 from rescene.engine.crashpoints import reach
-from rescene.errors import RunError
 from rescene.privacy.ledger import End
 
 
@@ -132,6 +132,7 @@ class Ends:
         self._ends = self._read()
 
     def of(self, client: int) -> End | None:
+        """How far this site's ledger goes, as the site last said; None if it never said."""
         return self._ends.get(client)
 
     def note(self, client: int, end: End) -> None:

@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from rescene.errors import RunError
+from rescene.core.errors import RunError
 
 VALID = timedelta(days=825)
 Key = ec.EllipticCurvePrivateKey

@@ -11,13 +11,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from rescene.core.errors import RunError
 from rescene.deploy.control import status_rows
-from rescene.deploy.folder import Federation
+from rescene.deploy.federation_folder import FederationFolder
 from rescene.engine.checkpoint import write_json
-from rescene.errors import RunError
 
 
-def watch_sites(federation: Federation, run: Path) -> None:
+def watch_sites(federation: FederationFolder, run: Path) -> None:
     """Write down how each site is now; what the link cannot tell stays unknown."""
     states: dict[str, str] = {}
     with contextlib.suppress(RunError):  # the link is busy, or away
@@ -38,7 +38,7 @@ def watch_sites(federation: Federation, run: Path) -> None:
     write_json(run / "sites.json", facts, sync="none")
 
 
-def newest_run(federation: Federation) -> Path | None:
+def newest_run(federation: FederationFolder) -> Path | None:
     """The run folder that was touched last."""
     found = sorted((federation.server / "runs").glob("*/status.json"), key=lambda path: path.stat().st_mtime)
     return found[-1].parent if found else None

@@ -17,16 +17,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from rescene.core.errors import RunError
+from rescene.core.record import Tree
 from rescene.deploy.keys import read_node_key, read_peers
-from rescene.deploy.message import pack_message, unpack_message
+from rescene.deploy.message_bytes import pack_message, unpack_message
 from rescene.deploy.summing import MASK, REVEAL, answer
 from rescene.engine.checkpoint import write_atomically
 from rescene.engine.crashpoints import reach
-from rescene.errors import RunError
 from rescene.privacy import secure_sum as sums
-from rescene.privacy.secure_sum import Party, Values
-from rescene.privacy.totals import check_part
-from rescene.record import Tree
+from rescene.privacy.secure_sum import Party
+from rescene.privacy.totals import Values, check_part
 
 try:
     from fcntl import LOCK_EX, flock

@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rescene.core.errors import ConfigError, RunError
 from rescene.engine.checkpoint import write_json
-from rescene.errors import ConfigError, RunError
 
 CLOSED_NETWORK = {  # Flower asks the internet for nothing
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -30,6 +30,8 @@ GRACE_S = 10.0
 
 @dataclass(frozen=True)
 class Started:
+    """A process that was started here: its id, and when it began, so that another process with that id is not taken for it."""
+
     name: str
     pid: int
     began: str
@@ -43,6 +45,7 @@ def environment(home: Path) -> dict[str, str]:
 
 
 def program(name: str) -> str:
+    """The path of a program beside this Python."""
     return str(Path(sys.executable).parent / name)
 
 
@@ -69,6 +72,7 @@ def start(folder: Path, name: str, argv: Sequence[str], env: Mapping[str, str]) 
 
 
 def cannot_write(path: Path, error: OSError) -> RunError:
+    """The error for a file that cannot be written (E373)."""
     why, fix = error.strerror or str(error), "make room, or give the folder to the user who runs this"
     return RunError("E373", f"cannot write {path.name}", where=str(path.parent), why=why, fix=fix)
 
@@ -87,6 +91,7 @@ def _recorded(folder: Path) -> list[Started]:
 
 
 def alive(one: Started) -> bool:
+    """Whether this very process still runs."""
     with contextlib.suppress(ChildProcessError):
         os.waitpid(one.pid, os.WNOHANG)  # one of ours that has ended is not there any more
     if not Path("/proc/self/stat").exists():
@@ -163,6 +168,7 @@ def _facts(pid: int) -> dict[str, str]:
 
 
 def free_port() -> int:
+    """A TCP port on this machine that nobody uses now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -188,6 +194,7 @@ def check_port(host: str, port: int, patience_s: float = 5.0) -> None:
 
 
 def wait_for_port(one: Started, host: str, port: int, seconds: float = 120.0) -> None:
+    """Wait until the process listens on the port; E350 with the end of its log if it does not within ``seconds``."""
     until = time.monotonic() + seconds
     while time.monotonic() < until and alive(one):
         with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=1):

@@ -11,8 +11,8 @@ import yaml
 
 from rescene.config import Resolved
 from rescene.deploy.control import run, start_server, start_site
-from rescene.deploy.folder import init, require_flower
-from rescene.deploy.letters import Patience
+from rescene.deploy.exchange import Patience
+from rescene.deploy.federation_folder import init, require_flower
 from rescene.deploy.operator import watch_sites
 from rescene.deploy.processes import free_port, stop
 from rescene.lens import BUILT_IN, absolute

@@ -10,9 +10,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from rescene.deploy.letters import EVALUATE, HELLO, SUM_STEPS, Request
+from rescene.core.errors import RunError
+from rescene.deploy.exchange import EVALUATE, HELLO, SUM_STEPS, Request
 from rescene.engine import Experiment
-from rescene.errors import RunError
 from rescene.methods import Method
 from rescene.privacy.ledger import End
 
@@ -65,4 +65,5 @@ def client_verb(method: Method, name: str) -> Callable[..., Any]:
 
 
 def outside(why: str) -> RunError:
+    """The error for a request outside its bounds (E374)."""
     return RunError("E374", f"the request is refused: {why}")

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rescene.config import Resolved
-from rescene.deploy.federation import GridFederation
-from rescene.deploy.holding import OWN
-from rescene.deploy.journal import Ends, Journal
-from rescene.deploy.letters import Patience, Post
-from rescene.deploy.plan import is_closed
+from rescene.deploy.exchange import Patience, Post
+from rescene.deploy.plan_file import is_closed
+from rescene.deploy.post_transport import PostTransport
+from rescene.deploy.site_config import OWN
 from rescene.engine import RunFolder
 from rescene.engine.checkpoint import write_json
 from rescene.engine.loop import Run
-from rescene.engine.watch import Progress
+from rescene.engine.observers import Guarded
+from rescene.engine.run_context import Progress
+from rescene.engine.run_setup import check_transport
 
 
 def run_across(
@@ -31,6 +32,7 @@ def run_across(
     seats: Mapping[int, int] | None = None,
     ledgers: Path | None = None,
     peers: Path | None = None,
+    callbacks: Sequence[Guarded] = (),
 ) -> dict[str, Any]:
     """Run, or continue, the experiment of this folder across the sites behind ``post``.
 
@@ -40,34 +42,24 @@ def run_across(
     """
     folder.check(resolved)
     recipe = resolved.recipe
-
-    def federate(*args: Any, **options: Any) -> GridFederation:
-        name = f"{recipe.method['name']}-s{recipe.seed}-{resolved.digest()}"
-        text = json.dumps(recipe.model_dump(mode="json"))
-        journal = Journal(folder.path / "uploads")
-        ends = Ends(ledgers or folder.path / "uploads" / "ledgers.json")
-        return GridFederation(
-            *args,
-            post=post,
-            run=name,
-            recipe=text,
-            patience=patience,
-            journal=journal,
-            seats=seats,
-            ends=ends,
-            peers=peers,
-            **options,
-        )
-
+    transport = PostTransport(
+        post,
+        run=f"{recipe.method['name']}-s{recipe.seed}-{resolved.digest()}",
+        recipe=json.dumps(recipe.model_dump(mode="json")),
+        patience=patience,
+        uploads=folder.path / "uploads",
+        seats=seats,
+        ledgers=ledgers or folder.path / "uploads" / "ledgers.json",
+        peers=peers,
+    )
+    transport.waiting = lambda facts: write_json(folder.path / "waiting.json", facts, sync="none")
+    check_transport(resolved, transport)
     with folder:
-        going = run(resolved, folder, progress, federate, elsewhere)
-        federation = going.federation
-        assert isinstance(federation, GridFederation)
-        dataset = going.experiment.dataset
-        federation.fingerprint = OWN if recipe.sites else dataset.pictures or dataset.fingerprint()
+        going = run(resolved, folder, progress, transport, elsewhere, callbacks)
+        dataset = going.context.experiment.dataset
+        transport.fingerprint = OWN if recipe.sites else dataset.pictures or dataset.fingerprint()
         if plan is not None:
             going.closed = lambda task: is_closed(plan, task.index)
-        federation.waiting = lambda facts: write_json(folder.path / "waiting.json", facts, sync="none")
         results = going.complete()
-        federation.journal.clear()
+        transport.journal.clear()
         return results

@@ -40,8 +40,15 @@ from pydantic import ValidationError
 
 import rescene
 from rescene.config import Recipe
-from rescene.config.plan import grows
-from rescene.deploy.holding import (
+from rescene.config.site_plan import grows
+from rescene.core.documents import read_yaml
+from rescene.core.errors import ConfigError, DataError, ResceneError, RunError
+from rescene.core.record import Tree, num_bytes, to_device
+from rescene.core.rng import Rng, torch_draws_from
+from rescene.deploy.exchange import EVALUATE, HELLO, SUM_STEPS, Letter, Remembered, Reply, Request, in_a_line
+from rescene.deploy.message_bytes import pack_message, unpack_message
+from rescene.deploy.requests import check_place, check_request, client_verb
+from rescene.deploy.site_config import (
     OWN,
     SiteSection,
     check_floor,
@@ -52,29 +59,22 @@ from rescene.deploy.holding import (
     ledger_of,
     lens_of,
 )
-from rescene.deploy.letters import EVALUATE, HELLO, SUM_STEPS, Letter, Remembered, Reply, Request, in_a_line
-from rescene.deploy.message import pack_message, unpack_message
-from rescene.deploy.requests import check_place, check_request, client_verb
-from rescene.documents import read_yaml
 from rescene.engine import Experiment, use_all_cores
 from rescene.engine import wire as on_wire
 from rescene.engine.checkpoint import write_atomically
+from rescene.engine.cost_ledger import FlopMeter
 from rescene.engine.evaluate import TALLY_SENSITIVITY, Tally, noised, tally
-from rescene.engine.federation import first_line
-from rescene.engine.ledger import FlopMeter
-from rescene.engine.sites import site_at
-from rescene.engine.watch import warnings_to
-from rescene.errors import ConfigError, DataError, ResceneError, RunError
-from rescene.lens import Kept
+from rescene.engine.in_process import first_line
+from rescene.engine.run_context import warnings_to
+from rescene.engine.site_privacy import site_at
+from rescene.lens import FeatureCache
 from rescene.methods import Method
 from rescene.nets import flops_to
-from rescene.privacy.book import EVALUATION
 from rescene.privacy.ledger import Charge, Declined, Floor, Ledger, Released
+from rescene.privacy.ledger_file import EVALUATION
 from rescene.privacy.mechanism import digest
 from rescene.privacy.noise import Noise
 from rescene.privacy.totals import threshold
-from rescene.record import Tree, num_bytes, to_device
-from rescene.rng import Rng
 
 if TYPE_CHECKING:
     from rescene.deploy.parties import Parties
@@ -110,6 +110,7 @@ class Site:
 
     @staticmethod
     def open(folder: Path) -> Site:
+        """Read a site's folder. A missing or bad ``site.yaml`` is a ConfigError (E120)."""
         path = folder / "site.yaml"
         try:
             return Site(folder, SiteSection.model_validate(read_yaml(path)))
@@ -161,7 +162,7 @@ class Site:
         if request.verb == HELLO:
             return self._packed(self._hello(request, hidden), request)
         check_request(request, self._recipe(request).build_method())
-        files = Memory(self.folder / "state" / _safe(request.run) / f"client-{self.section.client}")
+        files = SiteMemory(self.folder / "state" / _safe(request.run) / f"client-{self.section.client}")
         files.check_run(request.recipe)
         if request.verb == EVALUATE:
             return self._packed(self._evaluate(request, letter.body, files, hidden), request)
@@ -184,7 +185,7 @@ class Site:
         return Recipe.model_validate(given)
 
     def _experiment(self, request: Request, hidden: bool = False) -> Experiment:
-        kept = Kept(self.folder / "state" / "seen", last_only=True)
+        kept = FeatureCache(self.folder / "state" / "seen", last_only=True)
         return experiment_of(self.section, self._recipe(request), kept, hidden)
 
     def _hello(self, request: Request, hidden: bool) -> Reply:
@@ -199,7 +200,7 @@ class Site:
         }
         return Reply(self.section.client, greeting, None, 0, None, tuple(told))
 
-    def _evaluate(self, request: Request, body: bytes, files: Memory, hidden: bool) -> Reply:
+    def _evaluate(self, request: Request, body: bytes, files: SiteMemory, hidden: bool) -> Reply:
         """How the model does on the hold-out: counts and right answers per class, nothing else."""
         ledger = ledger_of(self.section, self.folder, request.ledger)
         floor = ledger.floor()
@@ -231,7 +232,7 @@ class Site:
         told = ("W374", f"counts of its hold-out carry noise of deviation {sigma * TALLY_SENSITIVITY:.3g}")
         return Reply(self.section.client, {"tally": Tally(**counts)}, None, 0, told=(told,), ledger=ledger.handed)
 
-    def _work(self, request: Request, body: bytes, files: Memory, hidden: bool) -> Reply:
+    def _work(self, request: Request, body: bytes, files: SiteMemory, hidden: bool) -> Reply:
         ledger = ledger_of(self.section, self.folder, request.ledger)
         check_floor(ledger.floor(), self._recipe(request))
         experiment = self._experiment(request, hidden)
@@ -247,7 +248,8 @@ class Site:
 
         rng = Rng(experiment.rng.seed, request.address).at(client)
         site = site_at(experiment, request.run, request.task, request.round, client, ledger, request.verb)
-        with meter.on("client"), flops_to(meter.add), _heard(hidden) as told:
+        drawn = torch_draws_from(rng, experiment.arch.draws)
+        with meter.on("client"), flops_to(meter.add), drawn, _heard(hidden) as told:
             upload, after = verb(payload, experiment.shard(task, client, net, site), state, rng)
         message = on_wire.sent(upload, experiment.recipe.federation.wire)
         message = self._for_sum(request, experiment.recipe, message, files, released=ledger.handed is not None)
@@ -266,7 +268,7 @@ class Site:
                 f"the first run, {run}, sets this site's privacy floor: {words}; {ledger.floor_path}", file=sys.stderr
             )
 
-    def _for_sum(self, request: Request, recipe: Recipe, upload: Tree, files: Memory, released: bool) -> Tree:
+    def _for_sum(self, request: Request, recipe: Recipe, upload: Tree, files: SiteMemory, released: bool) -> Tree:
         """What may be sent of an upload: in a secure sum the site's keys in its place, and its numbers only under masks later.
 
         With ``privacy.honest_sites`` a release has only this site's share of the noise, so it never leaves bare.
@@ -281,11 +283,11 @@ class Site:
         least = threshold(federation.num_clients, federation.quorum, honest)
         return self._parties(files).begin(_safe(request.session), least, federation.num_clients, upload)
 
-    def _sum_step(self, request: Request, body: bytes, files: Memory) -> Reply:
+    def _sum_step(self, request: Request, body: bytes, files: SiteMemory) -> Reply:
         found = self._parties(files).answer(_safe(request.session), request.verb, files.payload(request.verb, body))
         return Reply(self.section.client, found, None, 0)
 
-    def _parties(self, files: Memory) -> Parties:
+    def _parties(self, files: SiteMemory) -> Parties:
         from rescene.deploy.parties import Parties  # cryptography is for those who need it
 
         return Parties(self.folder, files.folder, self.section.client)
@@ -316,7 +318,7 @@ def tighten(folder: Path) -> None:
         ) from None
 
 
-class Memory:
+class SiteMemory:
     """Files of one client in one run."""
 
     def __init__(self, folder: Path) -> None:
@@ -384,6 +386,7 @@ class Memory:
             return None
 
     def keep(self, token: str, answer: bytes) -> bytes:
+        """Store an answer in place of the last one, so that a repeated request gets the same bytes."""
         path = self._answer_path(token)
         for old in self.folder.glob("answer-*.bin"):
             old.unlink(missing_ok=True)

@@ -8,9 +8,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from rescene.config.plan import SitesSection
-from rescene.deploy.plan import Held
-from rescene.run_state import state_of
+from rescene.config.site_plan import SitesSection
+from rescene.core.run_state import state_of
+from rescene.deploy.plan_file import Held
 
 MOST = 20  # uploads left out, the newest
 Row = dict[str, Any]
@@ -41,7 +41,7 @@ def task_rows(plan: SitesSection | None, run: Path) -> list[Row]:
         state = "ended" if number < finished else "not begun"
         if number == held.task:
             state = f"{held.rounds} of {task.rounds} rounds held" + (", closing" if task.closed else "")
-        rows.append({"what": "task", "name": str(number), "state": f"{state}: {', '.join(task.classes)}"})
+        rows.append({"what": "task", "name": str(number + 1), "state": f"{state}: {', '.join(task.classes)}"})
     return rows
 
 
@@ -52,9 +52,7 @@ def left_out_rows(runs: list[Path], sites: list[str]) -> list[Row]:
         for event in _events(run / "events.jsonl"):
             client = event.get("client")
             if client is not None and event.get("level") in ("error", "warning"):
-                place = (
-                    f"task {event['task']}, round {event['round']}" if event["round"] >= 0 else f"task {event['task']}"
-                )
+                place = f"task {event['task'] + 1}" + (f", round {event['round'] + 1}" if event["round"] >= 0 else "")
                 name = sites[client] if client < len(sites) else f"site {client}"
                 rows.append({"what": "left out", "name": name, "state": f"{place}: {event['code']} {event['message']}"})
     return rows[-MOST:]

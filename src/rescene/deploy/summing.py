@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rescene.deploy.letters import SUM_STEPS
-from rescene.errors import RunError
-from rescene.methods.forms import Form, Misfit, Sizes, fields, tensor
+from rescene.core.errors import RunError
+from rescene.core.record import Tree, map_tensors
+from rescene.deploy.exchange import SUM_STEPS
+from rescene.methods.upload_schema import Form, Misfit, Sizes, fields, tensor
 from rescene.privacy import secure_sum as sums
 from rescene.privacy.secure_sum import Blobs, Party, Sign, Verify, blob, raw
 from rescene.privacy.totals import COMMITTED, KEYS, SEALED, SHARE, SIGNATURE, Values, layout
-from rescene.record import Tree, map_tensors
 
 DEAL, RECEIVE, MASK, AGREE, REVEAL = STEPS = SUM_STEPS
 ROW = SEALED + COMMITTED
@@ -35,6 +35,7 @@ Note = Callable[..., None]
 
 
 def byte(*shape: int) -> Form:
+    """The form of a uint8 tensor of this shape."""
     return tensor(torch.uint8, *shape, low=0, high=255)
 
 
@@ -117,7 +118,7 @@ class Sum:
         found = self._asked(AGREE, dict.fromkeys(sorted(groups), shown), fields({"signature": byte(SIGNATURE)}))
         given = {k: raw(upload["signature"]) for k, upload in found.items()}
         wrong = self._unsigned("list", keys, clients, group, sorted(groups), given)
-        self._name(dict.fromkeys(wrong, "it has not signed the list of those who masked"))
+        self._name(dict.fromkeys(wrong, "it has not signed the list of those who masked"), summed=groups)
         signers = self._needed(AGREE, [k for k in sorted(given) if k not in wrong])
         return {k: given[k] for k in signers}
 
@@ -142,7 +143,7 @@ class Sum:
         }
         among = {k: keys[k] for k in clients}
         outcome = sums.opened(self.session, self.least, among, dealt, group, masked, seeds, told)
-        self._name(dict.fromkeys(outcome.liars, "it lied about a share"))
+        self._name(dict.fromkeys(outcome.liars, "it lied about a share"), summed=masked)
         if outcome.values is None:
             raise self._stuck(f"the masks of {_sites(outcome.closed)} cannot be taken away with {len(found)} answers")
         return outcome.values
@@ -167,9 +168,13 @@ class Sum:
             fix="start the sites that are away and resume the run: it goes on with this sum; events.jsonl names them",
         )
 
-    def _name(self, wrong: Mapping[int, str]) -> None:
+    def _name(self, wrong: Mapping[int, str], summed: Collection[int] = ()) -> None:
+        """Who lied. The numbers of ``summed`` came before they did, under masks that only the whole sum is freed of."""
         for client, why in sorted(wrong.items()):
-            self.note("error", "E441", f"site {client} is left out of the sum: {why}", client=client)
+            left_out = (
+                "is believed no more, but its numbers are in the sum" if client in summed else "is left out of the sum"
+            )
+            self.note("error", "E441", f"site {client} {left_out}: {why}", client=client)
 
 
 def answer(

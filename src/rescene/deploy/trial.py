@@ -18,16 +18,15 @@ import torch
 from torch import Tensor
 
 from rescene.config import Resolved
-from rescene.config.plan import PlannedTask, SitesSection
-from rescene.deploy.federation import GridFederation
-from rescene.deploy.holding import lens_of, local_images
-from rescene.deploy.journal import Journal
-from rescene.deploy.letters import HELLO, Letter, Patience, Undelivered
-from rescene.deploy.message import unpack_message
+from rescene.config.site_plan import PlannedTask, SitesSection
+from rescene.core.errors import DataError, RunError
+from rescene.deploy.exchange import HELLO, Letter, Patience, Undelivered
+from rescene.deploy.message_bytes import unpack_message
+from rescene.deploy.post_transport import PostTransport
 from rescene.deploy.site import Site
+from rescene.deploy.site_config import lens_of, local_images
 from rescene.engine import RunFolder
 from rescene.engine.loop import Run
-from rescene.errors import DataError, RunError
 from rescene.privacy import NEAR_COPY_DB, nearest_real, psnr
 
 SHOWN = 10
@@ -60,10 +59,12 @@ class Trial:
 
     @property
     def seconds(self) -> float:
+        """Seconds of work at the site."""
         return sum(one.seconds for one in self.answers)
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of all answers."""
         return sum(one.num_bytes for one in self.answers)
 
 
@@ -75,9 +76,11 @@ class NoPost:
         self._answers: dict[str, bytes] = {}
 
     def nodes(self) -> Sequence[int]:
+        """The one site of the trial."""
         return [HERE]
 
     def push(self, letters: dict[int, Letter]) -> dict[str, int]:
+        """Hand the message to the site at once, and keep its answer."""
         sent = {}
         for node, letter in letters.items():
             begin = time.perf_counter()
@@ -90,6 +93,7 @@ class NoPost:
         return sent
 
     def pull(self, ids: Sequence[str]) -> dict[str, bytes | Undelivered]:
+        """The answers to these messages."""
         return {number: self._answers[number] for number in ids}
 
 
@@ -99,9 +103,9 @@ def try_round(site: Site, resolved: Resolved) -> Trial:
         notes: list[str] = []
         post = NoPost(replace(site, folder=Path(spare) / "site"))
         with RunFolder(Path(spare) / "run") as folder:
-            run = _run(_at_site(site, resolved), post, folder, notes)
+            run, transport = _run(_at_site(site, resolved), post, folder, notes)
             try:
-                return _round(run, post, resolved.name)
+                return _round(run, transport, post, resolved.name)
             except RunError as error:
                 raise RunError(error.code, error.what, why="\n".join(notes) or error.why) from error
 
@@ -130,33 +134,26 @@ def _own_plan(site: Site, num_rounds: int) -> SitesSection:
     return SitesSection(image_size=section.data.image_size or 32, tasks=(task,))
 
 
-def _run(resolved: Resolved, post: NoPost, folder: RunFolder, notes: list[str]) -> Run:
+def _run(resolved: Resolved, post: NoPost, folder: RunFolder, notes: list[str]) -> tuple[Run, PostTransport]:
     """The server's side of a run, with this site and nobody else behind its post."""
 
     def hear(event: dict[str, Any]) -> None:
         if event["event"] == "event" and event["level"] != "info":
             notes.append(f"{event['code']} {event['message']}")
 
-    def federate(*args: Any, **options: Any) -> GridFederation:
-        recipe = json.dumps(resolved.recipe.model_dump(mode="json"))
-        patience = Patience(gather_s=0, poll_s=0)
-        journal = Journal(folder.path / "uploads")
-        return GridFederation(
-            *args, post=post, run="trial", recipe=recipe, patience=patience, journal=journal, **options
-        )
-
-    return Run(resolved, folder, hear, federate)
+    recipe = json.dumps(resolved.recipe.model_dump(mode="json"))
+    transport = PostTransport(post, "trial", recipe, Patience(gather_s=0, poll_s=0), folder.path / "uploads")
+    return Run(resolved, folder, hear, transport), transport
 
 
-def _round(run: Run, post: NoPost, recipe: str) -> Trial:
+def _round(run: Run, transport: PostTransport, post: NoPost, recipe: str) -> Trial:
     """begin_task, broadcast and ask of the loop, with one site; the server learns nothing from it."""
-    e, federation, client = run.experiment, run.federation, post.site.section.client
-    assert isinstance(federation, GridFederation)
-    head = federation._head(HELLO, None, (), "trial")
+    e, federation, client = run.context.experiment, run.federation, post.site.section.client
+    head = transport.greeting("trial")
     hello = unpack_message(post.site.answer(Letter(head))).tree
     if hello.problem:
         raise RunError(*hello.problem)
-    federation.fingerprint = hello.upload["fingerprint"]  # one machine, so the same images
+    transport.fingerprint = hello.upload["fingerprint"]  # one machine, so the same images
     here = post.site._experiment(unpack_message(head).tree)
     task = next((task for task in here.tasks if len(here.shards[task.index][client])), None)
     if task is None:

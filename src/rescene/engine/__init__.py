@@ -8,22 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rescene.engine.experiment import Experiment, pick_device, prepare, prepare_sizes, use_all_cores
-    from rescene.engine.folder import RunFolder
     from rescene.engine.loop import run
-    from rescene.engine.streams import Streams, attempt
+    from rescene.engine.run_folder import RunFolder
 
 __all__ = [
     "Experiment",
     "RunFolder",
-    "Streams",
-    "attempt",
     "pick_device",
     "prepare",
     "prepare_sizes",
     "run",
     "use_all_cores",
 ]
-_HOME = {"RunFolder": "folder", "run": "loop", "Streams": "streams", "attempt": "streams"}
+_HOME = {"RunFolder": "run_folder", "run": "loop"}
 
 
 def __getattr__(name: str) -> Any:

@@ -21,10 +21,10 @@ import torch
 from safetensors.torch import load
 from torch import Tensor
 
+from rescene.core.errors import ResceneWarning, RunError
+from rescene.core.record import Chunk, Tree, pack, tensors, unpack
+from rescene.core.versions import CHECKPOINT, refuse_newer
 from rescene.engine.crashpoints import reach
-from rescene.errors import ResceneWarning, RunError
-from rescene.record import Chunk, Tree, pack, tensors, unpack
-from rescene.versions import CHECKPOINT, refuse_newer
 
 KEEP = 2
 DTYPES = {

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from rescene.core.record import record
 from rescene.data import Dataset, Task
+from rescene.privacy.accounting import check_grid, least_deviation
+from rescene.privacy.discrete import discrete_gaussian
 from rescene.privacy.noise import Noise
-from rescene.record import record
-from rescene.steps import class_scores
+from rescene.training import class_scores
 
 TALLY_SENSITIVITY = math.sqrt(3)
 
@@ -71,12 +73,17 @@ def tally(net: nn.Module, dataset: Dataset, tasks: Sequence[Task]) -> Tally:
 
 
 def noised(found: Tally, sigma: float, noise: Noise) -> Tally:
-    """Counts behind Gaussian noise on whole numbers, then made possible again: none below 0, not more right than there are.
+    """Counts behind discrete Gaussian noise, then made possible again: whole, none below 0, not more right than there are.
 
-    An image adds at most 1 to each of three counts: the sensitivity is sqrt(3).
+    An image adds at most 1 to each of three counts: the sensitivity is sqrt(3). The grid is so fine that the accountant's cost
+    of a grid (``check_grid``) covers the noise.
     """
-    drawn = (sigma * TALLY_SENSITIVITY * noise.normal(3, len(found.num))).round().long()
-    counts = torch.stack([found.num, found.right, found.right_within]) + drawn
+    counts = torch.stack([found.num, found.right, found.right_within])
+    deviation = sigma * TALLY_SENSITIVITY
+    grid = math.ceil(least_deviation(counts.numel()) / deviation)  # steps to one image
+    check_grid(grid * deviation, counts.numel())
+    drawn = discrete_gaussian(counts.numel(), grid * deviation, noise).reshape(counts.shape)
+    counts = (counts * grid + drawn + grid // 2).div(grid, rounding_mode="floor")
     num = counts[0].clamp_min(0)
     return Tally(num, *(torch.minimum(right.clamp_min(0), num) for right in counts[1:]))
 

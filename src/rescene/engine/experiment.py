@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,21 +15,25 @@ import torch
 from torch import Tensor, nn
 
 from rescene.config import Recipe
-from rescene.config.plan import SitesSection
 from rescene.config.privacy import check_records
 from rescene.config.schema import DataSection, FederationSection
-from rescene.data import Dataset, LazySplit, Shard, Task, Transform, load, partition, plan_tasks
-from rescene.data.checks import hashes, warn_of_leaks
-from rescene.data.own import away
+from rescene.config.site_plan import SitesSection
+from rescene.core.errors import ConfigError
+from rescene.core.rng import Rng
+from rescene.data import Dataset, LazySplit, Task, Transform, load, partition, plan_tasks
+from rescene.data.inspection import hashes, warn_of_leaks
+from rescene.data.joining import joined
+from rescene.data.natural_sites import by_site, warn_of_unused_sites
+from rescene.data.site_images import away
 from rescene.data.tasks import cut, tested
-from rescene.engine.initial import initial_weights
-from rescene.errors import ConfigError
-from rescene.lens import Kept, sized, through, users_own
+from rescene.data.validation import validation_part
+from rescene.engine.initial_weights import initial_weights
+from rescene.lens import FeatureCache, sized, through, users_own
 from rescene.methods import Method
-from rescene.nets import Arch
+from rescene.methods.base import Client
+from rescene.nets import Arch, is_own, own_model
 from rescene.privacy.ledger import Touched
-from rescene.privacy.mechanism import Site
-from rescene.rng import Rng
+from rescene.privacy.mechanism import SitePrivacy
 
 
 class Digests(NamedTuple):
@@ -40,6 +45,7 @@ class Digests(NamedTuple):
 
     @staticmethod
     def of(dataset: Dataset) -> Digests:
+        """The digests of a data set's pictures."""
         return Digests(f"{list(dataset.train.pixels.shape[1:])}", hashes(dataset.train), hashes(dataset.test))
 
     def at(self, digests: Sequence[bytes], index: Tensor) -> Touched:
@@ -68,6 +74,7 @@ class Experiment:
 
     @property
     def tested_at_sites(self) -> bool:
+        """Whether the sites hold the test images, as in a federation without a test set of its own."""
         return self.recipe.sites is not None and self.recipe.sites.test is None
 
     def shard(
@@ -75,15 +82,15 @@ class Experiment:
         task: Task,
         client: int,
         net: Callable[..., nn.Module],
-        site: Site | None = None,
+        site: SitePrivacy | None = None,
         notice: Any = None,
         round: int = -1,
-    ) -> Shard:
+    ) -> Client:
         told, _ = self.told(task, round)
         index = self.held(task, client, round)
         if site is not None:
             site = replace(site, images=lambda: self.digests.at(self.digests.train, index))
-        return Shard(self.dataset.train, index, told, self.dataset.transform, net, site, notice)
+        return Client(self.dataset.train, index, told, self.dataset.transform, net, site, notice)
 
     def held(self, task: Task, client: int, round: int) -> Tensor:
         """The client's images in a round: those of the task; while it drifts in, some of it and some of the one before.
@@ -137,6 +144,13 @@ class Experiment:
         weights = initial_weights(file.expanduser(), self.arch, model.lens, classes[:num_classes], generator)
         return self.arch.restore(weights).to(self.device)
 
+    def check_start(self) -> None:
+        """A file to start from that does not fit is found here, before there is a run folder; a run that goes on needs none."""
+        if self.recipe.model.init:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # they are told when the run begins
+                self.initial_net()
+
     @property
     def clients(self) -> Sequence[int]:
         """Numbers of the sites that may be asked."""
@@ -169,10 +183,11 @@ class Experiment:
             told = self.has_images and not self.is_lazy
             counts = _by_site_and_class(shards, labels, task) if told else []
             rows.append({"task": task.index, "classes": list(task.classes), "counts": counts})
-        return {"num_clients": len(self.shards[0]), "classes": list(self.dataset.classes), "tasks": rows}
+        names = {"sites": list(self.dataset.sites)} if self.recipe.federation.partition == "sites" else {}
+        return {"num_clients": len(self.shards[0]), "classes": list(self.dataset.classes), **names, "tasks": rows}
 
 
-def prepare(recipe: Recipe, dataset: Dataset | None = None, kept: Kept | None = None) -> Experiment:
+def prepare(recipe: Recipe, dataset: Dataset | None = None, kept: FeatureCache | None = None) -> Experiment:
     """Load the data unless they are given, plan the tasks, draw the split. Everything random has its own address.
 
     ``kept`` is where features of a lens lie between runs: the user's cache folder, or a site's own.
@@ -202,24 +217,29 @@ def _prepare_simulated(
         warn_of_leaks(dataset)
     hidden = recipe.privacy.mechanism != "none"
     digests = Digests.of(planned(recipe, dataset)[0]) if hidden else Digests()  # in the order of the planned images
-    dataset, tasks = planned(recipe, look(dataset, device))
+    dataset, tasks = planned(recipe, seen_by(recipe, look(dataset, device)))
     check_records(recipe.promise(len(tasks)), sum(len(task.train) for task in tasks))
     dataset = dataset.to(device)
     tasks = [replace(task, train=task.train.to(device), test=task.test.to(device)) for task in tasks]
-    shards = [_split(task, dataset.train.labels[task.train].cpu(), recipe.federation, rng) for task in tasks]
+    if recipe.federation.partition == "sites":
+        shards: list[Sequence[Tensor]] = [by_site(dataset, task, recipe.federation.num_clients) for task in tasks]
+    else:
+        warn_of_unused_sites(dataset)
+        shards = [_split(task, dataset.train.labels[task.train].cpu(), recipe.federation, rng) for task in tasks]
     return Experiment(recipe, method, dataset, tasks, shards, arch_of(recipe, dataset), device, rng, digests)
 
 
-def _prepare_planned(recipe: Recipe, plan: SitesSection, own: Dataset | None, kept: Kept | None) -> Experiment:
+def _prepare_planned(recipe: Recipe, plan: SitesSection, own: Dataset | None, kept: FeatureCache | None) -> Experiment:
     """One place of a federation with a plan: a site with ``own`` images, all its own, or the server, which has none."""
     device, sizes = pick_device(recipe.device), [len(task.classes) for task in plan.tasks]
     if own is None:
         test = load(path=plan.test, image_size=plan.image_size) if plan.test else None
         dataset = through(recipe.model.lens, away(plan.classes, look_of(plan), plan.image_size, test)).to(device)
+        dataset = seen_by(recipe, dataset)
         tasks = [tested(dataset, task) if plan.test else task for task in cut(dataset, sizes)]
     else:
         warn_of_leaks(own)
-        dataset = through(recipe.model.lens, own, device, kept).to(device)
+        dataset = seen_by(recipe, through(recipe.model.lens, own, device, kept).to(device))
         tasks = cut(dataset, sizes)
         check_records(recipe.promise(len(tasks)), max((len(task.train) for task in tasks), default=0))
     shards: list[Sequence[Tensor]] = [[task.train] * recipe.federation.num_clients for task in tasks]
@@ -229,11 +249,26 @@ def _prepare_planned(recipe: Recipe, plan: SitesSection, own: Dataset | None, ke
 
 
 def arch_of(recipe: Recipe, dataset: Dataset) -> Arch:
+    """The network's architecture; one of the user's own is taken apart here, so what is wrong with it is told before a run."""
     model = recipe.model
-    return Arch(model.name, dataset.image_size, model.norm, model.width, dataset.num_channels)
+    arch = Arch(model.name, dataset.image_size, model.norm, model.width, dataset.num_channels)
+    if is_own(model.name):
+        own_model(model.name).taken_apart(dataset.image_size)
+    return arch
+
+
+def seen_by(recipe: Recipe, dataset: Dataset) -> Dataset:
+    """The data set with the normalisation of the network, where the network brings one: its weights were trained with it."""
+    if recipe.model.lens is not None or not is_own(recipe.model.name):
+        return dataset
+    model = own_model(recipe.model.name)
+    if model.mean is None or model.std is None:
+        return dataset
+    return replace(dataset, transform=Transform(model.mean, model.std, dataset.transform.pad))
 
 
 def look_of(plan: SitesSection) -> Transform:
+    """How pictures are normalised and cropped in a federation across sites."""
     return Transform(plan.mean, plan.std, plan.image_size // 8)
 
 
@@ -275,7 +310,20 @@ def planned(recipe: Recipe, dataset: Dataset) -> tuple[Dataset, list[Task]]:
 
 
 def load_data(data: DataSection) -> Dataset:
-    return load(
+    """The images of a recipe, those of ``data.more`` behind those of ``data.path``."""
+    dataset = _load_one(data)
+    for path in data.more or ():
+        later = data.model_copy(update={"name": "auto", "path": path, "image_size": dataset.image_size})
+        dataset = joined(dataset, _load_one(later), path)
+    if data.mean is None and data.std is None:
+        return dataset
+    mean, std = data.mean or dataset.transform.mean, data.std or dataset.transform.std
+    return replace(dataset, transform=replace(dataset.transform, mean=mean, std=std))
+
+
+def _load_one(data: DataSection) -> Dataset:
+    """The images of ``data.path``. With ``data.validation`` the test images are a part of the training images."""
+    dataset = load(
         data.name,
         data.path,
         image_size=data.image_size,
@@ -284,10 +332,13 @@ def load_data(data: DataSection) -> Dataset:
         skip_unreadable=data.skip_unreadable,
         layout=data.layout,
         outside=data.outside,
+        columns=data.columns.given,
     )
+    return dataset if data.validation is None else validation_part(dataset, data.validation, data.seed)
 
 
 def pick_device(name: str) -> torch.device:
+    """The device of this name; ``auto`` is the first GPU, else the CPU. An absent device is a ConfigError (E107)."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

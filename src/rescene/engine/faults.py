@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rescene.config.faults import FaultsSection
-from rescene.rng import Rng
+from rescene.config.fault_section import FaultsSection
+from rescene.core.rng import Rng
 
 Counts = dict[str, float]  # asked, lost, late, held_again (rounds); time, in ordinary sites' answers
 
 
 @dataclass(frozen=True)
 class Faults:
+    """Faults that a recipe asks for: sites that are lost, late, or fail."""
+
     section: FaultsSection
     rng: Rng
 

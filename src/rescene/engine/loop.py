@@ -2,149 +2,187 @@
 
 A run is a schedule of steps: for each task, begin, R rounds, end. After each step the state is committed, so a run that
 dies continues with the first step that was not; it is written while the next step is under way. What happens inside a step
-belongs to the method.
+belongs to the method. Observers see every step (``engine.observers``).
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rescene.config import Resolved
+from rescene.core.errors import RunError
+from rescene.core.rng import torch_draws_from
 from rescene.data import Task
+from rescene.engine.artifacts import save_model
 from rescene.engine.checkpoint import write_json
 from rescene.engine.crashpoints import reach
 from rescene.engine.evaluate import Evaluation, evaluate
-from rescene.engine.facts import notes_of, plain
-from rescene.engine.federation import InProcess
-from rescene.engine.folder import RunFolder
-from rescene.engine.products import save_gallery, save_model
-from rescene.engine.restart import Restartable
-from rescene.engine.results import results_of, write_tables
-from rescene.engine.schedule import Step, schedule
-from rescene.engine.watch import Progress, memory_mb, warnings_to
-from rescene.errors import ConfigError, RunError
-from rescene.methods import Uploads
-from rescene.nets import flops_to, state_bytes
+from rescene.engine.in_process import InProcess
+from rescene.engine.observers import Guarded, RunView
+from rescene.engine.results_writer import results_of, write_tables
+from rescene.engine.resume import commit, restore, status_of
+from rescene.engine.run_context import Progress, memory_mb, warnings_to
+from rescene.engine.run_facts import notes_of, plain
+from rescene.engine.run_folder import RunFolder
+from rescene.engine.run_setup import check_transport, set_up
+from rescene.engine.schedule import Step
+from rescene.engine.site_accuracy import site_records
+from rescene.engine.transport import Transport
+from rescene.methods import Payload, Uploads
+from rescene.nets import flops_to
 
 
 def run(
     resolved: Resolved,
     folder: RunFolder,
     progress: Progress = lambda event: None,
-    federate: Callable[..., InProcess] = InProcess,
+    transport: Transport | None = None,
     elsewhere: bool = False,
+    callbacks: Sequence[Guarded] = (),
 ) -> dict[str, Any]:
-    """Run, or continue, the experiment of this folder; returns what results.json holds. ``federate`` reaches the sites.
+    """Run, or continue, the experiment of this folder; returns what results.json holds. ``transport`` reaches the sites.
 
     ``elsewhere`` lets a run go on with other code or on another machine than it began with; its results then say so.
     """
-    if resolved.recipe.sites is not None and federate is InProcess:
-        raise ConfigError(
-            "E190",
-            "this recipe's images live at the sites, so one machine cannot run it",
-            fix="rescene deploy run FEDERATION RECIPE",
-        )
-    if resolved.recipe.federation.faults.words and federate is not InProcess:
-        raise ConfigError(
-            "E177",
-            "this recipe simulates faults, which real sites should be spared",
-            why="; ".join(resolved.recipe.federation.faults.words),
-            fix="leave federation.faults out",
-        )
+    transport = transport or InProcess()
+    check_transport(resolved, transport)
     folder.check(resolved)
     with folder:
-        return Run(resolved, folder, progress, federate, elsewhere).complete()
+        return Run(resolved, folder, progress, transport, elsewhere, callbacks).complete()
 
 
-class Run(Restartable):
-    """One run in progress."""
+class Run:
+    """One run in progress: its parts, and the loop over its steps."""
+
+    def __init__(
+        self,
+        resolved: Resolved,
+        folder: RunFolder,
+        progress: Progress = lambda event: None,
+        transport: Transport | None = None,
+        elsewhere: bool = False,
+        callbacks: Sequence[Guarded] = (),
+    ) -> None:
+        self.elsewhere = elsewhere
+        self.closed: Callable[[Task], bool] = lambda task: False  # whether somebody wants this task to end
+        self.parts = set_up(resolved, folder, progress, transport or InProcess(), callbacks)
+        self.context, self.federation, self.observers = self.parts.context, self.parts.federation, self.parts.observers
+        self.folder = folder
+        self.federation.observe = self._uploads_received
 
     def complete(self) -> dict[str, Any]:
         """All steps that are not done yet; if something stops them, the status says so and the checkpoint stands."""
-        self.done = self._restore()
-        self._tell("start", done=self.done, steps=len(self.steps))
+        parts, context = self.parts, self.context
+        parts.done = restore(parts, self.elsewhere)
+        context.tell("start", done=parts.done, steps=len(parts.steps))
         try:
-            with warnings_to(self.note), flops_to(self.ledger.meter.add):
-                number = self.done
-                while number < len(self.steps):
-                    self._perform(self._next(number))
+            with self.listening():
+                self._begin()
+                number = parts.done
+                while number < len(parts.steps):
+                    e = self.context.experiment
+                    with torch_draws_from(e.rng.at("step", number), e.arch.draws):
+                        self.perform(self._next(number))
                     number += 1
                     reach("step done")
-                    self._commit(number)
-                with self.timer.phase("checkpoint"):
-                    self.writer.wait()
-                return self._finish()
+                    self.commit(number)
+                with context.timer.phase("checkpoint"):
+                    parts.writer.wait()
+                results = self.finish()
         except BaseException as error:
             state = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
             with contextlib.suppress(RunError):  # the disk may be what failed
                 self._last_write()
-                self.folder.status(**self._status(state, self.done))
+                self.folder.status(**status_of(parts, state, parts.done))
+            with contextlib.suppress(RunError):  # what stopped the run matters more
+                self.observers.tell("close")
             raise
+        try:
+            with self.listening():
+                self.observers.tell("end_run", self._view(), results)
+        finally:
+            self.observers.tell("close")
+        return results
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Warnings inside become events of the run, and work is counted."""
+        with warnings_to(self.context.note), flops_to(self.federation.ledger.meter.add):
+            yield
+
+    def commit(self, number: int) -> None:
+        """The first ``number`` steps are done."""
+        commit(self.parts, number)
+
+    def _begin(self) -> None:
+        for name in self.observers.filters:
+            if name not in self.context.facts.filtered_by:
+                self.context.facts.filtered_by.append(name)
+                words = f"the observer {name} filters uploads, so results depend on it"
+                self.context.note("warning", "W303", words)
+        self.observers.tell("begin_run", self._view())
 
     def _next(self, number: int) -> Step:
         """The step to take; a task that was closed goes to its end, once a round of it has been held."""
-        step = self.steps[number]
+        step = self.parts.steps[number]
         if step.round and self.closed(step.task):
-            self._shorten(step.task.index, step.round)
-        return self.steps[number]
-
-    def _shorten(self, task: int, held: int) -> None:
-        """From now on this run is one whose plan had only the rounds held; a run that dies here goes on as that one."""
-        recipe = self.experiment.recipe.closing(task, held)
-        self.resolved = replace(self.resolved, recipe=recipe)
-        self.folder.create(self.resolved)
-        self.experiment = replace(self.experiment, recipe=recipe)
-        self.steps = schedule(self.experiment)
+            self.parts.shorten(step.task.index, step.round)
+        return self.parts.steps[number]
 
     def _last_write(self) -> None:
         """Something else stopped the run: let the write under way end; its error is told too, but does not replace that."""
         try:
-            self.writer.wait()
+            self.parts.writer.wait()
         except RunError as error:
-            self.note("error", error.code, error.what)
+            self.context.note("error", error.code, error.what)
 
-    def _perform(self, step: Step) -> None:
-        task, method, rng = step.task, self.experiment.method, self.experiment.rng.at("server", step.task.index)
-        self.place = (task.index, -1 if step.round is None else step.round)
-        self.federation.num_rounds = self.experiment.rounds_told(task)
+    def perform(self, step: Step) -> None:
+        """Take one step of the schedule."""
+        self.context.place = (step.task.index, -1 if step.round is None else step.round)
+        self.federation.num_rounds = self.context.experiment.rounds_told(step.task)
         if step.round is not None:
-            self._round(task, step.round)
+            self._round(step.task, step.round)
             return
-        told, _ = self.experiment.told(task, -1)
+        told, _ = self.context.experiment.told(step.task, -1)
         self.federation.move(told, None)
         if step.ends:
-            plan, before = self.experiment.recipe.sites, self.state
-            if plan is not None and plan.tasks[task.index].closed:
-                self.note("info", "I340", f"task {task.index} was closed after {plan.tasks[task.index].rounds} rounds")
-            if told.announced or task is self.experiment.tasks[-1]:
-                with self.timer.phase("server"):
-                    self.state = method.end_task(self.state, told, self.federation, rng.at("end"))
-            if task is self.experiment.tasks[-1]:
-                save_model(self.folder, self.experiment, self.state.model)
-            with self.timer.phase("theory"):
-                self.facts.theory += self.theory.task(task, before, self.state)
-            self._after_task(task)
-            return
-        self.leakage.begin(self.experiment.present(task))
-        with self.timer.phase("server"):
-            if self.state is None:
-                self.state = method.init(self.experiment.initial_net(), self.experiment.rng.at("init"))
-            if told.announced or task is self.experiment.tasks[0]:
-                self.state = method.begin_task(self.state, told, self.federation, rng.at("begin"))
+            self._end_task(step.task, told)
+        else:
+            self._begin_task(step.task, told)
+
+    def _begin_task(self, task: Task, told: Task) -> None:
+        e, parts = self.context.experiment, self.parts
+        self.observers.tell("begin_task", self._view())
+        with self.context.timer.phase("server"):
+            if parts.state is None:
+                parts.state = e.method.init(e.initial_net(), e.rng.at("init"))
+            if told.announced or task is e.tasks[0]:
+                rng = e.rng.at("server", task.index, "begin")
+                parts.state = e.method.begin_task(parts.state, told, self.federation, rng)
+
+    def _end_task(self, task: Task, told: Task) -> None:
+        e, parts, before = self.context.experiment, self.parts, self.parts.state
+        plan, last = e.recipe.sites, task is e.tasks[-1]
+        if plan is not None and plan.tasks[task.index].closed:
+            words = f"task {task.index + 1} was closed after {plan.tasks[task.index].rounds} rounds"
+            self.context.note("info", "I340", words)
+        if told.announced or last:
+            with self.context.timer.phase("server"):
+                rng = e.rng.at("server", task.index, "end")
+                parts.state = e.method.end_task(before, told, self.federation, rng)
+        if last:
+            save_model(self.folder, e, parts.state.model)
+        row = self.record(task, self.evaluate(task))
+        self.observers.tell("end_task", self._view(before, row))
+        self.write_row(row)
 
     def _round(self, task: Task, r: int) -> None:
-        e, before, self.leakage.round = self.experiment, self.state, r
-        uploads, self.state = self._held(task, r)
-        with self.timer.phase("theory"):
-            self.theory.round(task, r + 1, before.model, self.state)
-        self._note_closings(before)
-        self.ledger.states(self.state, self.federation.largest_state(), state_bytes(self.state.model))
-        every = e.recipe.federation.evaluate_every
-        accuracy = self._evaluate(task).overall if every and (r + 1) % every == 0 else None
+        before, every = self.parts.state, self.context.experiment.recipe.federation.evaluate_every
+        uploads, self.parts.state = self._held(task, r)
+        accuracy = self.evaluate(task).overall if every and (r + 1) % every == 0 else None
         up, down = self.federation.traffic
         row = {
             "kind": "round",
@@ -155,99 +193,103 @@ class Run(Restartable):
             "uplink_bytes": up,
             "downlink_bytes": down,
             "sites": self.federation.traffic_by_site(),
-            "notes": notes_of(self.state, uploads),
+            "notes": notes_of(self.parts.state, uploads),
         }
-        with self.timer.phase("checkpoint"):
-            self.writer.wait()  # a round counts as finished once the one before is safe, so at most one is ever run again
+        self.observers.tell("end_round", self._view(before, row))
+        with self.context.timer.phase("checkpoint"):
+            self.parts.writer.wait()  # a round counts as finished once the one before is safe, so at most one is run again
+        self.context.timer.memory_mb.append(memory_mb(self.context.experiment.device))
+        self.write_row(row)
+
+    def write_row(self, row: dict[str, Any]) -> None:
+        """Append the row of a round or task to metrics.jsonl, and tell of it."""
         self.folder.append("metrics.jsonl", plain(row))
-        self.timer.memory_mb.append(memory_mb(e.device))
-        self._tell("round", **row)
+        self.context.tell(row["kind"], **row)
 
     def _held(self, task: Task, r: int) -> tuple[Uploads, Any]:
         """A round, held again with other sites while too few answer: a task whose rounds were skipped would end unlearned.
 
         A site that is asked again answers the same, because its randomness has the same address.
         """
-        e, states = self.experiment, dict(self.federation.client_states)
+        e, states = self.context.experiment, dict(self.federation.client_states)
         told, number = e.told(task, r)
         for attempt in range(e.recipe.federation.retries + 1):
-            self.attempt = attempt
-            self.federation.move(told, number, e.participants(task, r, attempt))
+            self.federation.move(told, number, e.participants(task, r, attempt), attempt)
             try:
-                return self._hold(task, r)
+                return self._hold(task, r, number)
             except RunError as error:
                 if error.code != "E320" or attempt == e.recipe.federation.retries:
                     raise
                 self.federation.client_states = dict(states)
-                self.facts.faults["held_again"] = self.facts.faults.get("held_again", 0) + 1
-                self.note("warning", "W370", f"{error.what}; the round is held again with other sites")
+                faults = self.context.facts.faults
+                faults["held_again"] = faults.get("held_again", 0) + 1
+                self.context.note("warning", "W370", f"{error.what}; the round is held again with other sites")
         raise AssertionError("a round ends with an answer or an error")
 
-    def _hold(self, task: Task, r: int) -> tuple[Uploads, Any]:
+    def _hold(self, task: Task, r: int, number: int) -> tuple[Uploads, Any]:
         """As in the contract: broadcast, ask, learn."""
-        e, rng = self.experiment, self.experiment.rng.at("server", task.index, r)
-        told, number = e.told(task, r)
-        self._tell("phase", phase="clients")
-        with self.timer.phase("server"):
-            payload = e.method.broadcast(self.state, number, self.federation, rng.at("broadcast"))
-            uploads = self.federation.ask(self.federation.participants, "client_round", payload)
-            self._tell("phase", phase="server")
-            if e.recipe.federation.screen != "none":
-                net, pool = self.federation.net(self.state.model), getattr(self.state, "pool", ())
-                uploads = self.screen.passed(uploads, net, pool, told, r, self.facts)
-            return uploads, e.method.server_round(self.state, uploads, number, self.federation, rng.at("round"))
+        method, state, federation = self.context.experiment.method, self.parts.state, self.federation
+        rng = self.context.experiment.rng.at("server", task.index, r)
+        self.context.tell("phase", phase="clients")
+        with self.context.timer.phase("server"):
+            payload = method.broadcast(state, number, federation, rng.at("broadcast"))
+            uploads = federation.ask(federation.participants, "client_round", payload)
+            self.context.tell("phase", phase="server")
+            uploads = self.observers.filter_uploads(self._view(), uploads)
+            return uploads, method.server_round(state, uploads, number, federation, rng.at("round"))
 
-    def _note_closings(self, before: Any) -> None:
-        """Buffers that the method has closed by itself, because nobody announces the end of a task."""
-        for label, number in getattr(self.state, "closings", ())[len(getattr(before, "closings", ())) :]:
-            self.facts.closings.append([label, number])
-            name = self.experiment.dataset.classes[label]
-            self.note("info", "I302", f"class {name} stayed away: its buffer closed after round {number} of the stream")
+    def _uploads_received(self, uploads: Mapping[int, Payload]) -> None:
+        self.observers.tell("uploads_received", self._view(), uploads)
 
-    def _after_task(self, task: Task) -> None:
-        found = self._evaluate(task)
-        if self.adversary.clients:
-            net = self.federation.net(self.state.model)
-            self.facts.attack_success = self.adversary.success(net, self.experiment.tasks[: task.index + 1])
-        with self.timer.phase("leakage"):
-            summary = self.leakage.summary()
-        if summary is not None:
-            self.facts.leakage.append({"task": task.index, **summary})
-            with self.timer.phase("leakage"):
-                self.leakage.means.end(self.experiment.present(task))
-            save_gallery(self.folder, self.leakage)
-        self._record(task, found)
+    def _view(self, before: Any = None, row: dict[str, Any] | None = None) -> RunView:
+        """The run as observers see it now."""
+        context, (task, r) = self.context, self.context.place
+        e = context.experiment
+        return RunView(
+            folder=self.folder.path,
+            recipe=context.recipe,
+            classes=e.dataset.classes,
+            num_tasks=len(e.tasks),
+            task=e.tasks[task],
+            round=None if r < 0 else r,
+            row={} if row is None else row,
+            net=e.arch.restore,
+            note=lambda words: context.note("info", "I303", words),
+            _state=self.parts.state,
+            _before=before,
+        )
 
-    def _record(self, task: Task, found: Evaluation) -> None:
-        """What was measured after the newest task."""
-        facts, missing = self.facts, len(self.experiment.tasks) - task.index - 1
+    def record(self, task: Task, found: Evaluation) -> dict[str, Any]:
+        """Write down what was measured after the newest task; returns the task's row of metrics.jsonl."""
+        facts, e = self.context.facts, self.context.experiment
+        missing = len(e.tasks) - task.index - 1
         facts.matrix[task.index :] = [found.per_task + [math.nan] * missing]
-        facts.incremental[task.index :] = [_overall(found, self.experiment.recipe.tasks.scenario)]
+        facts.incremental[task.index :] = [_overall(found, e.recipe.tasks.scenario)]
         facts.within_task, facts.confusion = found.within_task, found.confusion
         facts.recall, facts.test_sizes = found.recall, found.sizes
-        row = {"kind": "task", "task": task.index, "accuracy": found.per_task, "aa": facts.incremental[-1]}
-        row |= {f"{side}_flops": self.ledger.meter.flops[side] for side in ("client", "server")}  # so far
-        self.folder.append("metrics.jsonl", plain(row))
-        self._tell("task", **row)
+        return {"kind": "task", "task": task.index, "accuracy": found.per_task, "aa": facts.incremental[-1]}
 
-    def _evaluate(self, task: Task) -> Evaluation:
-        self._tell("phase", phase="evaluate")
-        with self.timer.phase("evaluate"), self.ledger.meter.on("evaluation"):
-            tasks = self.experiment.tasks[: task.index + 1]
-            if self.experiment.tested_at_sites:
-                return self.federation.evaluate(self.state.model, tasks)
-            return evaluate(self.federation.net(self.state.model), self.experiment.dataset, tasks)
+    def evaluate(self, task: Task) -> Evaluation:
+        """The model on the test images of all tasks so far."""
+        e, model = self.context.experiment, self.parts.state.model
+        self.context.tell("phase", phase="evaluate")
+        with self.context.timer.phase("evaluate"), self.federation.ledger.meter.on("evaluation"):
+            tasks = e.tasks[: task.index + 1]
+            if e.tested_at_sites:
+                return self.federation.evaluate(model, tasks)
+            return evaluate(self.federation.net(model), e.dataset, tasks)
 
-    def _finish(self) -> dict[str, Any]:
+    def finish(self) -> dict[str, Any]:
         """The model first, then the tables: whatever happens later, the result of the training is safe."""
-        path, e = self.folder.path, self.experiment
-        save_model(self.folder, self.experiment, self.state.model)
-        results = results_of(e, vars(self.facts), self.ledger)
+        path, e = self.folder.path, self.context.experiment
+        save_model(self.folder, e, self.parts.state.model)
+        results = results_of(e, vars(self.context.facts), self.federation.ledger)
+        results |= site_records(self.parts.state.model, e)
         write_tables(self.folder.directory("csv"), results, path / "metrics.jsonl")
-        write_json(path / "timing.json", self.timer.report())
+        write_json(path / "timing.json", self.context.timer.report())
         write_json(path / "results.json", results)
-        self.folder.status(**self._status("done", self.done))
-        self._tell("done", results=results)
+        self.folder.status(**status_of(self.parts, "done", self.parts.done))
+        self.context.tell("done", results=results)
         return results
 
 

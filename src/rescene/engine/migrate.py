@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rescene.core.versions import FOLDER, refuse_newer
 from rescene.engine.checkpoint import write_json
-from rescene.versions import FOLDER, refuse_newer
 
 
 def folder_format(folder: Path) -> int:

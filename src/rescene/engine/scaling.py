@@ -1,7 +1,8 @@
 """What a federation of 10 to 1,000,000 sites costs its server, which limit breaks first, and what to do about it.
 
-A forecast (``engine.forecast``) of at most ``DRAWN`` sites per round; where more take part, each of them stands for several. With
-no more than that the figures are the forecast's own, and exact. Every site holds as many images as one of the recipe's.
+A forecast (``engine.forecast``) of at most ``DRAWN`` sites per round out of at most ``LISTED``; where there are more, each of them
+stands for several. Every site holds as many images as one of the recipe's. Sites are drawn at random, so that figures of large
+federations are good to a few per cent.
 
     N sites    K per round    R rounds of a task    T tasks
 """
@@ -13,12 +14,12 @@ from dataclasses import dataclass
 from rescene.config import Recipe
 from rescene.data import Dataset
 from rescene.engine.experiment import Experiment, prepare_sizes
-from rescene.engine.forecast import Forecast, forecast
-from rescene.engine.forecast.world import FLOAT
+from rescene.engine.forecast import Forecast, Moment, forecast
 from rescene.functional.herding import GRAM_LIMIT_BYTES
+from rescene.nets import FLOAT_BYTES
 
-DRAWN = 100  # sites per round that are drawn one by one
-LISTED = 10_000  # sites that a forecast goes through where a method asks everybody
+DRAWN = 20  # sites per round that are rehearsed one by one
+LISTED = 40  # sites in all that are
 DOUBLE_BYTES = 8
 # Flower 1.41 with TLS and SQLite, from results/deploy/wire.json. Its link is one Python process: one core.
 LINK_CPU_S_PER_MB = 0.02  # that passes through to or from a site
@@ -93,7 +94,7 @@ class Scale:
 def scale(recipe: Recipe, dataset: Dataset, num_clients: int, per_round: int, means: Means) -> Scale | None:
     """The figures of one size; None for methods without a forecast."""
     experiment = sample(recipe, dataset, num_clients, per_round)
-    found = forecast(experiment, stands_for=per_round / experiment.recipe.federation.per_round)
+    found = forecast(experiment)
     return None if found is None else figures(experiment, found, num_clients, per_round, means)
 
 
@@ -117,9 +118,12 @@ def figures(experiment: Experiment, found: Forecast, num_clients: int, per_round
     up, down = ([each * getattr(m, key) for m in rounds] for key in ("up_bytes", "down_bytes"))
     busiest = max(sum(both) for both in zip(up, down, strict=True))
     rest_up, rest_down = (everybody * sum(getattr(m, key) for m in beside) for key in ("up_bytes", "down_bytes"))
-    image_bytes = experiment.arch.channels * experiment.arch.image_size**2 * FLOAT
-    pool = max(m.pool for m in rounds)
-    herding = [herding_cost(m.herded, _budget(experiment), experiment.arch.skeleton(1).feature_size) for m in beside]
+    image_bytes = experiment.arch.channels * experiment.arch.image_size**2 * FLOAT_BYTES
+    budget, features = _budget(experiment), experiment.arch.skeleton(1).feature_size
+    pool = max(trained_on(m, each, budget) for m in rounds)
+    flops = {id(m): server_flops(m, each, budget) for m in rounds}
+    candidates = [[round(each * n) for n in m.pool.values()] for m in rounds]
+    herding = [herding_cost(tuple(counts), budget, features) for counts in candidates if budget]
     return Scale(
         num_clients=num_clients,
         per_round=per_round,
@@ -132,13 +136,25 @@ def figures(experiment: Experiment, found: Forecast, num_clients: int, per_round
         transfer_s=8 * busiest / (1e6 * means.mbps),
         pool_images=pool,
         memory_bytes=2 * pool * image_bytes + max(up),
-        server_flops=sum(m.server_flops for m in found.moments),
-        training_s=max(m.server_flops for m in rounds) / means.flops_per_s,
+        server_flops=sum(flops.values()) + sum(m.server_flops for m in beside),
+        training_s=max(flops.values()) / means.flops_per_s,
         herding_flops=max((flops for flops, _ in herding), default=0.0),
         herding_bytes=max((size for _, size in herding), default=0.0),
         link_s=LINK_CPU_S_PER_MB * busiest / 1e6,
         link_idle=LINK_CPU_PER_IDLE_SITE * num_clients,
     )
+
+
+def trained_on(moment: Moment, each: float, budget: int) -> int:
+    """Images that the server trains on where ``each`` site stands for several: what it keeps of a class has a budget."""
+    kept = sum(min(round(each * n), budget) if budget else n for n in moment.kept.values())
+    return kept + round(each * (moment.trained_on - moment.kept.total()))
+
+
+def server_flops(moment: Moment, each: float, budget: int) -> float:
+    """The server's work of a round: in step with the images it trains on, or with the sites that it hears."""
+    grown = trained_on(moment, each, budget) / moment.trained_on if moment.trained_on else each
+    return moment.server_flops * grown
 
 
 def _budget(experiment: Experiment) -> int:

@@ -10,6 +10,8 @@ from rescene.engine.experiment import Experiment
 
 @dataclass(frozen=True)
 class Step:
+    """One step of a run: the beginning of a task, a round, or the end of a task."""
+
     task: Task
     round: int | None  # None: begin (ends=False) or end of the task
     ends: bool = False

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rescene.errors import RunError
+from rescene.core.errors import RunError
 from rescene.methods import Payload
 
 FORMS = ("float32", "float16", "uint8")

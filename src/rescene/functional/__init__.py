@@ -1,6 +1,5 @@
 """The mathematics: tensors in, tensors out, the paper's symbols, nothing of the framework."""
 
-from rescene.functional.averaging import weighted_average
 from rescene.functional.balance import logit_adjusted_cross_entropy, sampling_probabilities
 from rescene.functional.clipping import clip_groups
 from rescene.functional.herding import herd, herd_classes, recent_window
@@ -14,6 +13,7 @@ from rescene.functional.metrics import (
     old_and_recent,
 )
 from rescene.functional.perturbation import perturbed
+from rescene.functional.weighted_average import weighted_average
 
 __all__ = [
     "average_accuracy",

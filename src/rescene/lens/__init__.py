@@ -1,12 +1,12 @@
 """Lenses: what every site looks at its images through, and how the lens `leaves` is made from procedural pictures."""
 
-from rescene.lens.keeping import Kept, users_own
+from rescene.lens.feature_cache import FeatureCache, users_own
 from rescene.lens.leaves import draw_leaves
 from rescene.lens.lens import BUILT_IN, Lens, absolute, no_such_lens, open_lens, sized, through
 
 __all__ = [
     "BUILT_IN",
-    "Kept",
+    "FeatureCache",
     "Lens",
     "absolute",
     "draw_leaves",

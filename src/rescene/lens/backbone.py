@@ -16,19 +16,17 @@ import io
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rescene.errors import DataError, did_you_mean
+from rescene.core.errors import DataError
 from rescene.lens.features import resized
 from rescene.lens.leaves import draw_leaves
-from rescene.nets.weights import read_weights
+from rescene.nets.timm_networks import TIMM, checkpoint, first_line, fitting, need, timm_network
 
-TIMM = "timm:"
 IDENTITY = {  # what a lens computes, besides its tensors
     "timm": ("kind", "net", "size", "pixel_mean", "pixel_std"),
     "onnx": ("kind", "size", "pixel_mean", "pixel_std"),
@@ -118,11 +116,7 @@ def backbone(told: Mapping[str, Any], tensors: Mapping[str, Tensor], where: str)
 def take_timm(name: str, file: Path, made_from: str | None = None) -> Content:
     """A timm network with the weights of a checkpoint file, its own input size and normalisation, without its classifier."""
     net = timm_network(name, f"{TIMM}{name}")
-    state = fitting(checkpoint(file), net.state_dict().keys(), file, name)
-    try:
-        net.load_state_dict(state)
-    except RuntimeError as error:
-        raise misfit(file, name, str(error).splitlines()[1].strip()) from None
+    net.load_state_dict(fitting(checkpoint(file), net.state_dict(), file, name))
     about: dict[str, Any] = net.pretrained_cfg  # type: ignore[assignment]
     told = {
         "kind": "timm",
@@ -189,69 +183,7 @@ def measured(told: dict[str, Any], tensors: dict[str, Tensor], net: nn.Module, w
     return told, tensors | {"mean": z.mean(dim=0), "deviation": deviation}
 
 
-def timm_network(name: str, where: str) -> nn.Module:
-    """The network without its classifier and without weights. Names that would fetch something are not names here."""
-    need("timm", "timm")
-    import timm
-
-    if not name.replace("_", "").isalnum() or not timm.is_model(name):
-        guess = did_you_mean(name, timm.list_models())
-        fix = f"did you mean {TIMM}{guess}?" if guess else "python -c 'import timm; print(timm.list_models())'"
-        raise DataError("E224", f"timm has no model {name!r}", where=where, fix=fix)
-    net: nn.Module = timm.create_model(name, pretrained=False, num_classes=0)
-    return net.eval()
-
-
-def checkpoint(file: Path) -> dict[str, Tensor]:
-    """Weights by name from .safetensors, or from .pth, .pt, .bin or .tar without running what is pickled in there."""
-    if file.suffix == ".safetensors":
-        return read_weights(file)[1]
-    if not file.is_file():
-        raise _no_checkpoint(file, "there is no such file")
-    try:
-        found = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # zip, pickle and torch's own, depending on where the damage is
-        raise _no_checkpoint(file, first_line(error)) from None
-    for key in ("state_dict", "model"):
-        if isinstance(found, dict) and isinstance(found.get(key), dict):
-            found = found[key]
-    if not isinstance(found, dict) or not found or not all(isinstance(value, Tensor) for value in found.values()):
-        raise _no_checkpoint(file, "it holds no weights by name")
-    return {str(key).removeprefix("module."): value for key, value in found.items()}
-
-
-def fitting(state: Mapping[str, Tensor], wanted: Any, file: Path, name: str) -> dict[str, Tensor]:
-    """The weights that the network wants; a classifier may be over, nothing may be missing."""
-    missing = [key for key in wanted if key not in state]
-    if missing:
-        raise misfit(file, name, f"{len(missing)} of {len(wanted)} tensors are missing, the first is {missing[0]}")
-    return {key: state[key] for key in wanted}
-
-
-def misfit(file: Path, name: str, why: str) -> DataError:
-    fix = f"the checkpoint of {name} as timm names its tensors"
-    return DataError("E225", f"these weights are not those of {name}", where=str(file), why=why, fix=fix)
-
-
-def _no_checkpoint(file: Path, why: str) -> DataError:
-    fix = "a .safetensors file, or a .pth file with weights and nothing else"
-    return DataError("E225", "no weights can be read there", where=str(file), why=why, fix=fix)
-
-
 def no_program(where: str, why: str) -> DataError:
+    """The error for an ONNX program that does not map pictures to features."""
     fix = "one input, RGB pictures [n, 3, side, side] in uint8 or float32; one output, [n, features]"
     return DataError("E226", "this program is not a lens", where=where, why=why, fix=fix)
-
-
-def need(module: str, extra: str) -> None:
-    if find_spec(module) is None:
-        raise DataError(
-            "E223",
-            f"this lens needs {module}",
-            why="it is not part of the plain installation",
-            fix=f"pip install 'rescene[{extra}]'",
-        )
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

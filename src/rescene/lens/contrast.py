@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rescene.core.record import record
+from rescene.core.rng import Rng
 from rescene.lens.features import MEAN, STD
 from rescene.lens.leaves import draw_leaves
 from rescene.lens.network import WIDTHS, LensNet
-from rescene.record import record
-from rescene.rng import Rng
 
 
 @record
@@ -40,6 +40,7 @@ class Contrast:
     least_crop: float = 0.15  # part of the picture's area
 
     def taking(self, num_steps: int) -> Contrast:
+        """The same settings for another number of steps."""
         return replace(self, num_steps=num_steps, warm_up=min(self.warm_up, num_steps))
 
 

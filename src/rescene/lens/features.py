@@ -66,6 +66,7 @@ class LeavesLens(nn.Module):
         self.requires_grad_(False).eval()
 
     def num_features(self, size: int) -> int:
+        """Features of a picture with this side in pixels."""
         return sum(self._counts(size))
 
     def forward(self, pixels: Tensor) -> Tensor:
@@ -145,6 +146,7 @@ def leading_directions(rows: Tensor, num: int) -> Tensor:
 
 
 def stage_names(widths: Sequence[int]) -> list[str]:
+    """``stage1``, ``stage2``, ...: one name for each width."""
     return [f"stage{i + 1}" for i in range(len(widths))]
 
 

@@ -24,16 +24,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rescene.core.documents import parse_json
+from rescene.core.errors import ConfigError, DataError, did_you_mean
+from rescene.core.versions import source_hash
 from rescene.data.catalog import cache_folder
 from rescene.data.images import Dataset, Images, Transform
-from rescene.documents import parse_json
-from rescene.errors import ConfigError, DataError, did_you_mean
 from rescene.functional.waves import DIRECTIONS, wave_picture
-from rescene.lens.backbone import IDENTITY, TIMM, Content, backbone, onnx_of_pt2, take_onnx, take_timm
+from rescene.lens.backbone import (
+    IDENTITY,
+    Backbone,
+    Content,
+    backbone,
+    measured,
+    onnx_of_pt2,
+    take_onnx,
+    take_timm,
+)
+from rescene.lens.feature_cache import FeatureCache, key_of
 from rescene.lens.features import LeavesLens
-from rescene.lens.keeping import Kept, key_of
+from rescene.nets.own_networks import OBJECT, OwnModel
+from rescene.nets.timm_networks import TIMM
 from rescene.nets.weights import read_weights
-from rescene.versions import source_hash
 
 BUILT_IN = ("waves", "leaves")
 LEAVES_FILE = Path(__file__).with_name("leaves.safetensors")
@@ -92,6 +103,27 @@ class Waves(nn.Module):
         return (wave_picture(pixels.float() / 255) - mean) / deviation
 
 
+_OWN: dict[str, Lens] = {}  # networks that were handed over as objects, by name
+
+
+def enter_lens(name: str, model: OwnModel) -> str:
+    """A frozen network of the user's own as a lens that this process knows by this name."""
+    if name not in _OWN:
+        told: dict[str, Any] = {
+            "size": model.size,
+            "pixel_mean": list(model.mean or (0.0,) * 3),
+            "pixel_std": list(model.std or (1.0,) * 3),
+        }
+        body = model.taken_apart(int(model.size or 0)).body
+        _, tensors = measured(told, {}, body, name)
+        module = Backbone(body, told, tensors["mean"], tensors["deviation"])
+        num_bytes = sum(t.numel() * t.element_size() for t in body.state_dict().values())
+        _OWN[name] = Lens(
+            name, model.fingerprint(), num_bytes, "a network that was handed over as a Python object", module
+        )
+    return name
+
+
 @lru_cache(maxsize=4)
 def open_lens(name: str) -> Lens:
     """A lens by name, from a lens file, or made of a network of the user's."""
@@ -100,6 +132,8 @@ def open_lens(name: str) -> Lens:
         return Lens(
             "waves", hashlib.sha256(constants).hexdigest(), 0, "fixed filters; nothing in it was learned", Waves(), 32
         )
+    if name in _OWN:
+        return _OWN[name]
     if name == "leaves":
         return replace(read_lens(LEAVES_FILE, "leaves"), content=None)
     path = Path(name).expanduser()
@@ -113,8 +147,10 @@ def open_lens(name: str) -> Lens:
 
 def no_such_lens(name: str) -> str | None:
     """What is wrong with the name of a lens, as far as the name tells."""
-    if name in BUILT_IN or name.endswith((".safetensors", ".onnx")):
+    if name in BUILT_IN or name in _OWN or name.endswith((".safetensors", ".onnx")):
         return None
+    if name.startswith(OBJECT):
+        return f"{name.removeprefix(OBJECT)} was handed over as a Python object, and this process does not have it"
     if name.startswith(TIMM):
         _, at, file = name.partition("@")
         return (
@@ -253,6 +289,7 @@ def write_lens(module: LeavesLens, made_from: str, path: Path) -> None:
 
 
 def write_content(content: Content, path: Path) -> None:
+    """Write a lens (its description and its tensors) to a safetensors file."""
     from safetensors.torch import save_file
 
     save_file(content[1], path, {KEY: json.dumps(content[0], sort_keys=True)})
@@ -274,7 +311,7 @@ def fingerprint(told: dict[str, Any], tensors: dict[str, Tensor]) -> str:
 
 
 def through(
-    name: str | None, dataset: Dataset, device: torch.device | None = None, kept: Kept | None = None
+    name: str | None, dataset: Dataset, device: torch.device | None = None, kept: FeatureCache | None = None
 ) -> Dataset:
     """The data set as seen through a lens, if there is one. What is in ``kept`` is not looked at again."""
     if name is None:
@@ -307,7 +344,7 @@ def sized(name: str | None, dataset: Dataset) -> Dataset:
 
 def _as_seen(lens: Lens, dataset: Dataset, seen: dict[str, Tensor]) -> Dataset:
     train, test = (
-        Images(seen[split], images.labels, images.domains)
+        Images(seen[split], images.labels, images.domains, images.sites)
         for split, images in (("train", dataset.train), ("test", dataset.test))
     )
     transform = lens.transform(train.pixels.shape[1])

@@ -8,12 +8,12 @@ from dataclasses import field
 import torch
 import torch.nn.functional as F
 
+from rescene.core.record import record
+from rescene.core.rng import Rng
 from rescene.lens.contrast import Contrast, picture_pool, train_network
 from rescene.lens.features import KEPT, LARGE, NUM_PATCHES, PATCHES, SMALL, LeavesLens
 from rescene.lens.network import LensNet, fold
 from rescene.lens.patches import sampled_dictionary
-from rescene.record import record
-from rescene.rng import Rng
 
 
 @record

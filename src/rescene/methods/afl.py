@@ -15,6 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from rescene.core.method_style import GREEN
 from rescene.functional.discriminant import regularised_solve
 from rescene.methods.moments import Moments
 from rescene.methods.registry import register
@@ -22,8 +23,12 @@ from rescene.methods.registry import register
 
 @register
 class AFL(Moments):
+    """Analytic federated learning: ridge regression on frozen features, solved from the sums of all sites."""
+
     name: ClassVar[str] = "afl"
     title: ClassVar[str] = "AFL"
+    colour: ClassVar[str] = GREEN
+    marker: ClassVar[str] = "^"
     paper: ClassVar[str] = "He et al., CVPR 2025; Zhuang et al. (ACIL), NeurIPS 2022"
 
     def _head(

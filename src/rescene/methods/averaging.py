@@ -9,19 +9,22 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
-from rescene.data import Shard, Task
-from rescene.errors import RunError
+from rescene.core.errors import RunError
+from rescene.core.hyperparameters import hyper
+from rescene.core.rng import Rng
+from rescene.data import Task
 from rescene.functional import weighted_average
-from rescene.hyperparameters import hyper
-from rescene.methods.base import Federation, Method, Payload, Uploads, weights_of
-from rescene.methods.forms import NOTHING, Form, Place, either, fields, like, notes, whole
-from rescene.rng import Rng
-from rescene.steps import Loss, Training, fit_shard
+from rescene.methods.base import Client, Federation, Method, Payload, Uploads, weights_of
+from rescene.methods.nominal_cost import TRAINING_PASSES, NominalBytes, Setting
+from rescene.methods.upload_schema import NOTHING, Form, Place, either, fields, like, notes, whole
+from rescene.nets import Arch, model_bytes
+from rescene.privacy.dp_sgd import fit_privately
+from rescene.training import Loss, Training, fit_shard
 
 
 def trained(
     net: nn.Module,
-    shard: Shard,
+    shard: Client,
     settings: Training,
     generator: torch.Generator,
     loss: Loss | None = None,
@@ -38,9 +41,7 @@ def trained(
     if len(shard) == 0 and not hidden:
         return {"num_images": 0}
     if shard.site is not None:
-        from rescene.steps.dp_sgd import fit_privately
-
-        if not fit_privately(net, shard, settings, generator, loss, first_class=first_class):
+        if not fit_privately(net, shard, settings, generator, shard.site, loss, first_class=first_class):
             return {"num_images": 0, "notes": {"num_declined": 1}}
         return {"model": weights_of(net), "num_images": 1 if hidden else len(shard)}
     final = fit_shard(net, shard, settings, generator, loss, first_class=first_class)
@@ -53,7 +54,7 @@ def refuse_twice(last_task: int, task: Task) -> None:
     if task.index <= last_task:
         raise RunError(
             "E375",
-            f"task {task.index} is over for this site: its images are in its memory",
+            f"task {task.index + 1} is over for this site: its images are in its memory",
             why="training on them again would use an image twice in one participation, which nobody accounted for",
             fix="ask for the tasks in their order",
         )
@@ -66,6 +67,7 @@ class AveragingMethod(Method):
     """
 
     leaves_site: ClassVar[str] = "model weights and the number of local images"
+    compute: ClassVar[tuple[str, str] | None] = ("O(R K E D_loc F)", "O(R K P)")
 
     weighting: Literal["size", "uniform"] = hyper("size", "n_k", "[ours]", "weight of a client: its images, or equal")
 
@@ -82,3 +84,31 @@ class AveragingMethod(Method):
             return state
         weights = [upload["num_images"] if self.weighting == "size" else 1 for upload in senders]
         return replace(state, model=weighted_average([upload["model"] for upload in senders], weights))
+
+    def nominal_memory_bytes(self, arch: Arch, num_classes: int) -> float:
+        """What a client keeps beside the model."""
+        return 0.0
+
+    def nominal_bytes(self, arch: Arch, classes_per_task: int, num_classes: int) -> NominalBytes | None:
+        model = model_bytes(arch, num_classes)
+        return NominalBytes(model, model, model + self.nominal_memory_bytes(arch, num_classes))
+
+    def nominal_replayed(self, setting: Setting, task: int) -> float:
+        """D_mem, remembered images that the average site trains on beside its own."""
+        return 0.0
+
+    def nominal_passes(self, task: int) -> int:
+        """Passes of one image in one epoch: forward and backward."""
+        return TRAINING_PASSES
+
+    def nominal_client_flops(self, setting: Setting) -> float:
+        """R K E (D_loc + D_mem) passes of F each, over the tasks."""
+        passes = sum(
+            (setting.local_images(t) + self.nominal_replayed(setting, t)) * self.nominal_passes(t)
+            for t in range(len(setting.tasks))
+        )
+        return setting.turns * setting.train.local_epochs * passes * setting.forward
+
+    def nominal_server_flops(self, setting: Setting, task: int) -> float:
+        """A weighted average is 2P per model."""
+        return 2.0 * setting.turns * setting.parameters

@@ -1,6 +1,6 @@
 """The contract of a method.
 
-The object is its hyperparameters, the state is an argument. A method is a frozen, validated record with six verbs, of which
+The object is its hyperparameters, the state is an argument. A method is a frozen, validated record with verbs, of which
 a simple one writes two (``client_round`` and ``server_round``). Time belongs to the engine, meaning to the method::
 
     state = method.init(net, rng)
@@ -12,7 +12,7 @@ a simple one writes two (``client_round`` and ``server_round``). Time belongs to
             state = method.server_round(state, uploads, round, federation, rng)
         state = method.end_task(state, task, federation, rng)
 
-What crosses the wire and what is remembered are trees of tensors and plain values (see ``rescene.record``); verbs never
+What crosses the wire and what is remembered are trees of tensors and plain values (see ``rescene.core.record``); verbs never
 change their arguments. Four conventions let the engine account for a method without knowing it: a state has the global
 model under ``model``; pictures travel under ``images`` (normalised) with their ``labels``; numbers worth logging stand
 under ``notes`` in a state or an upload; a server that keeps pictures has those of the task under ``pool`` and those of
@@ -24,28 +24,45 @@ One that closes buffers itself lists (label, 1-based round) of each under ``clos
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from rescene.core.hyperparameters import Hyperparameters
+from rescene.core.method_style import MethodStyle, derived_colour, derived_marker
+from rescene.core.method_style import Uploads as Sent
+from rescene.core.record import Tree, num_bytes, record
+from rescene.core.rng import Rng
 from rescene.data import Shard, Task, Transform
-from rescene.hyperparameters import Hyperparameters
-from rescene.methods.forms import Form, Place, anything
-from rescene.nets import grow_head
-from rescene.privacy.mechanism import Mechanism
+from rescene.methods.nominal_cost import NominalBytes, NominalReplay, Setting
+from rescene.methods.upload_schema import Form, Place, anything
+from rescene.nets import Arch, grow_head
+from rescene.privacy.mechanism import Mechanism, SitePrivacy
 from rescene.privacy.totals import Total
-from rescene.record import Tree, num_bytes, record
-from rescene.rng import Rng
-from rescene.steps import Training
+from rescene.training import Training
 
 Payload = dict[str, Tree]
 Uploads = Mapping[
     int, Payload
 ]  # by client, in ascending order whatever the order of arrival; a failed client is absent
 Model = dict[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Client(Shard):
+    """What a client verb works with: the client's images of the task, and what it needs to answer.
+
+    ``net`` builds the network with the given weights; the head's size is read from them.
+    ``site`` is the mechanism, noise and ledger that every answer must pass; None without a mechanism.
+    ``notice`` is for simulations only: it is shown surrogates and their start images, which never leave a real site.
+    """
+
+    net: Callable[[Mapping[str, Tensor]], nn.Module]
+    site: SitePrivacy | None = None
+    notice: Callable[[Tensor, Tensor], None] | None = None
 
 
 class Federation(Protocol):
@@ -59,17 +76,23 @@ class Federation(Protocol):
     device: torch.device
     mechanism: Mechanism | None  # what stands between the sites' images and their uploads
 
-    def ask(self, clients: Sequence[int], verb: str, payload: Payload) -> Uploads:
-        """Call a client verb, by name, on these clients: the only way to reach them; bytes are metered here."""
+    def ask(self, clients: Sequence[int], verb: str, payload: Payload, late: bool = False) -> Uploads:
+        """Call a client verb, by name, on these clients: the only way to reach them; bytes are metered here.
 
-    def total(self, clients: Sequence[int], verb: str, payload: Payload) -> Total:
-        """Call a client verb that answers whole numbers, and get their sum without seeing a part (``privacy.totals``)."""
+        ``late``: others have answered before, so the run goes on if none of these does.
+        """
+
+    def total(self, clients: Sequence[int], verb: str, payload: Payload, late: bool = False) -> Total:
+        """Call a client verb that answers whole numbers, and get their sum without seeing a part (``privacy.totals``).
+
+        ``late``: these clients missed a sum that is open already.
+        """
 
     def net(self, model: Model) -> nn.Module:
         """The network with (a copy of) these weights, on the federation's device."""
 
-    def vacant(self) -> Shard:
-        """A site without images, for work that the server does in the sites' place."""
+    def vacant(self) -> Client:
+        """A client without images, for work that the server does in the sites' place."""
 
 
 @record
@@ -99,7 +122,12 @@ class Method(Hyperparameters):
     """Base of all methods: hyperparameters as fields, verbs with their defaults."""
 
     name: ClassVar[str]
-    title: ClassVar[str]
+    title: ClassVar[str]  # in tables, figures and on pages
+    colour: ClassVar[str] = ""  # "#rrggbb"; empty: from the name
+    marker: ClassVar[str] = ""  # one of o s ^ v D P X * < >; empty: from the name
+    uploads: ClassVar[Sent] = "weights"  # the kind of what a site sends: images, weights, sums or nothing
+    reference: ClassVar[str] = ""  # what line it draws, e.g. "upper bound"; empty: it competes
+    cost_unit: ClassVar[bool] = False  # costs of other methods are also shown as multiples of its own
     paper: ClassVar[str]
     leaves_site: ClassVar[str]  # by default; see leaving()
     remembers: ClassVar[str] = "nothing"
@@ -107,18 +135,29 @@ class Method(Hyperparameters):
     mechanisms: ClassVar[tuple[str, ...]] = ("none",)  # privacy mechanisms that cover everything it sends
     unprotected: ClassVar[str] = ""  # what no mechanism here covers, where leaves_site does not say it
     reuses_records: ClassVar[bool] = False  # clients train on real images of earlier tasks again
-    releases_once: ClassVar[bool] = False  # each image enters one answer only, however many rounds there are
-    needs_mechanism: ClassVar[bool] = False  # at real sites; without one it is for simulations
+    # the server keeps sums over images, and each image enters one of them once, however many rounds there are: a site releases
+    # once in a task, its sums can be subtracted again, and without a mechanism they are exact, so for simulations only
+    additive: ClassVar[bool] = False
     sums_securely: ClassVar[bool] = False  # what its mechanism releases, it releases through ``federation.total``
     sends_pictures_only: ClassVar[bool] = False  # and their labels, so that a round's uploads can be screened
     scenarios: ClassVar[tuple[str, ...]] = ("class", "domain")  # what kinds of task sequence it can learn
-
-    can_forget: ClassVar[bool] = False  # its server keeps what each client sent, and can train on the rest
-    forgets_exactly: ClassVar[bool] = False  # without training: the model is the one that never met the client
-
     open_ended: ClassVar[bool] = False  # learns from a stream whose tasks nobody announces (tasks.drift)
+    compute: ClassVar[tuple[str, str] | None] = None  # O(...) of all clients and of the server per task, for `explain`
 
     train: Training = Training()
+
+    @classmethod
+    def style(cls) -> MethodStyle:
+        """How tables and figures show the method; ConfigError E237 if that cannot be drawn."""
+        return MethodStyle(
+            title=getattr(cls, "title", cls.name),
+            colour=cls.colour or derived_colour(cls.name),
+            marker=cls.marker or derived_marker(cls.name),
+            uploads=cls.uploads,
+            sends=getattr(cls, "leaves_site", ""),
+            reference=cls.reference,
+            cost_unit=cls.cost_unit,
+        )
 
     @classmethod
     def leaving(cls, mechanism: Mechanism | None) -> str:
@@ -126,6 +165,7 @@ class Method(Hyperparameters):
         return cls.leaves_site
 
     def init(self, net: nn.Module, rng: Rng) -> Any:
+        """The server's state before the first task. The default holds the initial weights."""
         return ModelState(model=weights_of(net), notes={})
 
     def begin_task(self, state: Any, task: Task, federation: Federation, rng: Rng) -> Any:
@@ -133,9 +173,10 @@ class Method(Hyperparameters):
         return replace(state, model=grow_head(state.model, task.num_seen, rng.at("head").generator()))
 
     def broadcast(self, state: Any, round: int, federation: Federation, rng: Rng) -> Payload:
+        """What the server sends to every participant of a round. The default is the global model."""
         return {"model": state.model}
 
-    def client_round(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
+    def client_round(self, payload: Payload, shard: Client, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
         """The client's work of one round: what it received, its images, what it remembers -> what it sends, remembers.
 
         A verb may have a batched form named ``<verb>_batched`` that takes lists of shards, client states and streams and
@@ -144,7 +185,7 @@ class Method(Hyperparameters):
         raise TypeError(f"method {self.name!r} does not define client_round")
 
     def expects(self, verb: str, payload: Payload, place: Place) -> Form:
-        """What an answer to ``verb`` must look like; a site whose answer does not is left out (``methods/forms.py``)."""
+        """What an answer to ``verb`` must look like; a site whose answer does not is left out (``methods/upload_schema.py``)."""
         return anything(place)
 
     def opened(self, uploads: Uploads, payload: Payload, federation: Federation, rng: Rng) -> Uploads:
@@ -152,10 +193,28 @@ class Method(Hyperparameters):
         return uploads
 
     def server_round(self, state: Any, uploads: Uploads, round: int, federation: Federation, rng: Rng) -> Any:
+        """The server's new state after the uploads of a round. Every method must define it."""
         raise TypeError(f"method {self.name!r} does not define server_round")
 
     def end_task(self, state: Any, task: Task, federation: Federation, rng: Rng) -> Any:
+        """The server's new state after the last round of a task. The default changes nothing."""
         return state
+
+    def nominal_bytes(self, arch: Arch, classes_per_task: int, num_classes: int) -> NominalBytes | None:
+        """Bytes in the paper's convention (``methods.nominal_cost``); None: there is no convention, nor for FLOPs."""
+        return None
+
+    def nominal_client_flops(self, setting: Setting) -> float:
+        """FLOPs of the run on all clients, in the paper's convention."""
+        return 0.0
+
+    def nominal_server_flops(self, setting: Setting, task: int) -> float:
+        """FLOPs of the server in one task with all earlier ones completed, in the paper's convention."""
+        return 0.0
+
+    def nominal_replay(self, setting: Setting) -> NominalReplay | None:
+        """What is replayed at the end of the sequence, counted as in Table 8; None for a method without such a memory."""
+        return None
 
     def kept(self, state: Any) -> dict[int, Kept]:
         """What the server keeps, by client (-1: nobody wrote down whose). Here: the pictures of ``buffers`` and ``pool``."""
@@ -169,6 +228,11 @@ class Method(Hyperparameters):
                 images = Counter((number, label, kind) for label in part.labels[own].tolist())
                 found[client] = Kept(mine.images + images, mine.num_bytes + num_bytes(part.images[own]))
         return found
+
+    @classmethod
+    def can_forget(cls) -> bool:
+        """Whether it has written ``forget``: its server keeps what each client sent, and can go on with the rest."""
+        return cls.forget is not Method.forget
 
     def forget(self, state: Any, client: int, model: Model, num_rounds: int, federation: Federation, rng: Rng) -> Any:
         """The state without anything this client sent, its model trained from ``model``, which is fresh, on what remains.

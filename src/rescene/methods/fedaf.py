@@ -22,27 +22,36 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rescene.data import Shard
+from rescene.core.hyperparameters import hyper
+from rescene.core.method_style import YELLOW
+from rescene.core.record import Tree
+from rescene.core.rng import Rng, seeded_generator
+from rescene.data.shard import Shard
 from rescene.functional import group_means, perturbed
 from rescene.functional.sliced import knowledge_matching, mixed, owners_average, sliced_distance
-from rescene.hyperparameters import hyper
-from rescene.methods.base import Federation, Model, ModelState, Payload, Uploads, weights_of
-from rescene.methods.forms import LARGEST, Dim, Form, Place, both, fields, labels, notes, pictures, tensor
+from rescene.methods.base import Client, Federation, Model, ModelState, Payload, Uploads, weights_of
 from rescene.methods.registry import register
-from rescene.methods.surrogates import SurrogateMethod, gathered
-from rescene.record import Tree
-from rescene.rng import Rng, seeded_generator
-from rescene.steps import Batch, Surrogates, class_scores, condense, cross_entropy, fit_pool
-from rescene.steps.matching import Move, Term
-from rescene.steps.sgd import Loss
+from rescene.methods.surrogates import SurrogateMethod, gathered, surrogates_of
+from rescene.methods.upload_schema import LARGEST, Dim, Form, Place, both, fields, labels, notes, pictures, tensor
+from rescene.training import Batch, Surrogates, class_scores, cross_entropy, fit_pool
+from rescene.training.condensation import Move, Term, condense
+from rescene.training.sgd import Loss
 
 
 @register
 class FedAF(SurrogateMethod):
+    """Aggregation-free learning: sites condense with shared class logits, and the server trains on this round's images."""
+
     name: ClassVar[str] = "fedaf"
     title: ClassVar[str] = "FedAF"
+    colour: ClassVar[str] = YELLOW
+    marker: ClassVar[str] = ">"
     open_ended: ClassVar[bool] = True
     paper: ClassVar[str] = "Wang et al., CVPR 2024"
+    compute: ClassVar[tuple[str, str] | None] = (
+        "O(R K (S IPC |C_t| + D_loc) F) [ours: not in the paper's table]",
+        "O(R E_srv |S_r| F) [ours: not in the paper's table]",
+    )
     leaves_site: ClassVar[str] = (
         "a few condensed images per class with their labels, near-copies of real images by default; for each class the "
         "number of local images, their mean logits and their mean soft label"
@@ -85,20 +94,25 @@ class FedAF(SurrogateMethod):
         soft = both(_class_rows(place, low=0.0, high=1.0), sums, "is not made of probabilities")
         return fields(pictures(place, self.ipc) | {"notes": notes, "soft_labels": soft})
 
-    def class_logits(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
+    def class_logits(self, payload: Payload, shard: Client, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
         """First exchange: V_kc under theta~. The model is kept for the second one, so that it travels once."""
         net = shard.net(self._moved(payload["model"], shard, payload["noise_seed"]))
         return {"class_logits": self._class_means(_scores(net, shard), shard.labels)}, dict(payload)
 
     def client_round_batched(
-        self, payload: Payload, shards: Sequence[Shard], client_states: Sequence[Tree], rngs: Sequence[Rng]
+        self, payload: Payload, shards: Sequence[Client], client_states: Sequence[Tree], rngs: Sequence[Rng]
     ) -> list[tuple[Payload, Tree]]:
         """Second exchange. A client forgets the model afterwards."""
         model, seed = _received(payload, client_states), payload["noise_seed"]
         once = self.draw == "round"  # then every step uses the very model of the first exchange
         net = shards[0].net(self._moved(model, shards[0], seed) if once else model)
         move: Move = (lambda theta, noise: theta) if once else self._perturbed
-        made = condense(net, shards, rngs, self, seed, move=move, term=self._term(payload))
+        term = self._term(payload)
+
+        def plainly(net: nn.Module, shards: Sequence[Shard], rngs: Sequence[Rng], noise_seed: int) -> list[Surrogates]:
+            return condense(net, shards, rngs, self, noise_seed, move=move, term=term)
+
+        made = surrogates_of(net, shards, rngs, self, seed, plainly)
         plain = shards[0].net(model)
         return [(self._upload(plain, shard, own), None) for shard, own in zip(shards, made, strict=True)]
 
@@ -111,15 +125,14 @@ class FedAF(SurrogateMethod):
         images, labels = pictures
         net, loss = federation.net(state.model), self._server_loss(list(uploads.values()))
         generator, num_classes = rng.at("sgd").generator(federation.device), federation.task.num_seen
-        final = fit_pool(
-            net, images, labels, federation.transform, self.train, generator, num_classes=num_classes, loss=loss
-        )
+        settings, transform = self.server_training, federation.transform
+        final = fit_pool(net, images, labels, transform, settings, generator, num_classes=num_classes, loss=loss)
         return replace(state, model=weights_of(net), notes={"server_loss": final, "pool_size": len(labels)})
 
     def _perturbed(self, theta: Sequence[Tensor], noise: torch.Generator) -> list[Tensor]:
         return mixed(theta, self.mixing, noise) if self.perturbation == "mix" else perturbed(theta, self.radius, noise)
 
-    def _moved(self, model: Model, shard: Shard, noise_seed: int) -> Model:
+    def _moved(self, model: Model, shard: Client, noise_seed: int) -> Model:
         """theta~ as a model: the first draw of the round's seed. Running statistics are not parameters and stay."""
         names, theta = zip(*shard.net(model).named_parameters(), strict=True)
         noise = seeded_generator(noise_seed, shard.device)
@@ -138,7 +151,7 @@ class FedAF(SurrogateMethod):
         v, _ = _table(payload["labels"], payload["class_logits"])
         return lambda means, labels: self.cdc_weight * sliced_distance(means, v[labels])
 
-    def _upload(self, net: nn.Module, shard: Shard, own: Surrogates) -> Payload:
+    def _upload(self, net: nn.Module, shard: Client, own: Surrogates) -> Payload:
         """The surrogates, and R_kc under theta unless the server has no use for it."""
         if self.lgkm_weight == 0:
             return own.as_upload()
@@ -163,7 +176,7 @@ class FedAF(SurrogateMethod):
         return loss
 
 
-def _scores(net: nn.Module, shard: Shard) -> Tensor:
+def _scores(net: nn.Module, shard: Client) -> Tensor:
     """Logits of all the client's images, in the order of ``shard.labels``."""
     return class_scores(net, shard.images.pixels[shard.index], shard.transform.normalise)
 

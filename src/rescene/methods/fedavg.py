@@ -9,19 +9,24 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from rescene.data import Shard
-from rescene.hyperparameters import hyper
+from rescene.core.hyperparameters import hyper
+from rescene.core.method_style import SLATE
+from rescene.core.record import Tree
+from rescene.core.rng import Rng
 from rescene.methods.averaging import AveragingMethod, trained
-from rescene.methods.base import Payload
+from rescene.methods.base import Client, Payload
 from rescene.methods.registry import register
-from rescene.record import Tree
-from rescene.rng import Rng
 
 
 @register
 class FedAvg(AveragingMethod):
+    """Sites train on their own images, and the server averages the weights by number of images."""
+
     name: ClassVar[str] = "fedavg"
     title: ClassVar[str] = "FedAvg"
+    colour: ClassVar[str] = SLATE
+    marker: ClassVar[str] = "s"
+    cost_unit: ClassVar[bool] = True
     open_ended: ClassVar[bool] = True
     paper: ClassVar[str] = "McMahan et al., AISTATS 2017"
     mechanisms: ClassVar[tuple[str, ...]] = ("none", "dp-sgd", "paper-experiment")
@@ -30,7 +35,7 @@ class FedAvg(AveragingMethod):
         "all", "-", "[ours]", "cross-entropy over all seen classes, or this task's only"
     )
 
-    def client_round(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
+    def client_round(self, payload: Payload, shard: Client, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
         net = shard.net(payload["model"])
         first = min(shard.task.classes) if self.local_ce == "new" else 0
         return trained(net, shard, self.train, rng.at("sgd").generator(shard.device), first_class=first), client_state

@@ -21,7 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rescene.data import Shard, Task
+from rescene.core.hyperparameters import hyper
+from rescene.core.method_style import VERMILLION
+from rescene.core.record import Tree, record
+from rescene.core.rng import Rng, seeded_generator
+from rescene.data import Task
 from rescene.functional.leverage import (
     Cut,
     class_cut,
@@ -33,16 +37,16 @@ from rescene.functional.leverage import (
     random_orthogonal,
     row_leverage,
 )
-from rescene.functional.release import clip_rows
 from rescene.functional.temperature import grouped_cross_entropy, task_aware_logits
-from rescene.hyperparameters import hyper
 from rescene.methods.averaging import AveragingMethod, refuse_twice, trained
-from rescene.methods.base import Federation, ModelState, Payload, Uploads
-from rescene.methods.forms import MOST, NOTHING, Dim, Form, Place, both, either, fields, labels, tensor
+from rescene.methods.base import Client, Federation, ModelState, Payload, Uploads
+from rescene.methods.nominal_cost import NominalReplay, Setting, image_bytes
 from rescene.methods.registry import register
-from rescene.record import Tree, record
-from rescene.rng import Rng, seeded_generator
-from rescene.steps import Batch, embed, repeatable, with_replay
+from rescene.methods.upload_schema import MOST, NOTHING, Dim, Form, Place, both, either, fields, labels, tensor
+from rescene.nets import Arch, body_cost
+from rescene.privacy.class_sums import clip_rows
+from rescene.privacy.mechanism import SitePrivacy
+from rescene.training import Batch, embed, repeatable, with_replay
 
 
 @record
@@ -58,13 +62,18 @@ class Memory:
 
 @register
 class FedCBDR(AveragingMethod):
+    """FedAvg with exemplars at every site, drawn by leverage scores, and temperatures for old and new classes."""
+
     name: ClassVar[str] = "fedcbdr"
     title: ClassVar[str] = "FedCBDR"
+    colour: ClassVar[str] = VERMILLION
+    marker: ClassVar[str] = "X"
     paper: ClassVar[str] = "Qi et al., NeurIPS 2025"
     leaves_site: ClassVar[str] = (
         "model weights and the number of images trained on; after each task the rotated second moments of the local "
         "features (form=svd: all features, rotated), and with budget_scope=global each image's label, score and key"
     )
+    compute: ClassVar[tuple[str, str] | None] = ("O(R K E (D_loc + D_mem) F + N D_loc F)", "O(R K P + N D_loc d^2)")
     remembers: ClassVar[str] = "real images of finished tasks: up to `budget` (150) of each class"
     mechanisms: ClassVar[tuple[str, ...]] = ("none", "dp-sgd", "paper-experiment")
     reuses_records: ClassVar[bool] = True
@@ -80,7 +89,7 @@ class FedCBDR(AveragingMethod):
     form: Literal["gram", "svd"] = hyper("gram", "-", "[ours]", "second moments, or features and singular vectors")
     reweight: bool = hyper(False, "-", "[ours]", "weigh each exemplar's loss by sqrt(1 / (n_c p))")
 
-    def client_round(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
+    def client_round(self, payload: Payload, shard: Client, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
         memory = _memory(client_state, shard)
         if shard.site is not None and shard.site.mechanism.formal:
             refuse_twice(memory.last_task, shard.task)
@@ -144,11 +153,11 @@ class FedCBDR(AveragingMethod):
             scored |= federation.ask([client], "score_images", {"left": block})
         return scored
 
-    def share_features(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
+    def share_features(self, payload: Payload, shard: Client, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
         """X_k Q stays on the desk; what is sent has P_k in front, or is a sum over images."""
         site = shard.site
         if site is not None and site.mechanism.formal:
-            return {}, self._kept_blindly(_memory(client_state, shard), shard)
+            return {}, self._kept_blindly(_memory(client_state, shard), shard, site)
         x = embed(shard.net(payload["model"]), shard.pictures(shard.index)).double()
         if site is not None:  # App. F.2: "we additionally protect the pseudo-feature representations"
             x = clip_rows(x, site.mechanism.clip) + site.mechanism.deviation * site.noise.normal(*x.shape).to(x.device)
@@ -159,7 +168,7 @@ class FedCBDR(AveragingMethod):
             return {"moments": rotated.T @ rotated}, memory  # (P X Q)^T (P X Q) whatever P is
         return {"features": _private_rotation(len(x), private_seed).to(x.device) @ rotated}, memory
 
-    def score_images(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
+    def score_images(self, payload: Payload, shard: Client, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
         """Leverage of every local image, and the random key by which it is drawn."""
         features, private_seed = client_state.desk["features"], client_state.desk["private_seed"]
         if self.form == "gram":
@@ -174,17 +183,16 @@ class FedCBDR(AveragingMethod):
             return {}, self._kept(memory, shard, cut)
         return {"keys": keys, "scores": scores, "labels": shard.labels}, memory
 
-    def keep_images(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
+    def keep_images(self, payload: Payload, shard: Client, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
         """Global budget only: the server has found where to cut each class."""
         return {}, self._kept(client_state, shard, Cut(**payload["cut"]))
 
-    def _kept_blindly(self, memory: Memory, shard: Shard) -> Memory:
+    def _kept_blindly(self, memory: Memory, shard: Client, site: SitePrivacy) -> Memory:
         """Each image on its own with the same public chance: that costs no privacy, and no image makes room for another."""
-        site = shard.site
         chosen = site.noise.chosen(len(shard), min(1.0, self.budget / site.mechanism.typical_count)).to(shard.device)
         return _with_images(memory, shard, chosen, memory.weights.new_ones(len(shard)))
 
-    def _kept(self, memory: Memory, shard: Shard, cut: Cut) -> Memory:
+    def _kept(self, memory: Memory, shard: Client, cut: Cut) -> Memory:
         """The memory with the images above the cut added, and an empty desk."""
         keys, scores, labels = memory.desk["keys"], memory.desk["scores"], shard.labels
         chosen = keys >= cut.threshold[labels]
@@ -193,8 +201,24 @@ class FedCBDR(AveragingMethod):
             weights = importance_weights(scores, labels, self.budget, cut).to(weights)
         return _with_images(memory, shard, chosen, weights)
 
+    def nominal_memory_bytes(self, arch: Arch, num_classes: int) -> float:
+        """So many exemplars of every class."""
+        return self.budget * num_classes * image_bytes(arch)
 
-def _with_images(memory: Memory, shard: Shard, chosen: Tensor, weights: Tensor) -> Memory:
+    def nominal_replayed(self, setting: Setting, task: int) -> float:
+        return setting.old_classes(task) * self.budget
+
+    def nominal_server_flops(self, setting: Setting, task: int) -> float:
+        """The second moments of all features, 2 n d^2."""
+        moments = 2.0 * len(setting.tasks[task].train) * body_cost(setting.arch).feature_size ** 2
+        return super().nominal_server_flops(setting, task) + moments
+
+    def nominal_replay(self, setting: Setting) -> NominalReplay | None:
+        each = self.budget * setting.num_classes
+        return NominalReplay(self.budget, each, each * setting.num_clients)
+
+
+def _with_images(memory: Memory, shard: Client, chosen: Tensor, weights: Tensor) -> Memory:
     """The memory with these of the shard's images added, once however often it is asked, and an empty desk."""
     if shard.task.index <= memory.last_task:
         return replace(memory, desk={})
@@ -218,7 +242,7 @@ def _private_rotation(size: int, private_seed: int) -> Tensor:
     return random_orthogonal(size, Rng(private_seed).at("rotation").generator())
 
 
-def _memory(client_state: Tree, shard: Shard) -> Memory:
+def _memory(client_state: Tree, shard: Client) -> Memory:
     """The client's memory; an empty one if it has none yet (first task, or a client that joined late)."""
     if client_state is not None:
         assert isinstance(client_state, Memory)

@@ -14,6 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from rescene.core.method_style import PURPLE
 from rescene.functional.discriminant import regularised_solve
 from rescene.methods.moments import Moments
 from rescene.methods.registry import register
@@ -21,8 +22,12 @@ from rescene.methods.registry import register
 
 @register
 class FedCGS(Moments):
+    """One Gaussian for each class over frozen features, all with one covariance, from the sums of all sites."""
+
     name: ClassVar[str] = "fedcgs"
     title: ClassVar[str] = "FedCGS"
+    colour: ClassVar[str] = PURPLE
+    marker: ClassVar[str] = "s"
     paper: ClassVar[str] = "Guan et al., AAAI 2025"
 
     def _head(

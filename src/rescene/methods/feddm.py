@@ -10,19 +10,28 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
+from rescene.core.method_style import INK
+from rescene.core.rng import Rng
 from rescene.methods.base import Federation, ModelState, Uploads, weights_of
 from rescene.methods.registry import register
 from rescene.methods.surrogates import SurrogateMethod, gathered
-from rescene.rng import Rng
-from rescene.steps import fit_pool
+from rescene.training import fit_pool
 
 
 @register
 class FedDM(SurrogateMethod):
+    """Sites condense their images by distribution matching, and the server trains on the latest round's images."""
+
     name: ClassVar[str] = "feddm"
     title: ClassVar[str] = "FedDM"
+    colour: ClassVar[str] = INK
+    marker: ClassVar[str] = "<"
     open_ended: ClassVar[bool] = True
     paper: ClassVar[str] = "Xiong et al., CVPR 2023"
+    compute: ClassVar[tuple[str, str] | None] = (
+        "O(R K S IPC |C_t| F) [ours: not in the paper's table]",
+        "O(R E_srv |S_r| F) [ours: not in the paper's table]",
+    )
     sends_pictures_only: ClassVar[bool] = True
 
     def server_round(
@@ -35,6 +44,12 @@ class FedDM(SurrogateMethod):
         net = federation.net(state.model)
         generator = rng.at("sgd").generator(federation.device)
         loss = fit_pool(
-            net, images, labels, federation.transform, self.train, generator, num_classes=federation.task.num_seen
+            net,
+            images,
+            labels,
+            federation.transform,
+            self.server_training,
+            generator,
+            num_classes=federation.task.num_seen,
         )
         return replace(state, model=weights_of(net), notes={"server_loss": loss, "pool_size": len(labels)})

@@ -26,16 +26,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from rescene.data import Shard, Task
+from rescene.core.hyperparameters import hyper
+from rescene.core.method_style import SKY
+from rescene.core.record import Tree, record
+from rescene.core.rng import Rng
+from rescene.data import Task
 from rescene.functional.fisher import MeanLoss, blend_fisher, fisher_diagonal, quadratic_penalty
-from rescene.hyperparameters import hyper
 from rescene.methods.averaging import AveragingMethod
-from rescene.methods.base import Federation, Model, ModelState, Payload, weights_of
+from rescene.methods.base import Client, Federation, Model, ModelState, Payload, weights_of
+from rescene.methods.nominal_cost import Setting
 from rescene.methods.registry import register
-from rescene.record import Tree, record
-from rescene.rng import Rng
-from rescene.steps import Batch, fit_shard, repeatable
-from rescene.steps.per_image import chunks, is_layered, mean_squared_gradients
+from rescene.nets import FLOAT_BYTES, Arch, num_parameters
+from rescene.training import Batch, fit_shard, repeatable
+from rescene.training.per_image import chunks, is_layered, mean_squared_gradients
 
 
 @record
@@ -52,8 +55,12 @@ NOTHING = Memory({}, {}, {})
 
 @register
 class FedEWC(AveragingMethod):
+    """FedAvg with a penalty on weights that were important for earlier tasks."""
+
     name: ClassVar[str] = "fedewc"
     title: ClassVar[str] = "FedEWC"
+    colour: ClassVar[str] = SKY
+    marker: ClassVar[str] = "^"
     paper: ClassVar[str] = "Kirkpatrick et al., PNAS 2017"
     remembers: ClassVar[str] = "importance of every weight (Fisher diagonal), and the weights it pulls back to"
 
@@ -85,7 +92,7 @@ class FedEWC(AveragingMethod):
         grown: ModelState = super().begin_task(state, task, federation, rng)
         return grown
 
-    def consolidate(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
+    def consolidate(self, payload: Payload, shard: Client, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
         """Close the finished task. Without a part in it F stays as it is; without any history there is nothing to hold."""
         if client_state is None:
             return {}, None
@@ -94,7 +101,7 @@ class FedEWC(AveragingMethod):
             fisher = blend_fisher(fisher, client_state.pending, self.fisher_decay, 1.0)
         return {}, Memory(fisher=fisher, anchor=payload["anchor"], pending={})
 
-    def client_round(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
+    def client_round(self, payload: Payload, shard: Client, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
         if len(shard) == 0:
             return {"num_images": 0}, client_state
         memory = client_state or NOTHING
@@ -118,20 +125,20 @@ class FedEWC(AveragingMethod):
         first = min(task.classes) if self.local_ce == "new" else 0
         return F.cross_entropy(logits[:, first:], labels - first, reduction=reduction)
 
-    def _fisher(self, net: nn.Module, shard: Shard, rng: Rng) -> Model:
+    def _fisher(self, net: nn.Module, shard: Client, rng: Rng) -> Model:
         """F of the client's images, not augmented, at its trained model with BatchNorm's running statistics (App. A)."""
         net.eval()
         found = self._batch_fisher(net, shard, rng) if self.fisher == "batch_mean" else self._image_fisher(net, shard)
         limit = math.inf if self.fisher_clip is None else self.fisher_clip
         return {name: value.clamp(max=limit) for name, value in found.items()}
 
-    def _image_fisher(self, net: nn.Module, shard: Shard) -> Model:
+    def _image_fisher(self, net: nn.Module, shard: Client) -> Model:
         batches = _pictures(shard, [shard.index[rows] for rows in chunks(net, len(shard), shard.device)])
         if not is_layered(net):
             return fisher_diagonal(self._loss_in(net, shard.task), _trainable(net), batches)
         return mean_squared_gradients(net, batches, lambda z, y: self._task_loss(z, y, shard.task, "sum"))
 
-    def _batch_fisher(self, net: nn.Module, shard: Shard, rng: Rng) -> Model:
+    def _batch_fisher(self, net: nn.Module, shard: Client, rng: Rng) -> Model:
         """Here the batches matter, so they are drawn as in training."""
         order = torch.randperm(len(shard), generator=rng.generator()).to(shard.index.device)
         batches = _pictures(shard, torch.split(shard.index[order], self.train.batch_size))
@@ -146,8 +153,17 @@ class FedEWC(AveragingMethod):
         share = _old_share(task)
         return Memory(blend_fisher(memory.fisher, pending, share, 1 - share), _trainable(net), {})
 
+    def nominal_memory_bytes(self, arch: Arch, num_classes: int) -> float:
+        """Fisher and anchor."""
+        return 2 * num_parameters(arch, num_classes) * FLOAT_BYTES
 
-def _pictures(shard: Shard, parts: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    def nominal_client_flops(self, setting: Setting) -> float:
+        """One more pass over the images, for the Fisher."""
+        epochs = setting.train.local_epochs
+        return super().nominal_client_flops(setting) * (epochs + 1) / epochs
+
+
+def _pictures(shard: Client, parts: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     return ((shard.pictures(rows), shard.images.labels[rows]) for rows in parts)
 
 

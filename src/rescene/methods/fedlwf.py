@@ -17,21 +17,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rescene.data import Shard, Task
+from rescene.core.hyperparameters import hyper
+from rescene.core.method_style import BROWN
+from rescene.core.record import Tree
+from rescene.core.rng import Rng
+from rescene.data import Task
 from rescene.functional.distillation import distillation_loss
-from rescene.hyperparameters import hyper
 from rescene.methods.averaging import AveragingMethod, trained
-from rescene.methods.base import Federation, ModelState, Payload
+from rescene.methods.base import Client, Federation, ModelState, Payload
+from rescene.methods.nominal_cost import TRAINING_PASSES
 from rescene.methods.registry import register
-from rescene.record import Tree
-from rescene.rng import Rng
-from rescene.steps import Batch, Training, frozen, repeatable
+from rescene.nets import Arch, model_bytes
+from rescene.training import Batch, Training, frozen, repeatable
 
 
 @register
 class FedLwF(AveragingMethod):
+    """FedAvg with distillation from the global model of the previous task."""
+
     name: ClassVar[str] = "fedlwf"
     title: ClassVar[str] = "FedLwF"
+    colour: ClassVar[str] = BROWN
+    marker: ClassVar[str] = "v"
     paper: ClassVar[str] = "Li and Hoiem, TPAMI 2018"
     remembers: ClassVar[str] = "the global model of the previous task, as a teacher"
     mechanisms: ClassVar[tuple[str, ...]] = ("none", "dp-sgd")
@@ -49,10 +56,11 @@ class FedLwF(AveragingMethod):
         grown: ModelState = super().begin_task(state, task, federation, rng)
         return grown
 
-    def keep_teacher(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
+    def keep_teacher(self, payload: Payload, shard: Client, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
+        """Site: store the global model of the finished task as the teacher of the next one."""
         return {}, {"teacher": payload["teacher"]}
 
-    def client_round(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
+    def client_round(self, payload: Payload, shard: Client, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
         net = shard.net(payload["model"])
         teacher = _teacher(shard, client_state, self.train)
         first = min(shard.task.classes) if self.local_ce == "new" else 0
@@ -70,7 +78,15 @@ class FedLwF(AveragingMethod):
             targets = teacher(x)
         return distillation_loss(logits, targets, self.kd_temperature, self.kd_t2)
 
+    def nominal_memory_bytes(self, arch: Arch, num_classes: int) -> float:
+        """The teacher."""
+        return model_bytes(arch, num_classes)
 
-def _teacher(shard: Shard, client_state: Tree, settings: Training) -> nn.Module | None:
+    def nominal_passes(self, task: int) -> int:
+        """The teacher looks at every image, too."""
+        return TRAINING_PASSES + (task > 0)
+
+
+def _teacher(shard: Client, client_state: Tree, settings: Training) -> nn.Module | None:
     """The previous task's model, frozen, with its own BatchNorm statistics; None in the first task or if never received."""
     return frozen(shard.net(client_state["teacher"]), settings) if client_state else None

@@ -25,19 +25,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rescene.data import Shard, Task
+from rescene.core.hyperparameters import hyper
+from rescene.core.method_style import GREEN
+from rescene.core.record import Tree, record, to_device
+from rescene.core.rng import Rng
+from rescene.data import Task
 from rescene.functional import herd
 from rescene.functional.compensation import compensation_loss, compensation_weights, mean_entropy, relation_loss
-from rescene.hyperparameters import hyper
 from rescene.methods.averaging import AveragingMethod
-from rescene.methods.base import Federation, Model, Payload, Uploads, weights_of
-from rescene.methods.forms import Dim, Form, Place, either, fields, like, notes, tensor, whole
+from rescene.methods.base import Client, Federation, Model, Payload, Uploads, weights_of
+from rescene.methods.nominal_cost import TRAINING_PASSES, NominalReplay, Setting, image_bytes
 from rescene.methods.registry import register
-from rescene.record import Tree, record, to_device
-from rescene.rng import Rng
-from rescene.steps import Batch, class_scores, embed, fit_shard, frozen, repeatable, with_replay
-from rescene.steps.reconstruction import Inversion, encoder_gradients, encoder_weights, perturb, reconstruct
-from rescene.steps.sgd import Loss
+from rescene.methods.upload_schema import Dim, Form, Place, either, fields, like, notes, tensor, whole
+from rescene.nets import Arch, model_bytes
+from rescene.training import Batch, class_scores, embed, fit_shard, frozen, repeatable, with_replay
+from rescene.training.reconstruction import (
+    INVERSION_PASSES,
+    Inversion,
+    encoder_flops,
+    encoder_gradients,
+    encoder_weights,
+    perturb,
+    reconstruct,
+)
+from rescene.training.sgd import Loss
 
 
 @record
@@ -51,6 +62,8 @@ class Monitor:
 
 @record
 class ServerState:
+    """The server's state: the model, the monitor set rebuilt from gradients, and the best model so far."""
+
     model: Model
     encoder_seed: int
     monitor: Monitor | None
@@ -74,14 +87,19 @@ class ClientState:
 
 @register
 class GLFC(Inversion, AveragingMethod):
+    """FedAvg with exemplars at the sites and distillation from the best old model, which a proxy server picks."""
+
     name: ClassVar[str] = "glfc"
     paints: ClassVar[bool] = True
     title: ClassVar[str] = "GLFC"
+    colour: ClassVar[str] = GREEN
+    marker: ClassVar[str] = "P"
     paper: ClassVar[str] = "Dong et al., CVPR 2022"
     leaves_site: ClassVar[str] = (
         "model weights and the number of local images; once per task, for one image per class, a gradient from which the "
         "server reconstructs that image on purpose"
     )
+    compute: ClassVar[tuple[str, str] | None] = ("O(R K E (D_loc + D_mem) F)", "O(R K P + I K |C_{t-1}| F_enc)")
     remembers: ClassVar[str] = "real images of every class it has held, and the best model of the previous task"
 
     num_exemplars: int = hyper(20, "-", "App. A", "images remembered per class and task, at most", ge=1)
@@ -115,7 +133,8 @@ class GLFC(Inversion, AveragingMethod):
         grown: ServerState = super().begin_task(state, task, federation, rng)
         return grown
 
-    def receive_old_model(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
+    def receive_old_model(self, payload: Payload, shard: Client, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
+        """Site: take the best old model as teacher, now or when the site notices a new task (``trigger``)."""
         kept = _remembered(client_state, shard)
         if self.trigger == "task":
             return {}, replace(kept, old_model=payload["old_model"])
@@ -124,7 +143,7 @@ class GLFC(Inversion, AveragingMethod):
     def broadcast(self, state: ServerState, round: int, federation: Federation, rng: Rng) -> Payload:
         return {"model": state.model, "encoder_seed": state.encoder_seed}
 
-    def client_round(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
+    def client_round(self, payload: Payload, shard: Client, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
         kept, is_transition = self._notice(payload["model"], shard, _remembered(client_state, shard))
         learned = kept.tasks < kept.known_task
         local = with_replay(shard, kept.pixels[learned], kept.labels[learned])
@@ -149,7 +168,7 @@ class GLFC(Inversion, AveragingMethod):
         first = {"model": like(payload["model"]), "num_images": whole(1), "notes": notes, "prototypes": prototypes}
         return either(plain, fields(first))
 
-    def _notice(self, model: Model, shard: Shard, kept: ClientState) -> tuple[ClientState, bool]:
+    def _notice(self, model: Model, shard: Client, kept: ClientState) -> tuple[ClientState, bool]:
         """What the client knows at the start of a round, and whether this round is its transition to a new task."""
         if self.trigger == "task":
             is_transition = kept.known_task != shard.task.index
@@ -165,7 +184,7 @@ class GLFC(Inversion, AveragingMethod):
         old_model = kept.old_model if kept.offered is None else kept.offered
         return replace(kept, known_task=shard.task.index, old_model=old_model, offered=None), True
 
-    def _loss(self, shard: Shard, old_model: Model | None, *, has_learned: bool) -> Loss:
+    def _loss(self, shard: Client, old_model: Model | None, *, has_learned: bool) -> Loss:
         """.5 L_GC + .5 L_RD on the client's images followed by its exemplars; old samples are the exemplars."""
         num_current = len(shard)
         old_net = None if old_model is None else frozen(shard.net(old_model), self.train)
@@ -186,7 +205,7 @@ class GLFC(Inversion, AveragingMethod):
 
         return loss
 
-    def _encoded_prototypes(self, net: nn.Module, seed: int, shard: Shard, kept: ClientState) -> Payload:
+    def _encoded_prototypes(self, net: nn.Module, seed: int, shard: Client, kept: ClientState) -> Payload:
         """The gradients of the encoder on this client's perturbed prototypes; nothing if it has no image of the classes."""
         pixels, labels = _prototypes(net, self._candidates(shard, kept), shard)
         if len(labels) == 0:
@@ -205,7 +224,7 @@ class GLFC(Inversion, AveragingMethod):
         gradients = encoder_gradients(encoder, images, labels)
         return {"prototypes": {"gradients": gradients, "height": height, "width": width}}
 
-    def _candidates(self, shard: Shard, kept: ClientState) -> dict[int, Tensor]:
+    def _candidates(self, shard: Client, kept: ClientState) -> dict[int, Tensor]:
         """Label -> uint8 images among which the prototype of the class is chosen."""
         if self.prototype_classes == "current":
             return {label: shard.images.pixels[members] for label, members in shard.by_class().items()}
@@ -250,7 +269,7 @@ class GLFC(Inversion, AveragingMethod):
         federation.ask(federation.clients, "keep_exemplars", {"model": state.model})
         return state
 
-    def keep_exemplars(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
+    def keep_exemplars(self, payload: Payload, shard: Client, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
         """Herd exemplars of the finished task's classes under the task-end model, on images that are not augmented.
 
         They take the place of those that an earlier question of the same kind put there.
@@ -268,8 +287,32 @@ class GLFC(Inversion, AveragingMethod):
         added = kept.tasks.new_full((len(all_labels) - len(kept.tasks),), shard.task.index)
         return {}, replace(kept, pixels=torch.cat(pixels), labels=all_labels, tasks=torch.cat([kept.tasks, added]))
 
+    def nominal_memory_bytes(self, arch: Arch, num_classes: int) -> float:
+        """The old model, and so many exemplars of every class."""
+        return model_bytes(arch, num_classes) + self.num_exemplars * num_classes * image_bytes(arch)
 
-def _remembered(client_state: Tree, shard: Shard) -> ClientState:
+    def nominal_replayed(self, setting: Setting, task: int) -> float:
+        return setting.old_classes(task) * self.num_exemplars
+
+    def nominal_passes(self, task: int) -> int:
+        """The old model looks at every image, too."""
+        return TRAINING_PASSES + (task > 0)
+
+    def nominal_server_flops(self, setting: Setting, task: int) -> float:
+        """From the second task on a search for one image per class and participant."""
+        averaging = super().nominal_server_flops(setting, task)
+        if task == 0:
+            return averaging
+        prototypes, side = setting.per_round * len(setting.tasks[task].classes), setting.arch.image_size
+        evaluations = self.num_inversions * self.inversion_steps * prototypes
+        return averaging + evaluations * INVERSION_PASSES * encoder_flops(setting.num_classes, side, side)
+
+    def nominal_replay(self, setting: Setting) -> NominalReplay | None:
+        each = self.num_exemplars * setting.num_classes
+        return NominalReplay(self.num_exemplars, each, each * setting.num_clients)
+
+
+def _remembered(client_state: Tree, shard: Client) -> ClientState:
     """The client's state; an empty one for a client that joins."""
     if isinstance(client_state, ClientState):
         return client_state
@@ -277,11 +320,11 @@ def _remembered(client_state: Tree, shard: Shard) -> ClientState:
     return ClientState(shard.images.pixels[:0], none, none, -1, 0.0, None, None)
 
 
-def _unit_features(net: nn.Module, pixels: Tensor, shard: Shard) -> Tensor:
+def _unit_features(net: nn.Module, pixels: Tensor, shard: Client) -> Tensor:
     return F.normalize(embed(net, shard.transform.normalise(pixels)), dim=1)
 
 
-def _prototypes(net: nn.Module, candidates: Mapping[int, Tensor], shard: Shard) -> tuple[Tensor, Tensor]:
+def _prototypes(net: nn.Module, candidates: Mapping[int, Tensor], shard: Client) -> tuple[Tensor, Tensor]:
     """Of each class the image closest to the mean feature: uint8 [p, 3, H, W] and labels [p], ascending."""
     chosen = [shard.images.pixels[:0]]
     for pixels in candidates.values():

@@ -15,13 +15,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from rescene.data import Shard, Task
-from rescene.methods.base import Federation, Method, Model, Payload, Uploads, weights_of
-from rescene.methods.forms import NOTHING, Form, Place, fields, pictures
+from rescene.core.method_style import GREY
+from rescene.core.method_style import Uploads as Sent
+from rescene.core.record import Tree, record
+from rescene.core.rng import Rng
+from rescene.data import Task
+from rescene.methods.base import Client, Federation, Method, Model, Payload, Uploads, weights_of
 from rescene.methods.registry import register
-from rescene.record import Tree, record
-from rescene.rng import Rng
-from rescene.steps import Batch, cross_entropy, fit
+from rescene.methods.upload_schema import NOTHING, Form, Place, fields, pictures
+from rescene.training import Batch, cross_entropy, fit
 
 
 @record
@@ -34,6 +36,8 @@ class RealImages:
 
 @record
 class JointState:
+    """The server's state: the model and all images handed over so far."""
+
     model: Model
     collected: tuple[RealImages, ...]  # one entry per task, never changed once added
     notes: dict[str, float]
@@ -41,8 +45,14 @@ class JointState:
 
 @register
 class Joint(Method):
+    """Reference line: all sites hand their real images to the server, which trains on all of them."""
+
     name: ClassVar[str] = "joint"
     title: ClassVar[str] = "Joint"
+    colour: ClassVar[str] = GREY
+    marker: ClassVar[str] = "P"
+    uploads: ClassVar[Sent] = "images"
+    reference: ClassVar[str] = "upper bound"
     paper: ClassVar[str] = "reference line, not a method to use: central training on all real images"
     leaves_site: ClassVar[str] = "every training image with its label, unchanged"
 
@@ -57,7 +67,8 @@ class Joint(Method):
         images, labels = (torch.cat([answer[key] for answer in answers.values()]) for key in ("images", "labels"))
         return replace(state, collected=(*state.collected, RealImages(federation.transform.to_pixels(images), labels)))
 
-    def hand_over(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
+    def hand_over(self, payload: Payload, shard: Client, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
+        """Site: send all images of the task."""
         # normalised, as all pictures travel, so that the leakage figures see what they are: exact copies
         return {"images": shard.pictures(shard.index), "labels": shard.labels}, client_state
 
@@ -67,7 +78,7 @@ class Joint(Method):
     def broadcast(self, state: JointState, round: int, federation: Federation, rng: Rng) -> Payload:
         return {}
 
-    def client_round(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
+    def client_round(self, payload: Payload, shard: Client, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
         """Nothing is left to do: the server has the images."""
         return {}, client_state
 

@@ -18,19 +18,23 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from rescene.data import Shard, Task
-from rescene.errors import ConfigError
-from rescene.hyperparameters import hyper
-from rescene.methods.base import Federation, Method, Model, Payload, Uploads, weights_of
-from rescene.methods.forms import NOTHING, Form, Place, either, fields, like, notes
+from rescene.core.errors import ConfigError
+from rescene.core.hyperparameters import hyper
+from rescene.core.method_style import GREY
+from rescene.core.method_style import Uploads as Sent
+from rescene.core.record import Tree, record
+from rescene.core.rng import Rng
+from rescene.data import Task
+from rescene.methods.base import Client, Federation, Method, Model, Payload, Uploads, weights_of
 from rescene.methods.registry import register
-from rescene.record import Tree, record
-from rescene.rng import Rng
-from rescene.steps import fit_shard
+from rescene.methods.upload_schema import NOTHING, Form, Place, either, fields, like, notes
+from rescene.training import fit_shard
 
 
 @record
 class LocalState:
+    """The state of the one site that trains alone."""
+
     model: Model  # the site's own
     site: int  # -1 before the first task
     notes: dict[str, float]
@@ -38,8 +42,14 @@ class LocalState:
 
 @register
 class Local(Method):
+    """Reference line: one site trains alone and sends nothing."""
+
     name: ClassVar[str] = "local"
     title: ClassVar[str] = "Local"
+    colour: ClassVar[str] = GREY
+    marker: ClassVar[str] = "v"
+    uploads: ClassVar[Sent] = "nothing"
+    reference: ClassVar[str] = "lower bound"
     paper: ClassVar[str] = "reference line: one site alone"
     leaves_site: ClassVar[str] = "nothing, were it not for the measurement, which fetches the weights of the one site"
     remembers: ClassVar[str] = "its own model (held for it by the simulation)"
@@ -61,7 +71,7 @@ class Local(Method):
     def broadcast(self, state: LocalState, round: int, federation: Federation, rng: Rng) -> Payload:
         return {}
 
-    def client_round(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
+    def client_round(self, payload: Payload, shard: Client, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
         """The participants of the round are asked for nothing."""
         return {}, client_state
 
@@ -72,7 +82,8 @@ class Local(Method):
         trained = [answer for answer in answers.values() if "model" in answer]
         return replace(state, model=trained[0]["model"], notes=trained[0]["notes"]) if trained else state
 
-    def train_alone(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
+    def train_alone(self, payload: Payload, shard: Client, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
+        """Site: train on its own images; the weights stay at the site."""
         if len(shard) == 0:
             return {}, client_state
         net = shard.net(payload["model"])

@@ -1,6 +1,6 @@
 """Moments: sites send sums of features, the server solves for the head. No image leaves a site, and nothing is forgotten.
 
-each round of task t (one is enough; more let late sites in):
+each round of task t (one is enough; more let late sites in, under a secure sum as ``privacy.late`` says):
     client: for its images that it has not told of yet, features z in whole steps:
             n_c and s_c = sum z for each class, S = sum z z' over all classes; then it is done with them
     server: add up what all sites have ever sent, and solve (linear discriminant analysis):
@@ -15,6 +15,7 @@ and FedCGS (Guan et al. 2025) on pretrained networks.
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -23,18 +24,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rescene.data import Shard, Task
+from rescene.core.errors import ResceneWarning, RunError
+from rescene.core.hyperparameters import hyper
+from rescene.core.method_style import VERMILLION
+from rescene.core.method_style import Uploads as Sent
+from rescene.core.record import Tree, num_bytes, record
+from rescene.core.rng import Rng
+from rescene.data import Task
 from rescene.functional.discriminant import cross_validated_ridge, discriminant_head
-from rescene.hyperparameters import hyper
-from rescene.methods.base import Federation, Kept, Method, Model, Payload, Uploads, weights_of
-from rescene.methods.forms import NOTHING, Form, Place, both, either, fields, tensor
+from rescene.methods.base import Client, Federation, Kept, Method, Model, Payload, Uploads, weights_of
 from rescene.methods.registry import register
+from rescene.methods.upload_schema import NOTHING, Form, Place, both, either, fields, tensor
 from rescene.privacy.accounting import check_grid, least_deviation
 from rescene.privacy.discrete import discrete_gaussian
-from rescene.privacy.mechanism import Mechanism, Site, digest
-from rescene.record import Tree, num_bytes, record
-from rescene.rng import Rng
-from rescene.steps import embed
+from rescene.privacy.mechanism import Mechanism, SitePrivacy, digest
+from rescene.training import embed
 
 STEPS = 16  # whole steps to one unit of a feature: what a lens gives comes in these steps already
 LARGEST = 127  # steps: features are cut beyond 8 units
@@ -43,6 +47,7 @@ RADIUS = (
     0.9  # public clip, in units of the norm that procedural pictures have; it and FLOOR: validation part of CIFAR-10
 )
 FLOOR = 0.1  # eigenvalues of W below this part of the largest of the noise are raised to it
+CERTAIN = 7.0  # deviations of noise that sums of images never exceed: a normal number does once in 10^12 times
 EVERYBODY = -1  # in the place of a site's number where a sum over sites came in one piece
 
 
@@ -60,6 +65,8 @@ class Sums:
 
 @record
 class MomentsState:
+    """The server's state: the model and the sums that every site has sent so far."""
+
     model: Model
     parts: tuple[Sums, ...]  # by site, ascending
     notes: dict[str, float]
@@ -68,8 +75,13 @@ class MomentsState:
 
 @register
 class Moments(Method):
+    """Sites send sums of frozen features once a task, and the server solves for the classifier in closed form."""
+
     name: ClassVar[str] = "moments"
     title: ClassVar[str] = "Moments"
+    colour: ClassVar[str] = VERMILLION
+    marker: ClassVar[str] = "D"
+    uploads: ClassVar[Sent] = "sums"
     paper: ClassVar[str] = "[ours] closed-form discriminant on a frozen lens; neighbours: AFL, ACIL, FedCGS"
     leaves_site: ClassVar[str] = (
         "for each class a count and a sum of features, and one second moment of all; exact, so only in a simulation"
@@ -77,10 +89,7 @@ class Moments(Method):
     remembers: ClassVar[str] = "which of its images it has told of"
     mechanisms: ClassVar[tuple[str, ...]] = ("none", "release")
     open_ended: ClassVar[bool] = True
-    releases_once: ClassVar[bool] = True
-    needs_mechanism: ClassVar[bool] = True
-    can_forget: ClassVar[bool] = True
-    forgets_exactly: ClassVar[bool] = True
+    additive: ClassVar[bool] = True
     sums_securely: ClassVar[bool] = True
 
     num_features: int | None = hyper(
@@ -110,7 +119,7 @@ class Moments(Method):
     def broadcast(self, state: MomentsState, round: int, federation: Federation, rng: Rng) -> Payload:
         return {}
 
-    def client_round(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
+    def client_round(self, payload: Payload, shard: Client, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
         """The participants of the round are asked for nothing: everybody is, below."""
         return {}, client_state
 
@@ -120,42 +129,52 @@ class Moments(Method):
         head = {key: state.model[key][:1] for key in ("head.weight", "head.bias")}  # the site needs the body alone
         question, mechanism = {"model": state.model | head}, federation.mechanism
         waiting = [client for client in federation.clients if client not in state.answered]
-        if mechanism is not None and mechanism.honest_sites is not None:
-            total = federation.total(waiting, "sum_up", question)
+        honest = None if mechanism is None else mechanism.honest_sites
+        late = bool(state.answered)
+        alone = late and mechanism is not None and mechanism.late_alone
+        if honest is not None and not alone:
+            total = federation.total(waiting, "sum_up", question, late=late)
             answers, heard = {EVERYBODY: total.values}, total.clients
-            noises = len(heard) / mechanism.honest_sites
+            noises = len(heard) / honest
         else:
-            answers = dict(federation.ask(waiting, "sum_up", question))
+            asked = question | {"alone": True} if alone else question
+            answers = dict(federation.ask(waiting, "sum_up", asked, late=alone))
             heard, noises = tuple(k for k, answer in answers.items() if "sums" in answer), float(mechanism is not None)
         sent = {client: answer for client, answer in answers.items() if "sums" in answer}
         if not sent:
             return state
         classes = federation.task.classes
         new = [received(client, answer, classes, mechanism, noises) for client, answer in sent.items()]
+        if mechanism is not None:
+            place = f"round {round} of task {federation.task.index}"
+            new = possible_parts(new, mechanism, classes, place, others=bool(state.parts))
         parts = merged(state.parts, new, federation.task.num_seen)
         answered = (*state.answered, *heard) if mechanism is not None else ()
         return self._solved(replace(state, parts=parts, answered=answered), mechanism)
 
-    def sum_up(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
-        """Sums over the images the site has not told of before.
+    def sum_up(self, payload: Payload, shard: Client, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
+        """Sums over the images of the task that the site has not told of before.
 
-        Behind a mechanism it answers once in a task, with or without images: silence would say that it has none.
+        It remembers them by their positions, which hold for one task: classes that are added later may move them.
+        Behind a mechanism it answers once in a task, with or without images: silence would say that it has none. ``alone``
+        asks a site that missed a secure sum for a release with the whole noise.
         """
-        told = client_state["told"] if client_state else shard.index[:0]
-        fresh = shard.index[~torch.isin(shard.index, told)]
-        state = {"told": torch.cat([told, fresh]), "task": shard.task.index}
-        formal = shard.site is not None
         answered = client_state is not None and client_state["task"] == shard.task.index
-        if answered if formal else not len(fresh):
+        told = client_state["told"] if client_state else shard.index[:0]
+        fresh = shard.index[~torch.isin(shard.index, told)] if answered else shard.index
+        state = {"told": torch.cat([told, fresh]), "task": shard.task.index}
+        site = shard.site
+        if answered if site is not None else not len(fresh):
             return {}, client_state
         net = shard.net(payload["model"])
         z = in_steps(embed(net, shard.images.pixels[fresh], shard.transform.normalise))[:, : self.num_features]
         labels = positions(shard.images.labels[fresh], shard.task.classes)
-        if not formal:
+        if site is None:
             return exact_sums(z, labels, len(shard.task.classes)), state
-        mechanism = shard.site.mechanism
-        question = digest(weights_of(net).items(), "moments", z.shape[1], mechanism.honest_sites, mechanism)
-        found = shard.site.answer(question, lambda: noised_sums(z, labels, len(shard.task.classes), shard.site))
+        site = site.alone() if payload.get("alone") else site
+        body = [(name, value) for name, value in weights_of(net).items() if not name.startswith("head.")]
+        question = digest(body, "moments", z.shape[1], site.mechanism.honest_sites, site.mechanism)
+        found = site.answer(question, lambda: noised_sums(z, labels, len(shard.task.classes), site))
         return ({} if found is None else found), state
 
     def expects(self, verb: str, payload: Payload, place: Place) -> Form:
@@ -246,7 +265,7 @@ def second_moment(z: Tensor) -> Tensor:
     return total
 
 
-def noised_sums(z: Tensor, labels: Tensor, num: int, site: Site) -> Payload:
+def noised_sums(z: Tensor, labels: Tensor, num: int, site: SitePrivacy) -> Payload:
     """What leaves a site behind the mechanism ``release``: whole numbers with discrete noise, each kind on a grid of its own.
 
     An image of norm |z| <= R adds 1 to a count, z to a sum and z z' to S. With the noise of :func:`deviations` on the three
@@ -287,6 +306,7 @@ class Grid:
 
     @staticmethod
     def of(m: Mechanism, d: int, num_classes: int) -> Grid:
+        """The coarsest integer grid on which the discrete noise of ``m`` is fine enough for ``d`` features."""
         numbers = num_classes * (d + 1) + d * (d + 1) // 2
         of_count, of_sum, of_square = deviations(m, d)
         widths = of_count, of_sum, of_square / math.sqrt(2)
@@ -353,6 +373,7 @@ def merged(old: tuple[Sums, ...], new: list[Sums], num_classes: int) -> tuple[Su
 
 
 def added(a: Sums, b: Sums) -> Sums:
+    """The sum of two sums; the one with fewer classes is filled up with zeros."""
     size = max(len(a.counts), len(b.counts))
     a, b = widened(a, size), widened(b, size)
     return Sums(
@@ -372,6 +393,7 @@ def widened(part: Sums, size: int) -> Sums:
 
 
 def padded(rows: Tensor, size: int) -> Tensor:
+    """The rows, filled up with zero rows to ``size``."""
     return torch.cat([rows, rows.new_zeros(size - len(rows), *rows.shape[1:])])
 
 
@@ -404,3 +426,59 @@ def possible_sums(answer: dict[str, Any]) -> bool:
         and bool((second.abs() <= LARGEST**2 * n).all())
         and bool((squares >= 0).all())
     )
+
+
+def possible_parts(parts: list[Sums], m: Mechanism, classes: tuple[int, ...], place: str, others: bool) -> list[Sums]:
+    """Those that images can have sent. The rest are left out with a warning; if then nothing is there at all, the run stops.
+
+    In a secure sum nobody can say which site sent wrong numbers, so the whole sum is left out.
+    """
+    kept = []
+    for part in parts:
+        why = impossible(part, m, classes)
+        if not why:
+            kept.append(part)
+            continue
+        whose = "the secure sum over sites" if part.client == EVERYBODY else f"what site {part.client} sent"
+        warnings.warn(ResceneWarning("W446", f"{whose} in {place} is left out: no images have it; {why}"), stacklevel=3)
+    if parts and not kept and not others:
+        raise RunError(
+            "E446",
+            f"no sum is left to learn from: images cannot have the sums that came in {place}",
+            where="method moments",
+            why="a site sent wrong numbers; in a secure sum nobody can see which one",
+            fix="leave sites out (federation.exclude) until it fits; the warnings (W446) say which bound was broken",
+        )
+    return kept
+
+
+def impossible(part: Sums, m: Mechanism, classes: tuple[int, ...]) -> str:
+    """The bound that noised sums of one task break though every set of images keeps it; "" if they keep all.
+
+    An image has norm R at most. So no count n_c is negative, and tr S <= R^2 n. Along any direction u the images have
+    u'S u >= (u's)^2 / n, where s is the sum over all classes; u is taken along the noised s, which knows nothing of the noise
+    on S. Each bound has room for CERTAIN deviations of the noise. Honest sums break one with a probability below 10^-10 for ten
+    classes. Only released numbers are read, so nothing is charged.
+    """
+    index, root = torch.tensor(classes, device=part.counts.device), math.sqrt(part.noises)
+    counts, sums, second = part.counts[index].double(), part.sums[index].double(), part.second.double()
+    d, num = sums.shape[1], len(classes)
+    radius = RADIUS * norm(d)
+    of_count, of_sum, of_square = (root * deviation for deviation in deviations(m, d))
+    most, n = CERTAIN * math.sqrt(num) * of_count, float(counts.sum())
+    if float(counts.min()) < -CERTAIN * of_count or n < -most:
+        return f"a count is {min(float(counts.min()), n):.0f}, with noise of deviation {of_count:.0f}"
+    trace = float(second[on_diagonal(d, second.device)].sum()) / radius**2
+    spread = math.hypot(math.sqrt(d) * of_square / radius**2, math.sqrt(num) * of_count)
+    if trace > n + CERTAIN * spread:
+        return (
+            f"the squares of {n:.0f} images add up to {trace:.0f} of the largest, with noise of deviation {spread:.0f}"
+        )
+    s = sums.sum(dim=0)
+    length = float(s.norm())
+    least = max(length - math.sqrt(num) * of_sum * (math.sqrt(d) + CERTAIN), 0.0) ** 2 / max(n + most, 1e-12)
+    along = float(s @ unpacked(second, d) @ s) / max(length, 1e-12) ** 2
+    if along < least - CERTAIN * of_square:
+        found, wanted = along / radius**2, least / radius**2
+        return f"along their mean the squares are {found:.0f}, at least {wanted:.0f} with noise of {of_square / radius**2:.0f}"
+    return ""

@@ -20,21 +20,25 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from rescene.data import Shard, Task
+from rescene.core.hyperparameters import hyper
+from rescene.core.method_style import ORANGE
+from rescene.core.record import Tree, record
+from rescene.core.rng import Rng
+from rescene.data import Task
 from rescene.functional.importance import (
     last_layer_gradient_norms,
     most_important,
     proximal_coefficient,
     proximal_penalty,
 )
-from rescene.hyperparameters import hyper
 from rescene.methods.averaging import AveragingMethod, refuse_twice, trained
-from rescene.methods.base import Federation, Model, ModelState, Payload
+from rescene.methods.base import Client, Federation, Model, ModelState, Payload
+from rescene.methods.nominal_cost import TRAINING_PASSES, NominalReplay, Setting, image_bytes
 from rescene.methods.registry import register
-from rescene.record import Tree, record
-from rescene.rng import Rng
-from rescene.steps import Batch, Training, cross_entropy, embed, fit_shard, repeatable, with_replay
-from rescene.steps.per_image import gradient_norms
+from rescene.nets import Arch
+from rescene.privacy.mechanism import SitePrivacy
+from rescene.training import Batch, Training, cross_entropy, embed, fit_shard, repeatable, with_replay
+from rescene.training.per_image import gradient_norms
 
 
 @record
@@ -49,10 +53,15 @@ class Memory:
 
 @register
 class ReFed(AveragingMethod):
+    """FedAvg with a replay memory at every site, chosen by gradient norms of a personalised model."""
+
     name: ClassVar[str] = "refed"
     title: ClassVar[str] = "Re-Fed"
+    colour: ClassVar[str] = ORANGE
+    marker: ClassVar[str] = "*"
     paper: ClassVar[str] = "Li et al., CVPR 2024"
     leaves_site: ClassVar[str] = "model weights and the number of images trained on"
+    compute: ClassVar[tuple[str, str] | None] = ("O(R K E (D_loc + D_mem) F + N E_PIM D_pool F)", "O(R K P)")
     remembers: ClassVar[str] = "real images of earlier tasks: as many as its storage leaves beside the current ones"
     mechanisms: ClassVar[tuple[str, ...]] = ("none", "dp-sgd", "paper-experiment")
     reuses_records: ClassVar[bool] = True
@@ -75,11 +84,11 @@ class ReFed(AveragingMethod):
         grown: ModelState = super().begin_task(state, task, federation, rng)
         return grown
 
-    def refresh_cache(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
+    def refresh_cache(self, payload: Payload, shard: Client, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
         """Make room for the images of the new task. Nothing is sent back."""
         memory = _memory(client_state, shard)
-        if _hidden(shard):
-            return {}, self._thinned(memory, shard)
+        if (site := _hidden(shard)) is not None:
+            return {}, self._thinned(memory, shard, site)
         room = max(0, self.storage - len(shard))
         if len(memory.labels) <= room:
             return {}, memory
@@ -89,16 +98,16 @@ class ReFed(AveragingMethod):
             kept = most_important(self._importance(payload["model"], pool, rng), room)
         return {}, replace(memory, pixels=memory.pixels[kept], labels=memory.labels[kept])
 
-    def _thinned(self, memory: Memory, shard: Shard) -> Memory:
+    def _thinned(self, memory: Memory, shard: Client, site: SitePrivacy) -> Memory:
         """Room by public numbers, and a coin for each image: importance would depend on the pool and need a budget."""
-        task, count = shard.task, shard.site.mechanism.typical_count
+        task, count = shard.task, site.mechanism.typical_count
         earlier = task.num_seen - len(task.classes) if task.domain is None else task.index * len(task.classes)
         chance = min(memory.chance, max(0.0, self.storage / count - len(task.classes)) / earlier)
-        kept = shard.site.noise.chosen(len(memory.labels), chance / memory.chance if memory.chance else 0.0)
+        kept = site.noise.chosen(len(memory.labels), chance / memory.chance if memory.chance else 0.0)
         kept = kept.to(shard.device)
         return replace(memory, pixels=memory.pixels[kept], labels=memory.labels[kept], chance=chance)
 
-    def _importance(self, model: Model, pool: Shard, rng: Rng) -> Tensor:
+    def _importance(self, model: Model, pool: Client, rng: Rng) -> Tensor:
         """I(x) of every image of the pool, summed while the personalised informative model v moves away from w."""
         net = pool.net(model)
         anchors = [parameter.detach().clone() for parameter in net.parameters()]  # w
@@ -135,9 +144,9 @@ class ReFed(AveragingMethod):
             return last_layer_gradient_norms(features, net.head(features).detach(), y)  # type: ignore[operator]
         return gradient_norms(net, x, y)
 
-    def client_round(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
+    def client_round(self, payload: Payload, shard: Client, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
         memory = _memory(client_state, shard)
-        if _hidden(shard):
+        if _hidden(shard) is not None:
             refuse_twice(memory.last_task, shard.task)
         mixed = with_replay(shard, memory.pixels, memory.labels)
         net = shard.net(payload["model"])
@@ -149,24 +158,56 @@ class ReFed(AveragingMethod):
         federation.ask(federation.clients, "set_aside", {})
         return state
 
-    def set_aside(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
+    def set_aside(self, payload: Payload, shard: Client, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
         """What the next refresh chooses from: cache + D_t, each image once however often this is asked. Nothing is sent."""
         memory, index = _memory(client_state, shard), shard.index
         if shard.task.index <= memory.last_task:
             return {}, memory
-        if _hidden(shard):  # as likely to be here as those of earlier tasks
-            index = index[shard.site.noise.chosen(len(index), memory.chance).to(index.device)]
+        if (site := _hidden(shard)) is not None:  # as likely to be here as those of earlier tasks
+            index = index[site.noise.chosen(len(index), memory.chance).to(index.device)]
         pixels = torch.cat([memory.pixels, shard.images.pixels[index]])
         labels = torch.cat([memory.labels, shard.images.labels[index]])
         return {}, Memory(pixels, labels, memory.chance, shard.task.index)
 
+    def nominal_memory_bytes(self, arch: Arch, num_classes: int) -> float:
+        """The whole storage."""
+        return self.storage * image_bytes(arch)
 
-def _hidden(shard: Shard) -> bool:
-    """Whether nobody may learn which images are kept. The choice is local, so the paper's experiment leaves it as it is."""
-    return shard.site is not None and bool(shard.site.mechanism.formal)
+    def nominal_replayed(self, setting: Setting, task: int) -> float:
+        return _cached_and_scored(setting.sizes, self.storage)[0][task]
+
+    def nominal_client_flops(self, setting: Setting) -> float:
+        """And at task boundaries E_PIM epochs of the informative model and as many of scoring, each forward and backward."""
+        scored = _cached_and_scored(setting.sizes, self.storage)[1]
+        boundaries = self.pim_epochs * scored * 2 * TRAINING_PASSES * setting.forward
+        return super().nominal_client_flops(setting) + boundaries
+
+    def nominal_replay(self, setting: Setting) -> NominalReplay | None:
+        each = _cached_and_scored(setting.sizes, self.storage)[0][-1]
+        return NominalReplay(self.storage, each, each * setting.num_clients)
 
 
-def _memory(client_state: Tree, shard: Shard) -> Memory:
+def _cached_and_scored(sizes: list[list[int]], storage: int) -> tuple[list[float], int]:
+    """Cached images of the average site in each task, and how many previous images are scored in all.
+
+    Storage covers current and previous images together; where the previous ones fit nothing is scored.
+    """
+    cache, cached, scored = [0] * len(sizes[0]), [0.0], 0
+    for before, now in zip(sizes, sizes[1:], strict=False):
+        pools = [kept + n for kept, n in zip(cache, before, strict=True)]
+        rooms = [max(0, storage - n) for n in now]
+        scored += sum(pool for pool, room in zip(pools, rooms, strict=True) if pool > room > 0)
+        cache = [min(pool, room) for pool, room in zip(pools, rooms, strict=True)]
+        cached.append(sum(cache) / len(cache))
+    return cached, scored
+
+
+def _hidden(shard: Client) -> SitePrivacy | None:
+    """The site, where nobody may learn which images it keeps. The choice is local, so the paper's experiment leaves it as it is."""
+    return shard.site if shard.site is not None and shard.site.mechanism.formal else None
+
+
+def _memory(client_state: Tree, shard: Client) -> Memory:
     """The client's memory; an empty one if it has none yet (first task, or a client that joined late)."""
     if client_state is not None:
         assert isinstance(client_state, Memory)

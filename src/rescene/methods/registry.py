@@ -8,7 +8,7 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 from typing import TypeVar
 
-from rescene.errors import ConfigError, did_you_mean
+from rescene.core.errors import ConfigError, did_you_mean
 from rescene.methods.base import Method
 
 ORDER = (
@@ -23,12 +23,19 @@ ORDER = (
     "feddm",
     "fedaf",
 )  # as in the paper
+REFERENCES = ("joint", "local", "raw-upload")  # lines to compare with
+WITHOUT_FEDERATION = ("joint", "local")  # those of them where sites send nothing that a server could run out of
+DEFAULT_METHOD = ORDER[0]  # of a recipe that names none
 _METHODS: dict[str, type[Method]] = {}
 M = TypeVar("M", bound=type[Method])
 
 
 def register(cls: M) -> M:
-    """Class decorator that makes a method known under its ``name``; a name can be taken once."""
+    """Class decorator that makes a method known under its ``name``; a name can be taken once.
+
+    The style is checked here (E237): a wrong colour is found before a run and not on its page.
+    """
+    cls.style()
     if _METHODS.setdefault(cls.name, cls) is not cls:
         raise ConfigError("E110", f"two methods are called {cls.name!r}", fix="give one of them another `name`")
     return cls

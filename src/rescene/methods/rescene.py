@@ -13,21 +13,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rescene.data import Task
+from rescene.core.hyperparameters import hyper
+from rescene.core.method_style import BLUE
+from rescene.core.record import record
+from rescene.core.rng import Rng
+from rescene.data import Shard, Task
 from rescene.functional import herd_classes, recent_window
-from rescene.hyperparameters import hyper
 from rescene.methods.base import Federation, Model, Uploads, weights_of
+from rescene.methods.nominal_cost import NominalReplay, Setting
 from rescene.methods.registry import register
-from rescene.methods.surrogates import SurrogateMethod, gathered
-from rescene.record import record
-from rescene.rng import Rng
-from rescene.steps import embed, fit_pool
+from rescene.methods.rescene_extensions import ReSCENEExtensions, chosen, joined
+from rescene.methods.surrogates import gathered
+from rescene.training import Surrogates, condense, embed, fit_pool
 
 
 @record
@@ -42,6 +45,8 @@ class Collected:
 
 @record
 class ServerState:
+    """The server's state: the model, the pool of this task, and the buffers of earlier tasks."""
+
     model: Model
     pool: tuple[Collected, ...]  # S_t, one entry per round, never changed once added
     buffers: tuple[Collected, ...]  # B_1 .. B_{t-1}
@@ -49,25 +54,19 @@ class ServerState:
     closings: tuple[tuple[int, int], ...] = ()  # label, round: buffers closed where no end was announced
 
 
-PATIENCE = 3  # rounds
-
-
 @register
-class ReSCENE(SurrogateMethod):
+class ReSCENE(ReSCENEExtensions):
+    """The paper's method; the equations stand at the top of this file."""
+
     name: ClassVar[str] = "rescene"
     title: ClassVar[str] = "ReSCENE"
-    open_ended: ClassVar[bool] = True
+    colour: ClassVar[str] = BLUE
+    marker: ClassVar[str] = "o"
     paper: ClassVar[str] = "Kang, Tu, Lee: ReSCENE, server-side replay for federated continual learning"
+    compute: ClassVar[tuple[str, str] | None] = ("O(R K S IPC |C_t| F)", "O(R E_srv |B u S| F)")
+    open_ended: ClassVar[bool] = True
     sends_pictures_only: ClassVar[bool] = True
 
-    can_forget: ClassVar[bool] = True
-
-    step: Literal["fixed", "polyak"] = hyper(
-        "polyak",
-        "-",
-        "[ours]",
-        "fixed: image_lr as it is (the default under a mechanism); polyak: for each class at most its loss over its squared gradient",
-    )
     budget: int = hyper(1000, "B", "Sec. 4.1", "surrogates kept per class after a task", ge=1)
     recent_fraction: float = hyper(
         0.75, "lambda", "Sec. 4.1", "fraction of rounds that forms the herding target", gt=0, le=1
@@ -76,37 +75,45 @@ class ReSCENE(SurrogateMethod):
         0.5, "alpha", "App. A", "sampling exponent: 1 count-proportional, 0 class-balanced", ge=0, le=1
     )
     tau: float = hyper(1.0, "tau", "App. A", "strength of the logit adjustment", ge=0)
-    buffer: Literal["temporal", "full-pool", "earliest", "latest", "random", "keep-all", "none"] = hyper(
-        "temporal", "-", "Sec. 5.2", "which surrogates of a finished task are kept"
-    )
-    close_after: int | None = hyper(
-        None, "W", "[ours]", f"where no end is announced: close a class away for so many rounds; null: {PATIENCE}", ge=1
-    )
-    accumulate: bool = hyper(True, "-", "Sec. 3.2", "keep the surrogates of earlier rounds of the task in the pool")
 
     def init(self, net: nn.Module, rng: Rng) -> ServerState:
         return ServerState(model=weights_of(net), pool=(), buffers=(), notes={})
 
+    def condensed(
+        self, net: nn.Module, shards: Sequence[Shard], rngs: Sequence[Rng], noise_seed: int
+    ) -> list[Surrogates]:
+        """Client, Eq. 1: move m surrogates s of each class, which start as real images x, for S steps down the gradient of
+
+            || mean phi(s) - mean phi(x) ||^2 + || mean f(s) - mean f(x) ||^2    under theta + noise, ||noise|| = rho
+
+        with phi the features and f the logits (``training/condensation.py``).
+        """
+        return condense(net, shards, rngs, self, noise_seed)
+
     def server_round(
         self, state: ServerState, uploads: Uploads, round: int, federation: Federation, rng: Rng
     ) -> ServerState:
+        """Server: S_t <- S_t + uploads, then train on all buffers and the pool."""
         pool = (state.pool if self.accumulate else ()) + _collect(uploads, round + 1)
-        everything = _joined(state.buffers + pool)
+        everything = joined(state.buffers + pool)
         if everything is None:
             return state
         net = federation.net(state.model)
-        loss = self._train(net, everything, federation, rng)
+        loss = self.fit_server(net, everything, federation, rng)
         notes = {"server_loss": loss, "pool_size": len(everything.labels)}
         state = replace(state, model=weights_of(net), pool=pool, notes=notes)
-        return state if federation.task.announced else self._close_absent(state, round + 1, federation, rng)
+        if not federation.task.announced:
+            state = self.close_absent(state, round + 1, federation, rng)
+        return state
 
-    def _train(self, net: nn.Module, everything: Collected, federation: Federation, rng: Rng) -> float:
+    def fit_server(self, net: nn.Module, everything: Collected, federation: Federation, rng: Rng) -> float:
+        """E_srv epochs; a batch draws class c with q_c ~ n_c^alpha, and the loss is CE(f(x) + tau log pi, y)."""
         return fit_pool(
             net,
             everything.images,
             everything.labels,
             federation.transform,
-            self.train,
+            self.server_training,
             rng.at("sgd").generator(federation.device),
             num_classes=federation.task.num_seen,
             alpha=self.alpha,
@@ -114,15 +121,17 @@ class ReSCENE(SurrogateMethod):
         )
 
     def end_task(self, state: ServerState, task: Task, federation: Federation, rng: Rng) -> ServerState:
-        pool = _joined(state.pool)
+        """Server: B_t <- what herding keeps of S_t."""
+        pool = joined(state.pool)
         if pool is None or self.buffer == "none":
             return replace(state, pool=())
         if not task.announced:
-            return self._close(state, pool.labels.unique(), federation, rng)
-        chosen = self._herded(pool, task.classes, federation.num_rounds, state.model, federation, rng)
-        return replace(state, pool=(), buffers=state.buffers + (chosen,))
+            closed: ServerState = self.close(state, pool.labels.unique(), federation, rng)
+            return closed
+        kept = self.herded(pool, task.classes, federation.num_rounds, state.model, federation, rng)
+        return replace(state, pool=(), buffers=state.buffers + (kept,))
 
-    def _herded(
+    def herded(
         self,
         pool: Collected,
         classes: Sequence[int],
@@ -131,7 +140,6 @@ class ReSCENE(SurrogateMethod):
         federation: Federation,
         rng: Rng,
     ) -> Collected:
-        """What is kept of these classes. Without a number of rounds each class counts those in which it came."""
         # z(s) = phi(s) / ||phi(s)|| under the task-end model, before the head grows (Sec. 3.3)
         z = F.normalize(embed(federation.net(model), pool.images), dim=1, eps=1e-12)
         labels = [label for label in classes if bool((pool.labels == label).any())]
@@ -144,57 +152,28 @@ class ReSCENE(SurrogateMethod):
         kept = self._keep([z[m] for m in members], rounds, lengths, rngs)
         # stored in pool order, so that training does not depend on the order of the picks
         index = torch.cat([own[k] for own, k in zip(members, kept, strict=True)]).sort().values
-        return _chosen(pool, index)
-
-    def _close_absent(self, state: ServerState, now: int, federation: Federation, rng: Rng) -> ServerState:
-        """Where no end is announced: close the classes that have not come for W rounds (docs/open-ended.md)."""
-        pool, patience = _joined(state.pool), self.close_after or PATIENCE
-        assert pool is not None
-        seen = {label: int(pool.rounds[pool.labels == label].max()) for label in pool.labels.unique().tolist()}
-        gone = [label for label, last in seen.items() if now - last >= patience]
-        if not gone:
-            return state
-        closed = self._close(state, torch.tensor(gone, device=pool.labels.device), federation, rng)
-        return replace(closed, closings=(*state.closings, *((label, now) for label in gone)))
-
-    def _close(self, state: ServerState, labels: Tensor, federation: Federation, rng: Rng) -> ServerState:
-        """Herd these classes into a buffer. One that was closed before and came back is herded with what was kept of it."""
-        buffers, pool = _split(state.buffers, labels), _split(state.pool, labels)
-        candidates = _joined(buffers[0] + pool[0])
-        if candidates is None or self.buffer == "none":
-            return replace(state, pool=pool[1])
-        chosen = self._herded(candidates, labels.tolist(), None, state.model, federation, rng)
-        return replace(state, pool=pool[1], buffers=(*buffers[1], chosen))
-
-    def forget(
-        self, state: ServerState, client: int, model: Model, num_rounds: int, federation: Federation, rng: Rng
-    ) -> ServerState:
-        """Without the client's surrogates; the fresh model is trained on the others as often as in so many rounds."""
-        pool, buffers = (tuple(_chosen(p, p.clients != client) for p in parts) for parts in (state.pool, state.buffers))
-        pool = tuple(part for part in pool if len(part.labels))  # buffers keep their places, one per task
-        everything, net = _joined(buffers + pool), federation.net(model)
-        if everything is not None and len(everything.labels):
-            for r in range(num_rounds):
-                self._train(net, everything, federation, rng.at(r))
-        return replace(state, model=weights_of(net), pool=pool, buffers=buffers)
+        return chosen(pool, index)
 
     def _keep(self, z: list[Tensor], rounds: list[Tensor], num_rounds: list[int], rngs: list[Rng]) -> list[Tensor]:
-        """Positions of the candidates of each class that go into the buffer."""
-        if self.buffer in ("temporal", "full-pool"):
-            fraction = self.recent_fraction if self.buffer == "temporal" else 1.0
-            windows = [recent_window(own, n, fraction) for own, n in zip(rounds, num_rounds, strict=True)]
-            targets = [own[window].mean(dim=0) for own, window in zip(z, windows, strict=True)]  # m_{t,c}
-            return herd_classes(z, targets, self.budget)
-        return [self._keep_simply(len(own), rng).to(own.device) for own, rng in zip(z, rngs, strict=True)]
+        """Eq. 2: pick B surrogates of each class, one by one, whose mean stays nearest to m, the mean of its recent rounds."""
+        if self.buffer not in ("temporal", "full-pool"):
+            return [
+                self.kept_otherwise(len(own), self.budget, r).to(own.device) for own, r in zip(z, rngs, strict=True)
+            ]
+        fraction = self.recent_fraction if self.buffer == "temporal" else 1.0
+        windows = [recent_window(own, n, fraction) for own, n in zip(rounds, num_rounds, strict=True)]
+        targets = [own[window].mean(dim=0) for own, window in zip(z, windows, strict=True)]  # m_{t,c}
+        return herd_classes(z, targets, self.budget)
 
-    def _keep_simply(self, n: int, rng: Rng) -> Tensor:
-        """The pool is in order of rounds, and of clients within a round."""
-        if self.buffer == "random":
-            return torch.randperm(n, generator=rng.generator())[: self.budget]
-        order = torch.arange(n)
-        if self.buffer == "earliest":
-            return order[: self.budget]
-        return order[-self.budget :] if self.buffer == "latest" else order
+    def nominal_pool(self, setting: Setting, task: int) -> float:
+        """|B u S|, summed over the rounds: the pool grows, the buffers of earlier tasks stay."""
+        per_round = setting.per_round * len(setting.tasks[task].classes) * self.ipc
+        buffers = setting.old_classes(task) * min(self.budget, setting.turns * self.ipc)
+        return setting.num_rounds * buffers + per_round * sum(range(1, setting.num_rounds + 1))
+
+    def nominal_replay(self, setting: Setting) -> NominalReplay | None:
+        kept = setting.num_classes * min(self.budget, setting.turns * self.ipc)
+        return NominalReplay(self.budget, 0, kept)
 
 
 def _collect(uploads: Uploads, round_number: int) -> tuple[Collected, ...]:
@@ -205,27 +184,3 @@ def _collect(uploads: Uploads, round_number: int) -> tuple[Collected, ...]:
     images, labels = pictures
     clients = torch.cat([torch.full_like(upload["labels"], client) for client, upload in uploads.items()])
     return (Collected(images, labels, torch.full_like(labels, round_number), clients),)
-
-
-def _chosen(part: Collected, index: Tensor) -> Collected:
-    return Collected(part.images[index], part.labels[index], part.rounds[index], part.clients[index])
-
-
-def _split(parts: tuple[Collected, ...], labels: Tensor) -> tuple[tuple[Collected, ...], tuple[Collected, ...]]:
-    """Pictures of these labels, and the others. A part that has none of them stays the very same, so it is saved once."""
-    inside, outside = [], []
-    for part in parts:
-        own = torch.isin(part.labels, labels)
-        if bool(own.any()):
-            inside.append(_chosen(part, own))
-            part = _chosen(part, ~own)
-        if len(part.labels):
-            outside.append(part)
-    return tuple(inside), tuple(outside)
-
-
-def _joined(parts: tuple[Collected, ...]) -> Collected | None:
-    if not parts:
-        return None
-    names = ("images", "labels", "rounds", "clients")
-    return Collected(*(torch.cat([getattr(p, name) for p in parts]) for name in names))

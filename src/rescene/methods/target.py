@@ -19,25 +19,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rescene.data import Shard, Task
+from rescene.core.hyperparameters import hyper
+from rescene.core.method_style import PURPLE
+from rescene.core.record import Tree
+from rescene.core.rng import Rng
+from rescene.data import Task
 from rescene.functional.distillation import distillation_loss
-from rescene.hyperparameters import hyper
 from rescene.methods.averaging import AveragingMethod
-from rescene.methods.base import Federation, ModelState, Payload, weights_of
-from rescene.methods.forms import Form, Place, fields, whole
+from rescene.methods.base import Client, Federation, ModelState, Payload, weights_of
+from rescene.methods.nominal_cost import TRAINING_PASSES, NominalBytes, NominalReplay, Setting, image_bytes
 from rescene.methods.registry import register
-from rescene.record import Tree
-from rescene.rng import Rng
-from rescene.steps import Batch, fit_shard, frozen, repeatable
-from rescene.steps.synthesis import Synthesis, shuffled_batches, synthesise
+from rescene.methods.upload_schema import Form, Place, fields, whole
+from rescene.nets import Arch, model_bytes
+from rescene.training import Batch, fit_shard, frozen, repeatable
+from rescene.training.generator import generator_flops
+from rescene.training.synthesis import Synthesis, shuffled_batches, synthesise
 
 
 @register
 class TARGET(Synthesis, AveragingMethod):
+    """FedAvg with images that the server synthesises from the global model after each task."""
+
     name: ClassVar[str] = "target"
     paints: ClassVar[bool] = True
     title: ClassVar[str] = "TARGET"
+    colour: ClassVar[str] = PURPLE
+    marker: ClassVar[str] = "D"
     paper: ClassVar[str] = "Zhang et al., ICCV 2023"
+    compute: ClassVar[tuple[str, str] | None] = ("O(R K E D_loc F)", "O(R_syn S_kd B_syn F)")
     remembers: ClassVar[str] = "the model of the task before, and synthetic images of all old classes"
     unprotected: ClassVar[str] = "each local step also distils synthetic images, for which dp-sgd has no place"
 
@@ -80,10 +89,11 @@ class TARGET(Synthesis, AveragingMethod):
             return fields({"image_size": whole(place.image_size, place.image_size)})
         return super().expects(verb, payload, place)
 
-    def picture_size(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
+    def picture_size(self, payload: Payload, shard: Client, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
+        """Site: tell the side of its pictures in pixels."""
         return {"image_size": shard.images.pixels.shape[-1]}, client_state
 
-    def receive_past(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
+    def receive_past(self, payload: Payload, shard: Client, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
         """The new teacher and images replace the old ones: they speak for all classes seen so far."""
         pixels: Tensor = payload["pixels"]
         if self.images_per_client is not None:
@@ -91,7 +101,7 @@ class TARGET(Synthesis, AveragingMethod):
             pixels = pixels[chosen.to(pixels.device)]
         return {}, {"teacher": payload["teacher"], "pixels": pixels}
 
-    def client_round(self, payload: Payload, shard: Shard, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
+    def client_round(self, payload: Payload, shard: Client, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
         if len(shard) == 0:
             return {"num_images": 0}, client_state
         net = shard.net(payload["model"])
@@ -112,7 +122,7 @@ class TARGET(Synthesis, AveragingMethod):
         upload = {"model": weights_of(net), "num_images": len(shard), "notes": {"local_loss": final}}
         return upload, client_state
 
-    def _past_batches(self, pixels: Tensor, shard: Shard, rng: Rng) -> Callable[[], Tensor]:
+    def _past_batches(self, pixels: Tensor, shard: Client, rng: Rng) -> Callable[[], Tensor]:
         """The next batch of synthetic images each time, ready for the network."""
         source = rng.generator(shard.device)
         batches = shuffled_batches(pixels, self.synthetic_batch, source)
@@ -134,3 +144,28 @@ class TARGET(Synthesis, AveragingMethod):
         loss = distillation_loss(net(x), targets, self.kd_temperature, self.kd_t2)
         net.train(was_training)
         return loss
+
+    def nominal_bytes(self, arch: Arch, classes_per_task: int, num_classes: int) -> NominalBytes | None:
+        """The synthetic images go down in every round and stay; the teacher is not counted."""
+        model = model_bytes(arch, num_classes)
+        kept = model + self.synthesis_rounds * self.synthesis_batch * image_bytes(arch)
+        return NominalBytes(up=model, down=kept, state=kept)
+
+    def nominal_client_flops(self, setting: Setting) -> float:
+        """Beside every real batch of a later task a synthetic one: student 3F, teacher F."""
+        size = setting.train.batch_size
+        batches = sum(sum(-(-n // size) for n in sites) / len(sites) for sites in setting.sizes[1:])
+        passes = setting.turns * setting.train.local_epochs * batches * self.synthetic_batch * (TRAINING_PASSES + 1)
+        return super().nominal_client_flops(setting) + passes * setting.forward
+
+    def nominal_server_flops(self, setting: Setting, task: int) -> float:
+        """R_syn searches through generator, teacher and, after the warm-up, student; then S_kd steps of distillation."""
+        after, forward = max(0, self.synthesis_rounds - self.warmup_rounds), setting.forward
+        painting = generator_flops(self.latent_size, self.generator_width, setting.arch.image_size) + forward
+        searches = self.generator_steps * TRAINING_PASSES * (self.synthesis_rounds * painting + after * forward)
+        distillation = after * self.student_steps * (TRAINING_PASSES + 1) * forward
+        return super().nominal_server_flops(setting, task) + float(self.synthesis_batch * (searches + distillation))
+
+    def nominal_replay(self, setting: Setting) -> NominalReplay | None:
+        each = self.images_per_client or self.synthesis_rounds * self.synthesis_batch
+        return NominalReplay(each, each, each * setting.num_clients)

@@ -1,18 +1,23 @@
 """Networks with features(x), a head and a forward pass; the head grows with the classes."""
 
-from rescene.nets.base import NAMES, Arch, Net, build, check_fits, grow_head
+from rescene.nets.arch import NAMES, Arch, Net, build, check_fits, grow_head, is_recordable
 from rescene.nets.cost import (
     FLOAT_BYTES,
+    alike,
     body_cost,
     count_passes,
     flops_to,
     forward_flops,
+    is_rehearsal,
+    laps,
     layer_flops,
     model_bytes,
     num_parameters,
+    rehearsal,
     state_bytes,
     tell_flops,
 )
+from rescene.nets.own_networks import OwnBody, OwnModel, is_own, own_model, own_names, register_model
 from rescene.nets.weights import load_weights
 
 __all__ = [
@@ -20,6 +25,9 @@ __all__ = [
     "NAMES",
     "Arch",
     "Net",
+    "OwnBody",
+    "OwnModel",
+    "alike",
     "body_cost",
     "build",
     "check_fits",
@@ -27,10 +35,18 @@ __all__ = [
     "flops_to",
     "forward_flops",
     "grow_head",
+    "is_own",
+    "is_recordable",
+    "is_rehearsal",
+    "laps",
     "layer_flops",
     "load_weights",
     "model_bytes",
     "num_parameters",
+    "own_model",
+    "own_names",
+    "register_model",
+    "rehearsal",
     "state_bytes",
     "tell_flops",
 ]

@@ -1,21 +1,25 @@
 """What a network costs: bytes of its state and FLOPs of a forward pass, in the paper's conventions.
 
 A hook on the network counts its own work (the engine's ledger). Networks that only a step knows, such as a generator of
-images, tell their FLOPs to whoever listens.
+images, tell their FLOPs to whoever listens. In a rehearsal, which a forecast is made of, a loop runs once and counts as often as
+it would run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from rescene.nets.base import COUNTER, Arch
+from rescene.nets.arch import COUNTER, Arch
+from rescene.nets.own_networks import OwnBody
 
 FLOAT_BYTES = 4
 
@@ -67,6 +71,8 @@ def body_cost(arch: Arch) -> BodyCost:
     net = arch.skeleton(1)
     empty = {key: torch.zeros(value.shape, dtype=value.dtype) for key, value in net.state_dict().items()}
     net.load_state_dict(empty, assign=True)
+    if isinstance(net.body, OwnBody):
+        net.body.settle()
     image = torch.zeros(1, arch.channels, arch.image_size, arch.image_size)
     num_parameters = sum(value.numel() for value in net.body.parameters())
     return BodyCost(layer_flops(net.body, image), net.feature_size, state_bytes(net.body.state_dict()), num_parameters)
@@ -96,8 +102,78 @@ def layer_flops(net: nn.Module, x: Tensor) -> int:
 _listener: ContextVar[Callable[[int], None] | None] = ContextVar("flops listener", default=None)
 
 
+@dataclass
+class Rehearsal:
+    """How often the work of this moment counts, and how many pixels each pixel of a rehearsed picture stands for."""
+
+    pixels: float
+    times: float = 1.0
+
+
+_rehearsal: ContextVar[Rehearsal | None] = ContextVar("rehearsal", default=None)
+
+
+@contextmanager
+def rehearsal(pixels: float) -> Iterator[None]:
+    """Work inside is counted, not done: see ``laps`` and ``alike``."""
+    token = _rehearsal.set(Rehearsal(pixels))
+    try:
+        yield
+    finally:
+        _rehearsal.reset(token)
+
+
+def is_rehearsal() -> bool:
+    """For steps that know in a closed form what they cost."""
+    return _rehearsal.get() is not None
+
+
+def laps(num: int) -> Iterator[int]:
+    """0 .. num-1, for a loop whose laps cost the same. In a rehearsal only the first lap is made; its work counts ``num`` times.
+
+    >>> heard = []
+    >>> with flops_to(heard.append), rehearsal(pixels=1):
+    ...     for lap in laps(5):
+    ...         tell_flops(3)
+    >>> heard
+    [15]
+    """
+    if not is_rehearsal():
+        yield from range(num)
+    elif num:
+        with _counted(num):
+            yield 0
+
+
+def alike(batches: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The batches; in a rehearsal one of each size, whose work counts for all of that size."""
+    if not is_rehearsal():
+        yield from batches
+        return
+    for size, times in Counter(map(len, batches)).items():
+        with _counted(times):
+            yield next(batch for batch in batches if len(batch) == size)
+
+
+@contextmanager
+def _counted(times: int) -> Iterator[None]:
+    now = _rehearsal.get()
+    assert now is not None
+    before, now.times = now.times, now.times * times
+    try:
+        yield
+    finally:
+        now.times = before
+
+
 def tell_flops(flops: int, otherwise: Callable[[int], None] | None = None) -> None:
-    """Report work to whoever listens, else to ``otherwise``; nobody need listen."""
+    """Report work to whoever listens, else to ``otherwise``; nobody need listen.
+
+    Work without ``otherwise`` is that of a step's own network, whose size follows the picture's.
+    """
+    now = _rehearsal.get()
+    if now is not None:
+        flops = round(flops * now.times * (1 if otherwise else now.pixels))
     listener = _listener.get() or otherwise
     if listener is not None:
         listener(flops)

@@ -7,7 +7,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from rescene.errors import ConfigError
+from rescene.core.errors import ConfigError
 
 KEY = "rescene"  # under which a model's file keeps what it says about itself
 

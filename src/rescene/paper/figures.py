@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rescene.errors import ConfigError, did_you_mean
+from rescene.core.errors import ConfigError, did_you_mean
+from rescene.core.json_files import Row
+from rescene.core.method_style import INK, YELLOW, style_of
 from rescene.functional import old_and_recent
 from rescene.paper.compare import compare
-from rescene.paper.recipes import FAST_LABEL, FIXED_LABEL, paper_recipe
+from rescene.paper.paper_tables import DATA
+from rescene.paper.recipes import FAST_LABEL, paper_recipe
 from rescene.paper.store import Store
-from rescene.paper.tables import DATA
-from rescene.report.canvas import Plot, percent_axis
-from rescene.report.look import CARD, INK, MUTED, YELLOW, is_ours, look_of
-from rescene.report.runs import Row
+from rescene.report.drawing import CARD, MUTED, Plot, percent_axis
 
 SETS = ("cifar10", "cifar100", "tinyimagenet")
 BETAS = ("0.1", "0.5", "1.0")
@@ -33,6 +33,7 @@ def figure(name: str, store: Store) -> Plot:
 
 
 def old_recent(store: Store) -> Plot:
+    """Accuracy of old and of recent tasks at the end, method by method."""
     rows: list[Row] = []
     for row in _final_rows(store):
         if row["beta"] == SKEWED:
@@ -62,6 +63,7 @@ def old_recent(store: Store) -> Plot:
 
 
 def task_curves(store: Store) -> Plot:
+    """Accuracy of each task at the end (the paper's Figure 4)."""
     finals = [
         row for row in _final_rows(store) if row["method"] not in ("feddm", "fedaf")
     ]  # Figure 4 has Table 1's methods
@@ -98,12 +100,12 @@ FIGURES: dict[str, Callable[[Store], Plot]] = {"old-recent": old_recent, "task-c
 def _final_rows(store: Store) -> list[Row]:
     """Final accuracy per task: one row for the paper's and one for ours of each cell of Table 7.
 
-    Fixed steps are shown only where nothing else was run.
+    Other readings are shown only where nothing else was run.
     """
     rows: list[Row] = []
     lines = compare(paper_recipe("per-task"), store)
-    shown = {line.cell.name for line in lines if line.runs and not line.fixed_steps}
-    for line in (line for line in lines if not line.fixed_steps or line.cell.name not in shown):
+    shown = {line.cell.name for line in lines if line.runs and not line.reading}
+    for line in (line for line in lines if not line.reading or line.cell.name not in shown):
         head = {"data": line.cell.data, "beta": line.cell.beta, "method": line.cell.method}
         if not line.variant:
             rows.append({**head, "whose": "paper", "setting": "", "seeds": "", "final": _final(line.paper)})
@@ -123,14 +125,14 @@ def _final(values: Mapping[str, Any]) -> list[float]:
 
 def _mark(row: Row, size: float) -> dict[str, Any]:
     """The method's colour and marker: filled for ours, half of it for another form of the cell, hollow for the paper's."""
-    look, ours = look_of(row["method"]), row["whose"] == "ours"
-    fill = {FAST_LABEL: "left", FIXED_LABEL: "bottom"}.get(row["setting"], "top")
+    look, ours = style_of(row["method"]), row["whose"] == "ours"
+    fill = "left" if row["setting"] == FAST_LABEL else "bottom"
     half = {"fillstyle": fill, "markerfacecoloralt": CARD} if row["setting"] else {}
     return {
         **half,
         "marker": look.marker,
         "color": look.colour,
-        "markersize": size + 2 * is_ours(row["method"]) + 3 * (look.marker == "*"),
+        "markersize": size + 2 * (row["method"] == "rescene") + 3 * (look.marker == "*"),
         "markerfacecolor": look.colour if ours else CARD,
         "markeredgecolor": INK if look.colour == YELLOW else look.colour,
         "markeredgewidth": 1.2,
@@ -146,5 +148,5 @@ def _legend(sheet: Any, rows: list[Row]) -> None:
     entries: dict[str, Line2D] = {}
     for row in sorted(rows, key=lambda row: row["whose"] == "ours"):
         whose = ", ".join(filter(None, (row["whose"], row["setting"])))
-        entries.setdefault(f"{look_of(row['method']).label} ({whose})", Line2D([], [], **_mark(row, 8)))
+        entries.setdefault(f"{style_of(row['method']).label} ({whose})", Line2D([], [], **_mark(row, 8)))
     sheet.legend(entries.values(), entries.keys(), loc="outside upper left", ncols=5, columnspacing=1.2, labelcolor=INK)

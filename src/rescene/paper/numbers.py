@@ -30,6 +30,7 @@ class Printed:
 
     @property
     def cell(self) -> str:
+        """The name of the cell that this number belongs to."""
         return cell_name(self.data, self.beta, self.method, self.setting)
 
     @property
@@ -54,6 +55,7 @@ def cell_name(data: str, beta: str, method: str, setting: str = "") -> str:
 
 
 def table_names() -> list[str]:
+    """The paper's tables that are stored here."""
     folder = files("rescene.paper") / "numbers"
     return sorted(entry.name.removesuffix(".csv") for entry in folder.iterdir() if entry.name.endswith(".csv"))
 

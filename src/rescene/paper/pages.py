@@ -1,6 +1,6 @@
 """Tables inside documents, kept up to date by a command: whatever stands between two marks is replaced.
 
-<!-- rescene paper: results --> ... <!-- end --> and the same with status, claims or privacy
+<!-- rescene paper: results --> ... <!-- end --> and the same with any other name of BLOCKS
 """
 
 from __future__ import annotations
@@ -9,37 +9,41 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 
-from rescene.errors import ConfigError
-from rescene.paper.checks import claims_grid
+from rescene.core.errors import ConfigError
+from rescene.paper.band_check import claims_grid
 from rescene.paper.claims import OurBook, judge
+from rescene.paper.paper_tables import results_grid, status_grid, table_grid
+from rescene.paper.reading_tables import open_grid, readings_grid, summary_grid
 from rescene.paper.recipes import paper_recipe
 from rescene.paper.store import Store
-from rescene.paper.tables import results_grid, status_grid, table_grid
-from rescene.report.formats import Grid, render
+from rescene.report.table_formats import TableGrid, render
 
 _BLOCK = re.compile(r"(<!-- rescene paper: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def judged_claims(store: Store) -> Grid:
+def judged_claims(store: Store) -> TableGrid:
     """Every claim of the text with its verdict on our results."""
     book = OurBook(store)
     return claims_grid(judge(book), book.stand_ins)
 
 
-def _status_grid(store: Store) -> Grid:
+def _status_grid(store: Store) -> TableGrid:
     return replace(status_grid(store), notes=())
 
 
-def privacy_grid(store: Store) -> Grid:
+def privacy_grid(store: Store) -> TableGrid:
     """The paper's sigma sweep in its lite form, of which results are stored."""
     return replace(table_grid(paper_recipe("privacy-lite"), store, commands=False), title="")
 
 
-BLOCKS: dict[str, Callable[[Store], Grid]] = {
+BLOCKS: dict[str, Callable[[Store], TableGrid]] = {
     "results": results_grid,
     "status": _status_grid,
     "claims": judged_claims,
     "privacy": privacy_grid,
+    "readings": readings_grid,
+    "open": open_grid,
+    "summary": summary_grid,
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import cache, cached_property, lru_cache
@@ -11,18 +11,17 @@ from importlib.resources import files
 from typing import Any
 
 from rescene.config import Resolved, resolve
+from rescene.core.documents import parse_yaml
+from rescene.core.errors import ConfigError, ResceneError, did_you_mean
 from rescene.data import available
-from rescene.documents import parse_yaml
-from rescene.engine.nominal import SURROGATE_METHODS
-from rescene.errors import ConfigError, ResceneError, did_you_mean
+from rescene.methods import method_class
+from rescene.methods.surrogates import SurrogateMethod
 from rescene.paper.numbers import cell_name, printed
 from rescene.paper.store import identity
 
 SEEDS = (0, 1, 2)  # Sec. 4.1
 FAST = "train.server_epochs=10"  # a tenth of the server's work; the paper prints it for one cell only (Table 5)
 FAST_LABEL = "E_srv=10"
-FIXED = "method.step=fixed"  # the paper's constant rate on pixels (docs/deviations.md, 23)
-FIXED_LABEL = "fixed steps"
 LITE = "-lite"
 LITE_BASE = "demo"
 LITE_OVERRIDES = ("tasks.limit=3", "federation.num_rounds=2", "train.local_epochs=2", "train.server_epochs=5")
@@ -53,9 +52,11 @@ class PaperCell:
 
     @property
     def name(self) -> str:
+        """The cell's name, made of data, beta, method and setting."""
         return cell_name(self.data, self.beta, self.method, self.setting)
 
     def resolve(self, *more: str) -> Resolved:
+        """The cell's recipe with further overrides."""
         return _resolved(self.base, (*self.overrides, *more))
 
     @property
@@ -66,21 +67,26 @@ class PaperCell:
     @property
     def fast(self) -> PaperCell | None:
         """The same with E_srv=10, where the server trains and the paper's cell says 100."""
-        if self.method not in SURROGATE_METHODS or self.resolve().recipe.train.server_epochs != 100:
+        if (
+            not issubclass(method_class(self.method), SurrogateMethod)
+            or self.resolve().recipe.train.server_epochs != 100
+        ):
             return None
         return replace(self, overrides=(*self.overrides, FAST))
 
-    @property
-    def variants(self) -> dict[str, PaperCell]:
-        """Forms that stand beside the cell where they were run, by their labels."""
-        fast = {FAST_LABEL: self.fast} if self.fast else {}
-        if self.resolve().recipe.method.get("step") != "polyak":
-            return fast
-        fixed = {
-            f"{label} {FIXED_LABEL}".strip(): replace(form, overrides=(*form.overrides, FIXED))
-            for label, form in ({"": self} | fast).items()
-        }
-        return fast | fixed
+    def read_as(self, reading: str) -> PaperCell:
+        """The cell under another reading of the paper (readings.yaml)."""
+        return replace(self, overrides=(*self.overrides, *readings(self.method)[reading]))
+
+    def forms(self, with_readings: bool = True) -> Iterator[tuple[bool, str, PaperCell]]:
+        """Whether with E_srv=10, reading ("" for the one taken), cell: everything that may stand beside the cell where it was run."""
+        for fast, form in ((False, self), (True, self.fast)):
+            if form is not None:
+                yield from (
+                    (fast, name, form.read_as(name) if name else form)
+                    for name in ("", *readings(self.method))
+                    if with_readings or not name
+                )
 
     @property
     def unavailable(self) -> Obstacle | None:
@@ -118,10 +124,12 @@ class PaperRecipe:
 
     @property
     def lite(self) -> bool:
+        """Whether this is the small variant of a table."""
         return self.name.endswith(LITE)
 
     @cached_property
     def metrics(self) -> tuple[str, ...]:
+        """The metrics that the table prints, and those noted beside it."""
         return (*dict.fromkeys(number.metric for number in printed(self.table)), *self.spec.get("also", ()))
 
     def reference(self, cell: PaperCell) -> PaperCell | None:
@@ -192,6 +200,16 @@ def paper_recipe(name: str) -> PaperRecipe:
 def _specs() -> dict[str, Any]:
     text = (files("rescene.paper") / "recipes.yaml").read_text(encoding="utf-8")
     return dict(parse_yaml(text, "recipes.yaml"))
+
+
+@lru_cache
+def _readings() -> dict[str, dict[str, list[str]]]:
+    return dict(parse_yaml((files("rescene.paper") / "readings.yaml").read_text(encoding="utf-8"), "readings.yaml"))
+
+
+def readings(method: str) -> dict[str, list[str]]:
+    """Other ways to read the paper, as overrides of the method's rows, by their labels."""
+    return _readings().get(method, {})
 
 
 @cache

@@ -13,10 +13,14 @@ from typing import Any
 from pydantic import ValidationError
 
 from rescene.config import Recipe
-from rescene.config.compose import flatten
-from rescene.engine.nominal import AVERAGING_METHODS, SURROGATE_METHODS
-from rescene.errors import ResceneError
-from rescene.run_state import read_object
+from rescene.core.errors import ResceneError
+from rescene.core.json_files import json_lines
+from rescene.core.recipe_keys import flatten
+from rescene.core.results import Results, results_of_row
+from rescene.core.run_state import read_object
+from rescene.methods import method_class
+from rescene.methods.averaging import AveragingMethod
+from rescene.methods.surrogates import SurrogateMethod
 
 # May differ between two runs of the same experiment: where and how it ran, not what.
 VOLATILE = {
@@ -27,11 +31,11 @@ VOLATILE = {
 
 @dataclass(frozen=True)
 class Stored:
-    """A finished run: its folder and the whole of its results.json."""
+    """A finished run: its folder and what its results.json holds."""
 
     folder: Path
     seed: int
-    results: dict[str, Any]
+    results: Results
 
     def rows(self, kind: str) -> list[dict[str, Any]]:
         """The rounds or tasks as recorded in metrics.jsonl; none if that file was not kept."""
@@ -39,17 +43,26 @@ class Stored:
 
     @cached_property
     def _recorded(self) -> list[dict[str, Any]]:
-        try:
-            return list(map(json.loads, (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()))
-        except (OSError, ValueError):
-            return []
+        problems: list[str] = []
+        found = json_lines(self.folder / "metrics.jsonl", problems)
+        return [] if problems else found
+
+
+FAMILY = {"rescene-plus": "rescene"}  # a name for other defaults: the settings say what it is
 
 
 def identity(recipe: Recipe) -> str:
-    """The experiment as text, without what may vary between its runs and the epochs that its method never uses."""
-    name = recipe.method["name"]
-    unused = {"train.local_epochs": name in SURROGATE_METHODS, "train.server_epochs": name in AVERAGING_METHODS}
+    """The experiment as text, without what may vary between its runs and the epochs that its method never uses.
+
+    Where the sites condense, only the server could augment: two settings that come to the same are one experiment.
+    """
+    method = method_class(recipe.method["name"])
+    condenses, averages = issubclass(method, SurrogateMethod), issubclass(method, AveragingMethod)
+    unused = {"train.local_epochs": condenses, "train.server_epochs": averages}
     flat = flatten(recipe.model_dump(mode="json"))
+    flat["method.name"] = FAMILY.get(method.name, method.name)
+    if condenses:
+        flat["train.augment"] &= flat.pop("method.server_augment")
     return json.dumps({key: flat[key] for key in sorted(flat) if key not in VOLATILE and not unused.get(key)})
 
 
@@ -64,9 +77,9 @@ class Store:
 
     def _enter(self, file: Path) -> None:
         try:
-            results = read_object(file)
-            recipe = Recipe.model_validate(results["config"])
-            if not isinstance(results["aa"], (int, float)) or not results["accuracy_matrix"]:
+            row = read_object(file)
+            recipe, results = Recipe.model_validate(row["config"]), results_of_row(row, [])
+            if results.aa is None or not results.accuracy_matrix:
                 raise ValueError("no accuracy")
         except (OSError, ValueError, KeyError, TypeError, ValidationError, ResceneError):
             self.unreadable.append(file.parent)
@@ -78,6 +91,13 @@ class Store:
         """Runs of this experiment (its identity), by seed."""
         found = self.runs.get(experiment, {})
         return tuple(found[seed] for seed in sorted(found) if seeds is None or seed in seeds)
+
+    def all(self) -> list[Stored]:
+        return [run for seeds in self.runs.values() for run in seeds.values()]
+
+    def at(self, folder: str) -> Stored | None:
+        """The run in the folder that ends so, such as ``controls/glfc-s0``."""
+        return next((run for run in self.all() if run.folder.resolve().as_posix().endswith(f"/{folder}")), None)
 
 
 def default_roots() -> list[Path]:

@@ -33,7 +33,7 @@ from functools import lru_cache, partial
 
 import torch
 
-from rescene.errors import ConfigError, RunError
+from rescene.core.errors import ConfigError, RunError
 
 NEIGHBOURS = "one record of one site added or removed"
 _GRID = 1e-3  # discretisation of the privacy loss; a tenth of it changes epsilon by less than 1e-3 (tests)
@@ -63,6 +63,7 @@ class Composition:
 
     @property
     def releases(self) -> int:
+        """Releases of one image in the whole run."""
         return self.steps * self.participations * self.tasks
 
     def words(self) -> str:

@@ -1,7 +1,7 @@
 """What charges add up to for the most-used image, and what a site allows at most.
 
 An image's total counts every charge that touches it, whatever run, task or round the server called it. A charge that does not
-say which images it touches counts for all of them.
+say which images it touches counts for all of them. A floor with ``one_budget`` counts every charge for all of them.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from rescene.errors import ResceneError
+from rescene.core.errors import ResceneError
 from rescene.privacy.accounting import Composition, total_epsilon
-from rescene.privacy.book import EVALUATION, Charge
+from rescene.privacy.ledger_file import EVALUATION, Charge
 
 EXPONENT = re.compile(r"[0-9.]+[eE][-+]?[0-9]+")
 DELTA = 1e-5  # where neither a charge nor a floor says one
@@ -45,6 +45,11 @@ class Floor(BaseModel):
         description="noise multiplier at which the site tells counts of its hold-out, each time charged to those images "
         "within epsilon_max; null: it declines to evaluate",
     )
+    one_budget: bool | None = Field(
+        None,
+        description="true: every release counts for every image of the site, so whether it declines depends on no image; "
+        "null: for the images that it touches",
+    )
 
     @field_validator("*", mode="before")
     @classmethod
@@ -53,13 +58,19 @@ class Floor(BaseModel):
         return float(value) if isinstance(value, str) and EXPONENT.fullmatch(value) else value
 
     def words(self) -> str:
-        return ", ".join(f"{name} {value:g}" for name, value in self.model_dump(exclude_none=True).items())
+        """The limits in words, for messages."""
+        limits = self.model_dump(exclude_none=True, exclude={"one_budget"})
+        words = [f"{name} {value:g}" for name, value in limits.items()]
+        return ", ".join([*words, "one budget for all images"] if self.one_budget else words)
 
 
 def check_budget(
     charge: Charge, earlier: list[Charge], floor: Floor | None, delta: float, most: int | None, listed: Listed
 ) -> None:
-    """Whether the charge may be added; else Declined. Its words depend on the question and the floor, not on images."""
+    """Whether the charge may be added; else Declined. Its words depend on the question and the floor, not on images.
+
+    *That* it declines tells whether these images are among those of earlier charges, unless the floor has one budget for all.
+    """
     floor = floor or Floor(delta_max=delta)
     if charge.mechanism != EVALUATION:
         same = [c for c in earlier if (c.run, c.task) == (charge.run, charge.task) and c.mechanism != EVALUATION]
@@ -74,12 +85,19 @@ def check_budget(
         return
     if charge.mechanism == "paper-experiment":
         raise declined(charge, "the paper's experiment promises no epsilon, and this site has a limit on it")
-    if largest_total([*earlier, charge], listed, delta, touched_by=charge) > floor.epsilon_max:
+    if largest_total([*earlier, charge], counted(listed, floor), delta, touched_by=charge) > floor.epsilon_max:
         raise declined(charge, f"epsilon would be above its limit {floor.epsilon_max:g}")
 
 
 def declined(charge: Charge, why: str) -> Declined:
-    return Declined("E413", f"site declines: {why}", where=f"task {charge.task}, round {charge.round}")
+    """The error by which a site refuses a charge (E413)."""
+    round = f", round {charge.round + 1}" if charge.round >= 0 else ""  # people count from 1
+    return Declined("E413", f"site declines: {why}", where=f"task {charge.task + 1}{round}")
+
+
+def counted(listed: Listed, floor: Floor | None) -> Listed:
+    """The images for which each charge counts: those it touches, or with one budget every image."""
+    return dict.fromkeys(listed) if floor is not None and floor.one_budget else listed
 
 
 def largest_total(charges: Iterable[Charge], listed: Listed, delta: float, touched_by: Charge | None = None) -> float:

@@ -22,7 +22,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from rescene.errors import RunError
+from rescene.core.errors import RunError
 from rescene.privacy.noise import BLOCK, Noise
 
 LEAST, MOST = 1.0, 2.0**40  # deviations that can be drawn

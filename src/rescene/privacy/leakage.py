@@ -5,7 +5,7 @@ Distances are RMS over pixels in normalised units (a standard deviation of the d
 upload and sees plain copies only.
 
 A *traced* upload is one whose source stands out among all real images, after mirror, small moves, gain, offset, negative and blur are
-undone (functional/likeness.py). It takes longer, so it looks at ``MOST_TRACED`` uploads of a task. Beside it stands the same
+undone (privacy/likeness.py). It takes longer, so it looks at ``MOST_TRACED`` uploads of a task. Beside it stands the same
 figure for as many images that no site had: what pictures of this kind score by chance.
 """
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rescene.data import Transform
-from rescene.functional.likeness import CUT, margins
+from rescene.privacy.likeness import CUT, margins
 
 NEAR_COPY_DB = 30.0
 EXACT_RMS = 1e-6  # normalised units; below it an upload is the real image up to rounding

@@ -44,10 +44,10 @@ from pydantic import ValidationError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from rescene.documents import read_yaml
-from rescene.errors import ConfigError, RunError, command
-from rescene.privacy.book import Book, Charge, End, Kept, charges_in, fingerprint
+from rescene.core.documents import read_yaml
+from rescene.core.errors import ConfigError, RunError, command
 from rescene.privacy.budget import Declined, Floor, Listed, check_budget, declined
+from rescene.privacy.ledger_file import Book, Charge, End, KeptRelease, charges_in, fingerprint
 
 __all__ = ["Charge", "Declined", "End", "Floor", "Ledger", "Released", "Touched"]
 
@@ -128,9 +128,18 @@ class Ledger:
                 self._append(file, book, {"kind": "intent", "question": question, "charge": asdict(charge)})
             found = draw()
             data = save({name: value.detach().cpu().contiguous() for name, value in found.items()})
-            where = {"file": self._write_file("releases", data), "num_bytes": len(data)}
+            where = {"file": self._write_file("releases", data), "num_bytes": len(data), "names": list(found)}
             self._append(file, book, {"kind": "release", "key": charge.key, **where})
             return self._hand_out(book, charge, found)
+
+    def allow(self, charges: Sequence[Charge], delta: float, most: int | None) -> None:
+        """Whether these could be charged one after the other; else Declined. Nothing is written."""
+        book = self.book()
+        floor, earlier = self._floor_in(book), list(book.begun.values())
+        for charge in charges:
+            if charge.key not in book.questions:  # else it is charged already
+                check_budget(charge, earlier, floor, delta, most, self.lists([*earlier, charge]))
+                earlier.append(charge)
 
     def begin(self, limits: Floor, run: str) -> bool:
         """Where nobody has set a floor, these limits of the first run become it; returns whether they did now.
@@ -187,6 +196,7 @@ class Ledger:
             return list(lost.values())
 
     def participations(self, run: str, task: int) -> int:
+        """How often this site has answered in this task of this run."""
         return sum((charge.run, charge.task) == (run, task) for charge in self.charges())
 
     def charges(self) -> list[Charge]:
@@ -206,6 +216,7 @@ class Ledger:
 
     @property
     def floor_path(self) -> Path:
+        """The file with the site's own limits, beside the ledger."""
         return self.path.parent / "floor.yaml"
 
     def floor(self) -> Floor | None:
@@ -270,12 +281,15 @@ class Ledger:
         self._write_whole(path, secrets.token_bytes(32))
         return path.read_bytes()
 
-    def _read_release(self, kept: Kept) -> Released | None:
+    def _read_release(self, kept: KeptRelease) -> Released | None:
         """None if it is no longer there as it was."""
         if kept.text:
             return load(base64.b64decode(kept.text))
         data = self._read_file("releases", kept.sha256)
-        return None if data is None else load(data)
+        if data is None:
+            return None
+        found = load(data)  # in any order, and an answer again must be the same answer
+        return {name: found[name] for name in kept.names or found}
 
     def _write_file(self, kind: str, data: bytes) -> str:
         """A file named by its hash, which it returns; on disk when this returns."""

@@ -6,14 +6,14 @@ import hashlib
 import math
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from torch import Tensor, nn
 
-from rescene.errors import ConfigError, ResceneWarning
-from rescene.functional.release import release_bound
+from rescene.core.errors import ConfigError, ResceneWarning
 from rescene.privacy.accounting import Composition, check_grid
+from rescene.privacy.class_sums import release_bound
 from rescene.privacy.discrete import discrete_gaussian
 from rescene.privacy.ledger import Charge, Declined, Ledger, Touched
 from rescene.privacy.noise import Noise
@@ -49,6 +49,7 @@ class Mechanism:
         default=False, repr=False
     )  # release, start coloured: joins the question where it is on
     honest_sites: int | None = field(default=None, repr=False)  # H: a secure sum needs noise of so many sites
+    late_alone: bool = field(default=False, repr=False)  # a site that missed a sum adds the whole noise by itself
 
     @property
     def formal(self) -> bool:
@@ -116,7 +117,7 @@ class Mechanism:
 
 
 @dataclass(frozen=True, eq=False)
-class Site:
+class SitePrivacy:
     """A client at one place in time, as its mechanism sees it. Without a ledger (tests) every call draws afresh."""
 
     mechanism: Mechanism
@@ -128,6 +129,14 @@ class Site:
     ledger: Ledger | None = None
     images: Callable[[], Touched] | None = None  # those that its release touches; None: any image of the site
     why: str = ""  # what the server asked for
+
+    def alone(self) -> SitePrivacy:
+        """The same site outside of a secure sum, where it adds the whole noise by itself.
+
+        Such a release has a place of its own in the task. A site that made one for the sum has spent its participation on that
+        and declines.
+        """
+        return replace(self, mechanism=replace(self.mechanism, honest_sites=None), round=self.round + 1)
 
     def release(self, question: str, draw: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         """What ``draw`` gives, once: the same place in the same run gets the very same numbers again.

@@ -36,14 +36,15 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rescene.errors import RunError
+from rescene.core.errors import RunError
+from rescene.core.record import record
 from rescene.privacy.totals import COMMITTED, KEYS, SEALED, SHARE, Values, layout
-from rescene.record import record
 
 try:
     from Crypto.Protocol.SecretSharing import Shamir
@@ -67,7 +68,7 @@ WORD = 32  # bytes of a key, a seed, a hash, a share
 HALF = 16  # Shamir's sharing takes so many bytes at a time
 COORDINATE = 48  # bytes of each of the two numbers of a P-384 signature
 BLOCK = 1 << 18  # bytes of mask at a time: they stay in the processor's cache
-UNSIGNED = {torch.int32: np.dtype("<u4"), torch.int64: np.dtype("<u8")}
+UNSIGNED: dict[torch.dtype, np.dtype[Any]] = {torch.int32: np.dtype("<u4"), torch.int64: np.dtype("<u8")}
 PURPOSE = b"rescene secure sum 1 "
 
 Blobs = Mapping[int, bytes]  # by client
@@ -97,12 +98,14 @@ class Party:
     masked: tuple[int, ...] = ()
 
 
-def begin(session: str, client: int, least: int, values: Values, sign: Sign) -> Party:
-    """A party with fresh secrets from the operating system."""
+def begin(
+    session: str, client: int, least: int, values: Values, sign: Sign, fresh: Callable[[int], bytes] = os.urandom
+) -> Party:
+    """A party with fresh secrets from the operating system; an audit also tries a source that can be guessed."""
     if least < 2:
         raise _refused("E443", "a sum of one site is that site's own numbers")
-    cipher, mask, seed = (os.urandom(WORD) for _ in range(3))
-    body = _public(cipher) + _public(mask) + _hash("seed", session, client, seed)
+    cipher, mask, seed = (fresh(WORD) for _ in range(3))
+    body = public_of(cipher) + public_of(mask) + seed_hash(session, client, seed)
     signature = sign(_statement("keys", session, client, body))
     signed = {"keys": blob(signature)}
     return Party(session, client, least, blob(cipher), blob(mask), blob(seed), signed, fingerprint(values))
@@ -110,9 +113,14 @@ def begin(session: str, client: int, least: int, values: Values, sign: Sign) -> 
 
 def keys_of(party: Party) -> bytes:
     """What a party shows of itself: two public keys, the hash of its seed, and its signature under them."""
-    public = _public(raw(party.cipher)) + _public(raw(party.mask))
-    seed = _hash("seed", party.session, party.client, raw(party.seed))
+    public = public_of(raw(party.cipher)) + public_of(raw(party.mask))
+    seed = seed_hash(party.session, party.client, raw(party.seed))
     return public + seed + raw(party.signed["keys"])
+
+
+def seed_hash(session: str, client: int, seed: bytes) -> bytes:
+    """What everybody may know of the seed of a party's own mask."""
+    return _hash("seed", session, client, seed)
 
 
 def wrong_keys(session: str, keys: Blobs, verify: Verify) -> dict[int, str]:
@@ -327,14 +335,16 @@ def column(dealt: Mapping[int, bytes], clients: Sequence[int], client: int) -> d
 
 
 def fingerprint(values: Values) -> str:
-    """Of a site's numbers: the same ones are never in two sums."""
+    """Of a site's numbers, in whatever order they come: the same ones are never in two sums."""
     found = hashlib.sha256(repr(layout(values)).encode())
-    for value in values.values():
-        found.update(memoryview(_unsigned(value)).cast("B"))
+    for _, value in sorted(values.items()):
+        found.update(_unsigned(value).data.cast("B"))
     return found.hexdigest()
 
 
 def signer(key: ec.EllipticCurvePrivateKey) -> Sign:
+    """A function that signs bytes with this key: ECDSA with SHA-384, as two numbers of fixed length."""
+
     def sign(message: bytes) -> bytes:
         numbers = decode_dss_signature(key.sign(message, ec.ECDSA(SHA384())))
         return b"".join(number.to_bytes(COORDINATE, "big") for number in numbers)
@@ -343,6 +353,8 @@ def signer(key: ec.EllipticCurvePrivateKey) -> Sign:
 
 
 def verifier(keys: Mapping[int, ec.EllipticCurvePublicKey]) -> Verify:
+    """A function that checks such signatures by client number."""
+
     def verify(client: int, signature: bytes, message: bytes) -> bool:
         numbers = (int.from_bytes(signature[:COORDINATE], "big"), int.from_bytes(signature[COORDINATE:], "big"))
         try:
@@ -355,16 +367,18 @@ def verifier(keys: Mapping[int, ec.EllipticCurvePublicKey]) -> Verify:
 
 
 def blob(data: bytes) -> Tensor:
+    """Bytes as a uint8 tensor, which a message can carry."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)
 
 
 def raw(data: Tensor) -> bytes:
+    """The bytes of such a tensor."""
     return data.numpy().tobytes()
 
 
 def _with_masks(values: Values, masks: Sequence[tuple[bytes, int]]) -> dict[str, Tensor]:
     """Numbers plus (1) or minus (-1) the streams of these keys, modulo the size of their type."""
-    found = {name: value.clone().contiguous() for name, value in values.items()}
+    found = {name: value.clone().contiguous() for name, value in sorted(values.items())}  # all sites in the same order
     flat = [_unsigned(value) for value in found.values()]
     zeros, stream = bytes(BLOCK), bytearray(BLOCK + 16)
     for key, sign in masks:
@@ -379,9 +393,10 @@ def _with_masks(values: Values, masks: Sequence[tuple[bytes, int]]) -> dict[str,
     return found
 
 
-def _unsigned(value: Tensor) -> np.ndarray:
+def _unsigned(value: Tensor) -> np.ndarray[Any, Any]:
     """The same memory as numbers that wrap around by definition."""
-    return value.detach().contiguous().numpy().reshape(-1).view(UNSIGNED[value.dtype])
+    plain: np.ndarray[Any, Any] = value.detach().contiguous().numpy().reshape(-1)
+    return plain.view(UNSIGNED[value.dtype])
 
 
 def _split(secret: bytes, least: int, num: int) -> list[bytes]:
@@ -399,8 +414,8 @@ def _combined(shares: Mapping[int, bytes]) -> bytes:
 def _is_secret(session: str, client: int, keys: bytes, gone: bool, secret: bytes) -> bool:
     """Whether this is the mask key (of one that is gone) or the seed that the client's keys name."""
     if gone:
-        return hmac.compare_digest(_public(secret), keys[WORD : 2 * WORD])
-    return hmac.compare_digest(_hash("seed", session, client, secret), keys[2 * WORD : 3 * WORD])
+        return hmac.compare_digest(public_of(secret), keys[WORD : 2 * WORD])
+    return hmac.compare_digest(seed_hash(session, client, secret), keys[2 * WORD : 3 * WORD])
 
 
 def _share_hashes(session: str, dealer: int, to: int, pair: bytes) -> bytes:
@@ -453,7 +468,8 @@ def _derived(secret: bytes, salt: bytes, purpose: str) -> bytes:
     return HKDF(SHA256(), WORD, salt, PURPOSE + purpose.encode()).derive(secret)
 
 
-def _public(secret: bytes) -> bytes:
+def public_of(secret: bytes) -> bytes:
+    """The public X25519 key of a secret one."""
     return X25519PrivateKey.from_private_bytes(secret).public_key().public_bytes_raw()
 
 

@@ -5,7 +5,8 @@ across sites ``secure_sum`` masks them first. Both give the same bits.
 
 With ``privacy.honest_sites`` H every site adds noise of deviation sigma / sqrt(H), so the sum has the whole noise once H honest
 sites are in it. A site is honest if it adds its noise and does not tell the server its secrets. A sum is opened only with
-:func:`threshold` sites in it. The promise then holds as long as at most :func:`most_colluders` sites are not honest.
+:func:`threshold` sites in it. The promise then holds as long as at most :func:`most_colluders` sites are not honest. Sites that
+missed it have a sum of their own, which needs :func:`late_threshold` sites. A site's numbers are in one opened sum only.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from rescene.errors import RunError
-from rescene.record import record
+from rescene.core.errors import RunError
+from rescene.core.record import record
 
 Values = Mapping[str, Tensor]
 WHOLE = (torch.int32, torch.int64)
@@ -57,6 +58,18 @@ def most_colluders(num_sites: int, least: int, honest_sites: int) -> int:
     return min(least - honest_sites, 2 * least - num_sites - 1)
 
 
+def late_threshold(num_sites: int, quorum: float, honest_sites: int, num_late: int) -> int:
+    """The fewest of ``num_late`` sites that missed the first sum whose own sum may be opened: H, and room for colluders.
+
+    It stands as many colluding sites as the first sum does. So what is promised of the first sum holds for this one.
+
+    >>> late_threshold(5, 0.5, 2, 2), late_threshold(10, 0.5, 4, 4), late_threshold(10, 0.5, 2, 4)
+    (2, 5, 3)
+    """
+    colluders = most_colluders(num_sites, threshold(num_sites, quorum, honest_sites), honest_sites)
+    return max(honest_sites + colluders, (num_late + colluders) // 2 + 1)
+
+
 def check_part(values: Values, num_sites: int) -> None:
     """One site's part: a flat dict of whole numbers, so small that a sum of ``num_sites`` such parts cannot overflow."""
     for name, value in values.items():
@@ -78,8 +91,8 @@ def check_part(values: Values, num_sites: int) -> None:
 
 
 def layout(values: Values) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
-    """Names, types and shapes: parts are added only if theirs agree."""
-    return tuple((name, str(value.dtype), tuple(value.shape)) for name, value in values.items())
+    """Names, types and shapes, by name: parts are added only if theirs agree. A part that is read from disk has another order."""
+    return tuple((name, str(value.dtype), tuple(value.shape)) for name, value in sorted(values.items()))
 
 
 def added(parts: Iterable[Values]) -> dict[str, Tensor]:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rescene import __version__
-from rescene.errors import RunError, command
-from rescene.report.formats import Cell, Entry, Grid, render
-from rescene.report.look import look_of, plain
-from rescene.report.runs import Run, load_run, number, table
-from rescene.report.words import bytes_text, count, flops_text, percent, seconds_text, simulated
+from rescene.core.errors import RunError, command
+from rescene.report.formatting import bytes_text, count, flops_text, percent, plain, seconds_text, task_name
+from rescene.report.load import RunRecord, load_run
+from rescene.report.summary import simulated
+from rescene.report.table_formats import Entry, TableCell, TableGrid, render
 
 NAME = "MODEL_CARD.md"
 
@@ -23,16 +23,16 @@ def write_card(folder: Path, out: Path | None = None) -> Path:
     return path
 
 
-def model_card(run: Run) -> str:
+def model_card(run: RunRecord) -> str:
     """The card of a finished run; every number is one of results.json."""
     if not run.finished:
         raise RunError("E408", "no finished run here", where=str(run.folder), fix=command("resume", run.folder))
-    title = f"# {look_of(run.method).label} on {plain(run.env.get('data', 'images'))}"
+    title = f"# {run.style.label} on {plain(run.data or 'images')}"
     parts = [_model, _data, _accuracy, _privacy, _cost, _limits, _again]
     return "\n\n".join([title, *(part(run) for part in parts)]) + "\n"
 
 
-def _model(run: Run) -> str:
+def _model(run: RunRecord) -> str:
     about = json.loads((run.folder / "model" / "model.json").read_text("utf-8"))
     arch, look = about["arch"], run.env.get("normalisation") or about
     size, lens = about.get("picture_size") or arch["image_size"], about.get("lens")
@@ -48,103 +48,116 @@ def _model(run: Run) -> str:
         *([("the lens was made from", _escaped(made_from))] if made_from else []),
         ("normalised by", f"mean {_numbers(look['mean'])}, std {_numbers(look['std'])} (inside exported files)"),
         ("output", "one score per class; softmax gives confidences, which are not calibrated"),
-        ("trained with", f"{look_of(run.method).label}, task by task, seed {run.seed}"),
+        ("trained with", f"{run.style.label}, task by task, seed {run.seed}"),
     ]
     return _table("", ("", ""), rows)
 
 
-def _data(run: Run) -> str:
-    sites = table(run.config, "federation")
+def _data(run: RunRecord) -> str:
+    keys = ("num_clients", "per_round", "num_rounds", "partition", "beta")
+    sites, per_round, rounds, partition, beta = (run.settings.get(f"federation.{key}", "?") for key in keys)
+    split = f"partition {partition}, beta {beta}" if not run.partition.sites else "each image at its own site"
     lines = [
-        f"{plain(run.env.get('data', 'not recorded'))}, split over {sites.get('num_clients', '?')} sites "
-        f"({sites.get('per_round', '?')} in each of {sites.get('num_rounds', '?')} rounds per task, "
-        f"partition {sites.get('partition', '?')}, beta {sites.get('beta', '?')}).",
+        f"{plain(run.data or 'not recorded')}, split over {sites} sites "
+        f"({per_round} in each of {rounds} rounds per task, {split}).",
         *(f"- {_escaped(note)}" for note in run.env.get("data_notes") or ()),
         f"- Fingerprint of the images: `{plain(run.env.get('data_fingerprint', 'not recorded'))}`",
     ]
     return "## Data\n\n" + "\n".join([lines[0], "", *lines[1:]])
 
 
-def _accuracy(run: Run) -> str:
+def _accuracy(run: RunRecord) -> str:
     final = run.matrix[-1] if len(run.matrix) else []
     rows = [
         (
-            str(task.get("index")),
-            plain(task.get("domain") or ", ".join(map(str, task.get("classes") or ())), 400),
-            str(task.get("train_size") if task.get("train_size") is not None else "at the sites"),
-            str(task.get("test_size")),
-            Cell(float(value), digits=1),
+            task_name(task.index),
+            plain(task.domain or ", ".join(task.classes), 400),
+            str(task.train_size if task.train_size is not None else "at the sites"),
+            str(task.test_size),
+            TableCell(float(value), digits=1),
         )
         for task, value in zip(run.tasks, final, strict=False)
     ]
     words = (
-        f"After the last task the model names {percent(run.number('aa'))} % of all test images rightly (AA), "
-        f"{percent(run.number('aia'))} % on average over the tasks as they came (AIA); it forgot "
-        f"{percent(run.number('forgetting'))} points. The worst task is at {percent(run.number('worst_task'))} %. One run, one seed."
+        f"After the last task the model names {percent(run.results.aa)} % of all test images rightly (AA), "
+        f"{percent(run.results.aia)} % on average over the tasks as they came (AIA); it forgot "
+        f"{percent(run.results.forgetting)} points. The worst task is at {percent(run.results.worst_task)} %. One run, one seed."
     )
     names = ("task", "classes", "training images", "test images", "accuracy, %")
-    return f"## Accuracy\n\n{words}\n\n" + _table("", names, rows)
+    return f"## Accuracy\n\n{words}\n\n" + _table("", names, rows) + _by_site(run)
 
 
-def _privacy(run: Run) -> str:
-    lines = [
-        _escaped(run.privacy.get("statement") or "The run recorded no privacy statement: take it for not private.")
+def _by_site(run: RunRecord) -> str:
+    if not run.results.sites:
+        return ""
+    rows = [
+        (plain(site.name, 60), str(site.train_size), str(site.test_size), TableCell(site.accuracy, digits=1))
+        for site in run.results.sites
     ]
+    told = f"The worst site is at {percent(run.results.worst_site)} %."
+    return f"\n\n{told}\n\n" + _table("", ("site", "training images", "test images", "accuracy, %"), rows)
+
+
+def _privacy(run: RunRecord) -> str:
+    lines = [_escaped(run.privacy.statement or "The run recorded no privacy statement: take it for not private.")]
     found = run.leakage
     if found:
-        share, median = number(found.get("near_copies")), number(found.get("nearest_psnr_median_db"))
         lines.append(
-            f"Of {found.get('num_images')} {run.images} images {percent(100 * (share or 0.0), 0)} % are near-copies (PSNR above "
-            f"30 dB) of a real training image and {found.get('exact_copies')} are exact copies; the median PSNR to the nearest "
-            f"real image is {percent(median)} dB."
+            f"Of {found.num_images} {run.privacy.images} images {percent(100 * (found.near_copies or 0.0), 0)} % are "
+            f"near-copies (PSNR above 30 dB) of a real training image and {found.exact_copies} are exact copies; the median "
+            f"PSNR to the nearest real image is {percent(found.nearest_psnr_median_db)} dB."
         )
     else:
-        missing = table(run.results, "not_measured").get("leakage")
+        missing = run.results.not_measured.get("leakage")
         lines.append(f"Leakage: {missing or 'no images were uploaded, so none were compared'}.")
-    sends = run.privacy.get("leaves_site") or look_of(run.method).sends or "see the page of the method"
+    sends = run.privacy.leaves_site or run.style.sends or "see the page of the method"
     lines.append(f"What leaves a site: {_escaped(sends)}.")
-    gone = [row for row in run.results.get("forgotten") or () if isinstance(row, dict)]
+    gone = run.results.forgotten
     if gone:
-        names = ", ".join(_escaped(row.get("name") or row.get("client")) for row in gone)
+        names = ", ".join(_escaped(row.name or row.client) for row in gone)
         done = (
-            "Its sums were subtracted and the model was solved anew: it is the model that never met the site."
-            if all(row.get("exact") is True for row in gone)
+            "Sums over the other sites were taken anew, with fresh noise; the old ones stay released, and epsilon counts both."
+            if all(row.summed_again for row in gone)
+            else "Its sums were subtracted and the model was solved anew: it is the model that never met the site."
+            if all(row.exact for row in gone)
             else "Its uploads were removed and the model was trained anew; this is no proof of unlearning."
         )
         lines.append(f"Withdrawn: site {names}. {done}")
     return "## Privacy\n\n" + "\n\n".join(lines)
 
 
-def _cost(run: Run) -> str:
-    cost = table(run.cost, "measured")
+def _cost(run: RunRecord) -> str:
+    cost = run.results.cost.measured
     rows = [
         ("upload of a site per round", bytes_text(run.upload_bytes)),
-        ("download of a site per round", bytes_text(number(cost.get("downlink_bytes_per_message")))),
-        ("compute of all sites", flops_text(number(cost.get("client_flops")))),
-        ("compute of the server", flops_text(number(cost.get("server_flops")))),
+        ("download of a site per round", bytes_text(cost.downlink_bytes_per_message)),
+        ("compute of all sites", flops_text(cost.client_flops)),
+        ("compute of the server", flops_text(cost.server_flops)),
         (
             "time",
-            f"{seconds_text(number(run.timing.get('total_s')))} on {plain(run.env.get('device', 'not recorded'))}",
+            f"{seconds_text(run.timing.total_s)} on {plain(run.env.get('device', 'not recorded'))}",
         ),
     ]
     return "## Cost\n\n" + _table("", ("", ""), rows)
 
 
-def _limits(run: Run) -> str:
-    num = sum(len(task.get("classes") or ()) for task in run.tasks)
+def _limits(run: RunRecord) -> str:
+    num = sum(len(task.classes) for task in run.tasks)
     lines = [
         f"- It knows the {count(num, 'class')} above and names one of them for any picture, also of something else."
-        if not any(task.get("domain") for task in run.tasks)
+        if not any(task.domain for task in run.tasks)
         else "- It names one of its classes for any picture, also of something else.",
         "- Accuracy was measured on test images like the training images; on other cameras or places expect less.",
-        "- Sites were simulated from one data set." if table(run.results, "config").get("sites") is None else "",
+        "- Sites were simulated from one data set."
+        if run.config.get("sites") is None and not run.partition.sites
+        else "",
         f"- Trained under simulated faults: {'; '.join(simulated(run))}." if simulated(run) else "",
         "- A research model: do not decide about people with it without a test of your own.",
     ]
     return "## Limits\n\n" + "\n".join(line for line in lines if line)
 
 
-def _again(run: Run) -> str:
+def _again(run: RunRecord) -> str:
     versions = (
         f"rescene {run.env.get('rescene', '?')}, torch {run.env.get('torch', '?')}, Python {run.env.get('python', '?')}"
     )
@@ -153,7 +166,7 @@ def _again(run: Run) -> str:
 
 
 def _table(title: str, columns: tuple[str, ...], rows: Sequence[tuple[Entry, ...]]) -> str:
-    return render(Grid(title, columns, tuple(rows)), "markdown").strip()
+    return render(TableGrid(title, columns, tuple(rows)), "markdown").strip()
 
 
 def _numbers(values: Sequence[float]) -> str:

@@ -1,4 +1,4 @@
-// Click a column title to sort its table; again to turn it round. Nothing is fetched, nothing is stored.
+// Click a column title to sort its table; again to turn it round. A link into a folded section opens it. Nothing is fetched.
 "use strict";
 for (const table of document.querySelectorAll("table.sortable")) {
   const body = table.tBodies[0], heads = [...table.tHead.rows[0].cells];
@@ -25,3 +25,13 @@ for (const table of document.querySelectorAll("table.sortable")) {
     });
   });
 }
+const unfold = () => {
+  const place = document.getElementById(decodeURIComponent(location.hash.slice(1)));
+  if (!place) return;
+  const inside = place.querySelector(":scope > details.fold");
+  if (inside) inside.open = true;
+  for (let box = place.closest("details"); box; box = box.parentElement.closest("details")) box.open = true;
+  place.scrollIntoView();
+};
+addEventListener("hashchange", unfold);
+if (location.hash) unfold();

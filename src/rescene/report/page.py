@@ -1,6 +1,7 @@
 """One HTML file from run folders: read files, draw figures, fill the template.
 
-Nothing is fetched, and the page's own policy forbids it. The one script sorts tables; without it all can be read.
+The first screen is a summary: the verdict, the comparison, one curve, what left the sites. Everything else is folded. Nothing
+is fetched, and the page's own policy forbids it. The one script sorts tables and opens sections; without it all can be read.
 """
 
 from __future__ import annotations
@@ -14,33 +15,23 @@ from pathlib import Path
 from typing import Any
 
 from rescene import __version__
-from rescene.errors import DataError, ResceneError
-from rescene.report import (
-    facts,
-    plots_cost,
-    plots_curves,
-    plots_grids,
-    plots_pool,
-    plots_privacy,
-    plots_retention,
-    plots_stream,
-    plots_theory,
+from rescene.core.errors import DataError, ResceneError
+from rescene.report import figures_accuracy, figures_theory, figures_tradeoffs
+from rescene.report import page_sections as sections
+from rescene.report.drawing import Figure, Plot, css_colour, render
+from rescene.report.formatting import count, data_uri, percent
+from rescene.report.groups import (
+    SERVER_EPOCHS,
+    RunGroup,
+    comparison_rows,
+    differing_settings,
+    group_runs,
+    headline_group,
 )
-from rescene.report.audits import audits
-from rescene.report.canvas import Figure, Plot, data_uri, render
-from rescene.report.costs import cost_rows, cost_titles
-from rescene.report.glossary import GLOSSARY
-from rescene.report.groups import Group, comparison_rows, differing_settings, group_runs, headline_group
-from rescene.report.labels import SERVER_EPOCHS
-from rescene.report.plots_frontier import beside_stored, frontier
-from rescene.report.reading import text_of
-from rescene.report.runs import Run, load_runs
-from rescene.report.sites import sites_view
-from rescene.report.surrogates import gallery
-from rescene.report.tables import METRICS, PAGE, downloads, figures, page_cells, shown
-from rescene.report.theory import theory_rows, theory_view
-from rescene.report.withdrawn import withdrawals
-from rescene.report.words import departure, percent, verdict
+from rescene.report.load import RunRecord, load_runs, text_of
+from rescene.report.summary import Departure, departure, verdict
+from rescene.report.tables import METRICS, PAGE, cost_rows, cost_titles, downloads, page_cells
+from rescene.report.uploads import gallery
 
 
 def write_report(folders: list[Path], out: Path, printed: Mapping[Path, Mapping[str, str]] | None = None) -> Path:
@@ -57,7 +48,7 @@ def write_report(folders: list[Path], out: Path, printed: Mapping[Path, Mapping[
 
 
 def write_page(
-    runs: Sequence[Run],
+    runs: Sequence[RunRecord],
     unreadable: Mapping[Path, ResceneError],
     out: Path,
     printed: Mapping[Path, Mapping[str, str]] | None = None,
@@ -68,7 +59,7 @@ def write_page(
     plots.mkdir(parents=True, exist_ok=True)
     view = _view(runs, plots, printed or {})
     view["problems"] += [(folder.name, f"left out, {error.why or error.what}") for folder, error in unreadable.items()]
-    return put_page(template("page.html.j2").render(view), out)
+    return put_page(render_page("page.html.j2", **view), out)
 
 
 def put_page(html: str, out: Path, mode: int = 0o666) -> Path:
@@ -83,8 +74,8 @@ def put_page(html: str, out: Path, mode: int = 0o666) -> Path:
     return out
 
 
-def template(name: str) -> Any:
-    """A page of ours: everything put into it is escaped, and what is missing is an error."""
+def render_page(template: str, /, **values: Any) -> str:
+    """A page of ours with its style sheet: everything put into it is escaped, and what is missing is an error."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     env = Environment(
@@ -94,20 +85,18 @@ def template(name: str) -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return env.get_template(name)
+    css = (files("rescene.report") / "page.css").read_text("utf-8")
+    return env.get_template(template).render(version=__version__, css=css, **values)
 
 
-def _view(runs: Sequence[Run], plots: Path, printed: Mapping[Path, Mapping[str, str]]) -> dict[str, Any]:
+def _view(runs: Sequence[RunRecord], plots: Path, printed: Mapping[Path, Mapping[str, str]]) -> dict[str, Any]:
     """Everything the template needs, by name."""
     groups = group_runs(runs)
     head = headline_group(groups)
     told = (head.finished if head else groups[0].shown)[0]  # the run whose setting and data are described
-    rows = comparison_rows(runs)
-    departures = [departure(group) for group in sorted(groups, key=lambda group: group is not head)]
     script = (files("rescene.report") / "page.js").read_text("utf-8")
+    figures = {figure.name: figure for figure in _figures(groups, head, told, plots)}
     return {
-        "version": __version__,
-        "css": (files("rescene.report") / "page.css").read_text("utf-8"),
         "script": script,
         "script_hash": base64.b64encode(hashlib.sha256(f"\n{script}".encode()).digest()).decode(),
         "title": _title(groups),
@@ -116,11 +105,23 @@ def _view(runs: Sequence[Run], plots: Path, printed: Mapping[Path, Mapping[str, 
         "head": head,
         "told": told,
         "verdict": verdict(groups),
-        "tiles": _tiles(head),
-        "departures": departures,
-        "guarded": any(group.finished for group in groups) and all(d.private for d in departures if d.group.finished),
-        "leaked": facts.leakage_rows(head),
-        "audits": audits(groups),
+        "curve": next((name for name in ("incremental", "rounds", "tasks") if name in figures), ""),
+        "figures": figures,
+        "matrices": [render(plot, plots) for group in groups if (plot := figures_accuracy.accuracy_matrix(group))],
+        "galleries": [found for group in groups if (found := gallery(group, plots))],
+        "percent": percent,
+        "css_colour": css_colour,
+        **_comparison(groups, runs, printed),
+        **_privacy(groups, head),
+        **_small_print(groups, head, told, runs),
+    }
+
+
+def _comparison(
+    groups: Sequence[RunGroup], runs: Sequence[RunRecord], printed: Mapping[Path, Mapping[str, str]]
+) -> dict[str, Any]:
+    rows = comparison_rows(runs)
+    return {
         "rows": [
             (group, row, list(zip(PAGE, cells, strict=True)))
             for group, row, cells in zip(groups, rows, page_cells(groups), strict=True)
@@ -130,38 +131,63 @@ def _view(runs: Sequence[Run], plots: Path, printed: Mapping[Path, Mapping[str, 
         "units": {column.key: column.unit for column in PAGE} | {"upload": "per site and round"},  # each with its own
         "downloads": downloads(groups, rows),
         "differing": [f"E_srv ({key})" if key == SERVER_EPOCHS else key for key in differing_settings(groups)],
-        "figures": {figure.name: figure for figure in _figures(groups, head, told, plots)},
-        "matrices": [render(plot, plots) for group in groups if (plot := plots_grids.accuracy_matrix(group))],
-        "galleries": [found for group in groups if (found := gallery(group, plots))],
-        "federation": sites_view(runs),
-        "theory": theory_view(theory_rows(head)),
-        "withdrawals": withdrawals(groups),
+        "repeats": [run.folder.name for group in groups for run in group.repeats],
         "costs": cost_rows(groups),
         "cost_titles": cost_titles(),
-        "setting": facts.setting(told, runs),
-        "tasks": facts.task_rows(told),
-        "config_rows": facts.config_rows(runs),
-        "config_uri": data_uri("application/yaml", text.encode())
-        if (text := text_of(told.folder / "config.yaml"))
-        else "",
-        "progress": facts.progress(groups),
-        "events": facts.events(groups),
-        "event_summary": facts.event_summary(runs),
-        "environment": facts.environment(runs),
-        "commands": facts.commands(runs),
-        "glossary": GLOSSARY,
-        "problems": [(run.folder.name, problem) for run in runs for problem in run.problems],
-        "repeats": [run.folder.name for group in groups for run in group.repeats],
-        "percent": percent,
     }
 
 
-def _title(groups: Sequence[Group]) -> str:
-    names = list(dict.fromkeys(group.look.label for group in groups))
+def _privacy(groups: Sequence[RunGroup], head: RunGroup | None) -> dict[str, Any]:
+    departures = [departure(group) for group in sorted(groups, key=lambda group: group is not head)]
+    finished = [one for one in departures if one.group.finished]
+    return {
+        "departures": departures,
+        "guarantees": _guarantees(departures),
+        "guarded": bool(finished) and all(one.private for one in finished),
+        "leaked": sections.leakage_rows(head),
+        "audits": sections.audits(groups),
+    }
+
+
+def _guarantees(departures: Sequence[Departure]) -> list[tuple[list[RunGroup], str, str]]:
+    """Statements and the groups that make them, identical ones once."""
+    found: dict[tuple[str, str], list[RunGroup]] = {}
+    for one in departures:
+        told = (one.guarantee, one.mechanism) if one.group.finished else ("not recorded yet", "")
+        found.setdefault(told, []).append(one.group)
+    return [(groups, words, mechanism) for (words, mechanism), groups in found.items()]
+
+
+def _small_print(
+    groups: Sequence[RunGroup], head: RunGroup | None, told: RunRecord, runs: Sequence[RunRecord]
+) -> dict[str, Any]:
+    text = text_of(told.folder / "config.yaml")
+    return {
+        "federation": sections.sites_view(runs),
+        "theory": figures_theory.theory_view(figures_theory.theory_rows(head)),
+        "withdrawals": sections.withdrawals(groups),
+        "by_site": sections.site_accuracy(groups),
+        "setting": sections.setting(told, runs),
+        "tasks": sections.task_rows(told),
+        "config_rows": sections.config_rows(runs),
+        "config_uri": data_uri("application/yaml", text.encode()) if text else "",
+        "progress": sections.progress(groups),
+        "events": sections.events(groups),
+        "event_summary": sections.event_summary(runs),
+        "environment": sections.environment(runs),
+        "commands": sections.commands(runs),
+        "glossary": sections.GLOSSARY,
+        "problems": sections.problems(runs),
+        "num_runs": count(sum(len(group.runs) for group in groups), "run folder"),
+    }
+
+
+def _title(groups: Sequence[RunGroup]) -> str:
+    names = list(dict.fromkeys(group.style.label for group in groups))
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def _printed(group: Group, printed: Mapping[Path, Mapping[str, str]]) -> dict[str, tuple[str, str]]:
+def _printed(group: RunGroup, printed: Mapping[Path, Mapping[str, str]]) -> dict[str, tuple[str, str]]:
     """What is printed for the group's runs, which are one experiment, and how far ours lies from it."""
     told = next((told for run in group.runs if (told := printed.get(run.folder.resolve()))), {})
     ours = {key: group.spread(METRICS[key].pick) for key in told}
@@ -169,44 +195,38 @@ def _printed(group: Group, printed: Mapping[Path, Mapping[str, str]]) -> dict[st
     return {key: (text, f"{own.mean - paper[key]:+.2f}" if (own := ours[key]) else "") for key, text in told.items()}
 
 
-def _tiles(head: Group | None) -> list[dict[str, str]]:
-    """The four numbers of the headline method."""
-    if head is None:
-        return []
-    tiles = (
-        ("aa", "AA", "accuracy on everything, after the last task", "%"),
-        ("aia", "AIA", "the same, averaged over all tasks on the way", "%"),
-        ("old", "Old tasks", "accuracy at the end on the first half of the tasks", "%"),
-        ("upload", "Upload", "sent by one site in one round", ""),
-    )
-    cells = [shown(figures([head], METRICS[key])[0], METRICS[key]) for key, *_ in tiles]
-    return [
-        {"name": name, "text": cell.text, "unit": unit, "note": note, "std": cell.std}
-        for cell, (_, name, note, unit) in zip(cells, tiles, strict=True)
-    ]
-
-
-def _figures(groups: Sequence[Group], head: Group | None, told: Run, plots: Path) -> Iterable[Figure]:
+def _figures(groups: Sequence[RunGroup], head: RunGroup | None, told: RunRecord, plots: Path) -> Iterable[Figure]:
     """All figures there is data for."""
-    fronts = frontier(beside_stored(groups))
+    fronts = figures_tradeoffs.frontier(figures_tradeoffs.beside_stored(groups))
     wanted: list[Plot | None] = [
-        plots_retention.old_recent(groups),
-        plots_retention.inside_between(groups),
-        plots_curves.task_curve(groups),
-        plots_curves.incremental_curve(groups),
-        plots_retention.forgetting_bars(groups),
-        plots_curves.rounds_curve(groups),
-        plots_curves.matching_curve(groups),
-        plots_stream.stream(head),
-        plots_grids.confusion(head) if head else None,
-        plots_grids.sites_by_class(told),
-        plots_grids.participation(told),
-        plots_pool.pool_balance(told),
-        plots_cost.accuracy_for_upload(groups),
-        plots_cost.accuracy_for_compute(groups),
-        plots_privacy.accuracy_for_noise(groups),
-        *(fronts or (plots_privacy.accuracy_for_copies(groups), plots_privacy.accuracy_for_distance(groups))),
-        plots_cost.timing(groups),
-        *plots_theory.plots(theory_rows(head)),
+        figures_accuracy.inside_between(groups),
+        figures_accuracy.task_curve(groups),
+        figures_accuracy.incremental_curve(groups),
+        figures_accuracy.forgetting_bars(groups),
+        figures_accuracy.rounds_curve(groups),
+        figures_accuracy.matching_curve(groups),
+        figures_accuracy.stream(head),
+        figures_accuracy.confusion(head) if head else None,
+        figures_accuracy.sites_by_class(told),
+        figures_accuracy.participation(told),
+        figures_theory.pool_balance(told),
+        figures_tradeoffs.accuracy_for_noise(groups),
+        figures_tradeoffs.timing(groups),
+        *(_between_methods(groups) if len(groups) > 1 else ()),
+        *(fronts or (_leaks(groups) if len(groups) > 1 else ())),
+        *figures_theory.theory_plots(figures_theory.theory_rows(head)),
     ]
     return [render(plot, plots) for plot in wanted if plot]
+
+
+def _between_methods(groups: Sequence[RunGroup]) -> list[Plot | None]:
+    """Figures of one point per method: a single point says no more than the table."""
+    return [
+        figures_accuracy.old_recent(groups),
+        figures_tradeoffs.accuracy_for_upload(groups),
+        figures_tradeoffs.accuracy_for_compute(groups),
+    ]
+
+
+def _leaks(groups: Sequence[RunGroup]) -> list[Plot | None]:
+    return [figures_tradeoffs.accuracy_for_copies(groups), figures_tradeoffs.accuracy_for_distance(groups)]

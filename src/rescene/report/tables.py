@@ -1,20 +1,32 @@
-"""The comparison table: one row per method and recipe, one figure per metric, best in bold, leakage beside accuracy.
+"""Tables of runs: the page's comparison, ``rescene table`` with rows by what differs, and what methods cost.
 
-Everything the page, ``rescene table`` and the downloads print comes from ``figures``.
+Everything the page, ``rescene table`` and the downloads print comes from ``figures``. Runs are averaged only over seeds.
+Asking for fewer columns than differ never melts two recipes into one row: they stay two rows, and a note says what else
+differs.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from rescene.report.canvas import csv_text, data_uri
-from rescene.report.formats import Cell, Entry, Grid, render
-from rescene.report.groups import Group, near_copies, same_problem
-from rescene.report.plots_retention import within_mean
-from rescene.report.runs import Row, Run, number, table
-from rescene.report.words import bytes_text, percent
+from rescene.core.errors import ConfigError, did_you_mean
+from rescene.core.json_files import Row
+from rescene.report.formatting import NONE, bytes_text, data_uri, flops_text, percent, seconds_text, task_name, times
+from rescene.report.groups import (
+    SERVER_EPOCHS,
+    RunGroup,
+    differing,
+    group_runs,
+    heads,
+    resolve_keys,
+    same_problem,
+    telling_keys,
+    traits,
+)
+from rescene.report.load import RunRecord
+from rescene.report.table_formats import Entry, TableCell, TableGrid, csv_text, render
 
 
 @dataclass(frozen=True)
@@ -25,30 +37,26 @@ class Column:
     title: str
     unit: str
     better: int
-    pick: Callable[[Run], float | None]
+    pick: Callable[[RunRecord], float | None]
     show: Callable[[float | None], str] = percent
     digits: int = 2
 
 
-def _result(key: str) -> Callable[[Run], float | None]:
-    return lambda run: run.number(key)
+def _result(key: str) -> Callable[[RunRecord], float | None]:
+    return lambda run: getattr(run.results, key)
 
 
-def _measured(key: str, scale: float) -> Callable[[Run], float | None]:
-    return lambda run: _times(number(table(run.cost, "measured").get(key)), 1 / scale)
+def _measured(key: str, scale: float) -> Callable[[RunRecord], float | None]:
+    return lambda run: _scaled(getattr(run.results.cost.measured, key), 1 / scale)
 
 
-def _leaked(key: str) -> Callable[[Run], float | None]:
-    return lambda run: number(run.leakage.get(key))
-
-
-def _times(value: float | None, factor: float) -> float | None:
+def _scaled(value: float | None, factor: float) -> float | None:
     return None if value is None else value * factor
 
 
 # No winner among near-copies: where nothing was measured nothing can win, and a low share is no guarantee.
 NEAR_COPIES = Column(
-    "near_copies", "Near-copies", "% of uploads", 0, lambda run: _times(near_copies(run), 100),
+    "near_copies", "Near-copies", "% of uploads", 0, lambda run: _scaled(run.near_copies, 100),
     lambda value: percent(value, 0), 0,
 )  # fmt: skip
 _ALL = (
@@ -59,20 +67,22 @@ _ALL = (
     Column("forgetting", "Forgetting", "points", -1, _result("forgetting")),
     Column("bwt", "BWT", "points", 1, _result("bwt")),
     Column("worst_task", "Worst task", "%", 1, _result("worst_task")),
-    Column("within_task", "Within task", "%", 1, within_mean),
+    Column("worst_site", "Worst site", "%", 1, _result("worst_site")),
+    Column("within_task", "Within task", "%", 1, lambda run: run.within_task),
     Column("balanced_accuracy", "Balanced", "%", 1, _result("balanced_accuracy")),
-    Column("upload", "Upload", "MB per site and round", -1, lambda run: _times(run.upload_bytes, 1e-6),
-           lambda value: bytes_text(_times(value, 1e6)), 3),
+    Column("upload", "Upload", "MB per site and round", -1, lambda run: _scaled(run.upload_bytes, 1e-6),
+           lambda value: bytes_text(_scaled(value, 1e6)), 3),
     Column("uplink", "Uplink", "MB, whole run", -1, _measured("uplink_bytes", 1e6)),
     Column("downlink", "Downlink", "MB, whole run", -1, _measured("downlink_bytes", 1e6)),
     Column("client_flops", "Site compute", "TFLOP, all sites", -1, _measured("client_flops", 1e12)),
     Column("server_flops", "Server compute", "TFLOP", -1, _measured("server_flops", 1e12)),
     Column("client_state", "Site memory", "MB", -1, _measured("client_state_bytes", 1e6)),
     Column("server_state", "Server memory", "MB", -1, _measured("server_state_bytes", 1e6)),
-    Column("epsilon", "ε", "whole run, most-used record", 0, lambda run: number(run.privacy.get("epsilon"))),
+    Column("epsilon", "ε", "whole run, most-used record", 0, lambda run: run.privacy.epsilon),
     NEAR_COPIES,
-    Column("nearest_rms", "Nearest real image", "median RMS", 0, _leaked("nearest_rms_median"), digits=3),
-    Column("nearest_psnr", "Nearest real image", "median PSNR, dB", 0, _leaked("nearest_psnr_median_db"), digits=1),
+    Column("nearest_rms", "Nearest real image", "median RMS", 0, lambda run: run.nearest_rms, digits=3),
+    Column("nearest_psnr", "Nearest real image", "median PSNR, dB", 0, 
+           lambda run: run.leakage.nearest_psnr_median_db if run.leakage else None, digits=1),
 )  # fmt: skip
 METRICS = {column.key: column for column in _ALL}
 PAGE = (  # leakage right beside accuracy: a narrow screen shows the first columns only
@@ -86,17 +96,26 @@ PAGE = (  # leakage right beside accuracy: a narrow screen shows the first colum
 def task_column(task: int) -> Column:
     """Final accuracy on one task."""
 
-    def pick(run: Run) -> float | None:
-        matrix = run.matrix
-        return number(float(matrix[-1, task])) if run.finished and task < len(matrix) else None
+    def pick(run: RunRecord) -> float | None:
+        final = run.results.accuracy_matrix[-1] if run.results.accuracy_matrix else ()
+        return final[task] if task < len(final) else None
 
-    return Column(f"task{task}", f"T{task}", "%", 1, pick)
+    return Column(f"task{task + 1}", task_name(task), "%", 1, pick)
 
 
-def figures(groups: Sequence[Group], column: Column) -> list[Cell]:
+def site_column(name: str) -> Column:
+    """Final accuracy on the test images of one site."""
+
+    def pick(run: RunRecord) -> float | None:
+        return next((site.accuracy for site in run.results.sites if site.name == name), None)
+
+    return Column(f"site:{name.lower()}", name, "%", 1, pick)
+
+
+def figures(groups: Sequence[RunGroup], column: Column) -> list[TableCell]:
     """One cell per group, the best marked: among competitors that face the same problem, if there are at least two.
 
-    Reference lines (joint, local, raw upload) frame the comparison and never win. Cells that print the same share the
+    Reference lines frame the comparison and never win. Cells that print the same share the
     honour.
     """
     cells = [_cell(group, column) for group in groups]
@@ -111,31 +130,31 @@ def figures(groups: Sequence[Group], column: Column) -> list[Cell]:
     return marked
 
 
-def _cell(group: Group, column: Column) -> Cell:
+def _cell(group: RunGroup, column: Column) -> TableCell:
     found = group.spread(column.pick)
     if found is None:
-        return Cell(None, digits=column.digits)
-    return Cell(found.mean, found.std, found.num, digits=column.digits)
+        return TableCell(None, digits=column.digits)
+    return TableCell(found.mean, found.std, found.num, digits=column.digits)
 
 
-def leak_entry(group: Group, cell: Cell) -> Entry:
+def leak_entry(group: RunGroup, cell: TableCell) -> Entry:
     """A near-copy figure, or in words why there is none."""
     if cell.mean is not None or not group.finished:
         return cell
-    return "not measured" if "images" in (group.look.sends or "") else "no images"
+    return "not measured" if group.style.uploads == "images" else "no images"
 
 
-def comparison_grid(groups: Sequence[Group]) -> Grid:
+def comparison_grid(groups: Sequence[RunGroup]) -> TableGrid:
     """The page's comparison as a grid."""
     heads = ("Method", "n", *(f"{column.title} ({column.unit})" for column in PAGE))
     rows = [
         (group.label, str(len(group.finished)), *own)
         for group, own in zip(groups, entries_of(groups, PAGE), strict=True)
     ]
-    return Grid("", heads, tuple(rows))
+    return TableGrid("", heads, tuple(rows))
 
 
-def entries_of(groups: Sequence[Group], columns: Sequence[Column]) -> list[list[Entry]]:
+def entries_of(groups: Sequence[RunGroup], columns: Sequence[Column]) -> list[list[Entry]]:
     """Figures, or words where there is none, [group][column]."""
     found: list[list[Entry]] = [[] for _ in groups]
     for column in columns:
@@ -144,7 +163,7 @@ def entries_of(groups: Sequence[Group], columns: Sequence[Column]) -> list[list[
     return found
 
 
-def downloads(groups: Sequence[Group], rows: Sequence[Row]) -> list[tuple[str, str]]:
+def downloads(groups: Sequence[RunGroup], rows: Sequence[Row]) -> list[tuple[str, str]]:
     """The table for other programs: (file name, data URI), nothing to fetch."""
     texts = {
         "comparison.csv": ("text/csv", csv_text(rows)),
@@ -164,14 +183,226 @@ class Shown:
     value: float | None
 
 
-def page_cells(groups: Sequence[Group]) -> list[list[Shown]]:
+def page_cells(groups: Sequence[RunGroup]) -> list[list[Shown]]:
     """Cells [group][column of PAGE]."""
     return [[shown(entry, column) for entry, column in zip(row, PAGE, strict=True)] for row in entries_of(groups, PAGE)]
 
 
 def shown(entry: Entry, column: Column) -> Shown:
-    """No deviation is shown for one seed, nor for counts that are the same in all seeds."""
+    """No deviation is shown for one seed, nor one of counts and bytes that is too small to change the mean as it is printed."""
     if isinstance(entry, str):
         return Shown(entry, "", False, None)
-    std = "" if entry.std is None or column.show(entry.std) in ("0", "0 B") else column.show(entry.std)
+    same = (
+        column.unit != "%"
+        and entry.mean is not None
+        and column.show(entry.mean + (entry.std or 0)) == column.show(entry.mean)
+    )
+    std = "" if entry.std is None or same or column.show(entry.std) == "0" else column.show(entry.std)
     return Shown(column.show(entry.mean), std, entry.best, entry.mean)
+
+
+def compare(runs: Sequence[RunRecord], by: str = "", metrics: str = "aa,aia", across: str = "") -> TableGrid:
+    """The table of these runs: ``by`` and ``metrics`` are comma-separated names, ``across`` one setting.
+
+    Near-copies stand beside accuracy wherever a method uploaded pictures, asked for or not.
+    """
+    groups = group_runs(runs)
+    over = resolve_keys(across, groups)
+    if len(over) > 1:
+        raise ConfigError("E144", "only one setting can go across", where="--across", fix=f"--across {over[0]}")
+    keys = resolve_keys(by, groups) if by else [key for key in telling_keys(groups) if key not in over]
+    keys = [key for key in ("method", *(key for key in keys if key != "method")) if key not in over]
+    if "seed" in [*keys, *over]:
+        groups = [replace(group, runs=(run,)) for group in groups for run in group.runs]
+    columns = _columns(metrics, groups)
+    if "seed" in [*keys, *over]:  # raw values: one lucky seed wins nothing
+        columns = [replace(column, better=0) if column.better else column for column in columns]
+    notes = [*_notes(groups, columns), *_hidden([*keys, *over], groups)]
+    grid = _across(groups, keys, over[0], columns) if over else _down(groups, keys, columns)
+    return replace(grid, notes=(*grid.notes, *notes))
+
+
+def _columns(metrics: str, groups: Sequence[RunGroup]) -> list[Column]:
+    """The columns asked for; ``tasks`` stands for all tasks, ``task1`` for one of them, ``sites`` for all sites."""
+    num_tasks = max((len(run.matrix) for group in groups for run in group.finished), default=0)
+    by_task = {f"task{t + 1}": task_column(t) for t in range(num_tasks)}
+    sites = dict.fromkeys(site.name for group in groups for run in group.finished for site in run.results.sites)
+    by_site = [site_column(name) for name in sites]
+    known = METRICS | by_task | {column.key: column for column in by_site}
+    found: list[Column] = []
+    for name in filter(None, (part.strip().lower().replace("-", "_") for part in metrics.split(","))):
+        if name == "sites" and not by_site:
+            raise ConfigError(
+                "E143", "these runs have no sites of their own", where="--metric", fix="federation.partition=sites"
+            )
+        if name not in known and name not in ("tasks", "sites"):
+            close = did_you_mean(name, known)
+            what = f"unknown metric {name!r}" + (f"; did you mean {close}?" if close else "")
+            choice = [*METRICS, "tasks", *([f"task1 to task{num_tasks}"] if by_task else []), "sites"]
+            raise ConfigError("E143", what, where="--metric", why=f"known are {', '.join(choice)}")
+        found += {"tasks": [*by_task.values()], "sites": by_site}.get(name) or [known[name]]
+    if NEAR_COPIES not in found and any(run.leakage for group in groups for run in group.finished):
+        found.append(NEAR_COPIES)
+    return list(dict.fromkeys(found))
+
+
+def _title(column: Column) -> str:
+    return f"{column.title} ({column.unit})"
+
+
+def _down(groups: Sequence[RunGroup], keys: Sequence[str], columns: Sequence[Column]) -> TableGrid:
+    """One row per group: settings together, in each of them the best AA first."""
+    outer = [key for key in keys if not key.startswith("method") and key != SERVER_EPOCHS]  # not every row has those
+    groups = sorted(groups, key=lambda group: [_natural(traits(group).get(key, NONE)) for key in outer])
+    rows = []
+    for group, entries in zip(groups, entries_of(groups, columns), strict=True):
+        own = traits(group)
+        rows.append((*(own.get(key, NONE) for key in keys), str(len(group.finished)), *entries))
+    return TableGrid("", (*heads(keys), "n", *map(_title, columns)), tuple(rows))
+
+
+def _across(groups: Sequence[RunGroup], keys: Sequence[str], over: str, columns: Sequence[Column]) -> TableGrid:
+    """One row per method (and what else is asked for), the values of one setting side by side."""
+    values = sorted({traits(group).get(over, NONE) for group in groups}, key=_natural)
+    cells: dict[tuple[str, ...], dict[str, list[Entry]]] = {}
+    owners: dict[tuple[str, ...], RunGroup] = {}
+    for group, entries in zip(groups, entries_of(groups, columns), strict=True):
+        own = traits(group)
+        labels, value = tuple(own.get(key, NONE) for key in keys), own.get(over, NONE)
+        first = owners.setdefault((*labels, value), group)
+        if first is not group:
+            apart = ",".join(differing([first, group]))
+            what = f"several recipes share one cell: {own['method']} at {over}={value}"
+            raise ConfigError("E144", what, where="--across", why=f"they differ in {apart}", fix=f"--by {apart}")
+        cells.setdefault(labels, {})[value] = entries
+    missing: list[Entry] = [TableCell(None, digits=column.digits) for column in columns]
+    name = heads([over])[0]
+    titles = [f"{column.title} {name}={value}" for value in values for column in columns]
+    rows = tuple(
+        (*labels, *(entry for value in values for entry in row.get(value, missing))) for labels, row in cells.items()
+    )
+    seeds = sorted({len(group.finished) for group in groups})
+    said = f"n = {seeds[0]}" if len(seeds) == 1 else f"n from {seeds[0]} to {seeds[-1]}"
+    return TableGrid("", (*heads(keys), *titles), rows, (f"{said} seeds per cell.",))
+
+
+def _natural(text: str) -> tuple[bool, float, str]:
+    """Numbers by size, words after them."""
+    try:
+        return (False, float(text), text)
+    except ValueError:
+        return (True, 0.0, text)
+
+
+def _notes(groups: Sequence[RunGroup], columns: Iterable[Column]) -> list[str]:
+    columns = list(columns)
+    several = any(len(group.finished) > 1 for group in groups)
+    notes = ["Mean ± standard deviation (n-1) over n seeds."] if several else []
+    if any(cell.best for column in columns for cell in figures(groups, column)):
+        notes.append(
+            "Marked: the best of a column among methods that face the same problem; reference lines never win."
+        )
+    if NEAR_COPIES in columns:
+        notes.append("Near-copies: uploaded images with PSNR above 30 dB to a real training image.")
+    going = sum(not run.finished for group in groups for run in group.runs)
+    repeats = sum(len(group.repeats) for group in groups)
+    notes += [f"{going} unfinished run(s) are not counted."] if going else []
+    return notes + ([f"{repeats} repeated run(s) of the same recipe and seed are not counted."] if repeats else [])
+
+
+def _hidden(shown: Sequence[str], groups: Sequence[RunGroup]) -> list[str]:
+    """A note if two rows look alike and yet are not."""
+    alike: dict[tuple[str, ...], list[RunGroup]] = {}
+    for group in groups:
+        alike.setdefault(tuple(traits(group).get(key, NONE) for key in shown), []).append(group)
+    left = dict.fromkeys(key for members in alike.values() for key in differing(members))
+    return [f"Rows that look alike differ in {', '.join(left)}."] if left else []
+
+
+_COSTS: tuple[tuple[str, str, str, Callable[[float | None], str]], ...] = (
+    ("uplink_bytes_per_message", "Up", "per site and round, task ends apart", bytes_text),
+    ("downlink_bytes_per_message", "Down", "per site and round, task ends apart", bytes_text),
+    ("uplink_bytes", "Up", "whole run", bytes_text),
+    ("downlink_bytes", "Down", "whole run", bytes_text),
+    ("client_state_bytes", "Site memory", "largest state kept", bytes_text),
+    ("server_state_bytes", "Server memory", "largest state kept", bytes_text),
+    ("client_flops", "Site compute", "all sites, whole run", flops_text),
+    ("server_flops", "Server compute", "whole run", flops_text),
+)
+
+
+_RATIOS = {"uplink_bytes", "client_flops"}
+
+
+@dataclass(frozen=True)
+class CostCell:
+    """One figure: as measured, by the paper's formula, and as a multiple of the cost unit's ("" where there is none)."""
+
+    measured: str
+    nominal: str
+    ratio: str
+    value: float | None  # to sort by
+    parts: tuple[str, ...] = ()  # what it is made of
+
+
+@dataclass(frozen=True)
+class CostRow:
+    """One method, column by column."""
+
+    group: RunGroup
+    cells: tuple[CostCell, ...]
+
+
+def cost_titles() -> list[tuple[str, str]]:
+    """Titles and units of the cost table's columns."""
+    return [*((title, unit) for _, title, unit, _ in _COSTS), ("Compute", "sites and server"), ("Time", "per round")]
+
+
+def cost_rows(groups: Sequence[RunGroup]) -> list[CostRow]:
+    """One row per method that measured anything, averaged over seeds."""
+    rows = []
+    for group in groups:
+        alike = [other for other in groups if other.style.cost_unit and same_problem(group, other)]
+        cells = tuple(
+            _cost_cell(group, alike[0] if alike and key in _RATIOS else None, key, show) for key, _, _, show in _COSTS
+        )
+        if any(cell.value is not None or cell.nominal for cell in cells):
+            rows.append(CostRow(group, (*cells, _compute(group), _time(group))))
+    return rows
+
+
+def _compute(group: RunGroup) -> CostCell:
+    """Everybody's work, and the share of it that falls on the sites."""
+    measured, nominal = (
+        [_mean(group, kind, f"{who}_flops") for who in ("client", "server")] for kind in ("measured", "nominal")
+    )
+    total, told = (None if None in pair else sum(filter(None, pair)) for pair in (measured, nominal))
+    parts = (f"{100 * (measured[0] or 0) / total:.0f} % at sites",) if total else ()
+    return CostCell(flops_text(total), "" if told is None else flops_text(told), "", total, parts)
+
+
+def _time(group: RunGroup) -> CostCell:
+    """Seconds of a round on the machine that simulated everybody."""
+    found = {who: group.spread(lambda run, who=who: _seconds_per_round(run, who)) for who in ("client", "server")}  # type: ignore[misc]
+    known = {who: spread.mean for who, spread in found.items() if spread}
+    if len(known) < 2:
+        return CostCell(seconds_text(None), "", "", None)
+    parts = (f"sites {seconds_text(known['client'])}", f"server {seconds_text(known['server'])}")
+    return CostCell(seconds_text(sum(known.values())), "", "", sum(known.values()), parts)
+
+
+def _seconds_per_round(run: RunRecord, phase: str) -> float | None:
+    seconds = run.timing.phases.get(phase)
+    return seconds / len(run.rounds) if seconds is not None and run.rounds else None
+
+
+def _cost_cell(group: RunGroup, unit: RunGroup | None, key: str, show: Callable[[float | None], str]) -> CostCell:
+    mean, nominal = _mean(group, "measured", key), _mean(group, "nominal", key)
+    base = _mean(unit, "measured", key) if unit and unit is not group else None
+    ratio = f"{times(mean / base)} × {unit.style.title}" if mean is not None and base and unit else ""
+    return CostCell(show(mean), "" if nominal is None else show(nominal), ratio, mean)
+
+
+def _mean(group: RunGroup, kind: str, key: str) -> float | None:
+    found = group.spread(lambda run: getattr(getattr(run.results.cost, kind), key))
+    return found.mean if found else None

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rescene import __version__
 from rescene.config import resolve
+from rescene.core.errors import ConfigError, DataError, RunError, did_you_mean
 from rescene.engine.experiment import load_data
-from rescene.errors import ConfigError, DataError, RunError, did_you_mean
 from rescene.lens import Lens
 from rescene.lens.backbone import Program
 from rescene.use.formats import WRITERS, picture_size, require_onnx
-from rescene.use.model import Whole, of_run, open_model
+from rescene.use.model import Whole, of_run, open_model, origin_of
 
 NUM_RANDOM, NUM_TEST = 16, 64  # pictures to compare on
 TOLERANCE = 1e-4  # of the largest score; formats differ in the order of additions, and in nothing else
@@ -31,7 +30,7 @@ def export(folder: Path, kinds: Sequence[str], out: Path) -> list[Row]:
     _check_lens(kinds, whole.lens)
     size = picture_size(about)
     lens = {"lens_file": whole.lens.content[0]} if whole.lens and whole.lens.content else {}
-    told = json.dumps(about | lens | _origin(folder, size))
+    told = json.dumps(about | lens | origin_of(folder, size))
     pictures, source = _pictures(folder, size)
     out.mkdir(parents=True, exist_ok=True)
     return [_write(kind, whole, told, out / f"model.{kind}", pictures) | {"compared on": source} for kind in kinds]
@@ -102,16 +101,3 @@ def _pictures(folder: Path, size: int) -> tuple[Tensor, str]:
             why = error.what
     words = f"{len(test)} test" if len(test) else f"no test ({why})"
     return torch.cat([noise, test]), f"{NUM_RANDOM} random and {words} images"
-
-
-def _origin(folder: Path, size: int) -> Row:
-    """Where a model comes from and what must be known to use it, for people who see the file alone."""
-    results = json.loads((folder / "results.json").read_text("utf-8"))
-    return {
-        "input": f"uint8 RGB pixels [n, 3, {size}, {size}]: shorter side scaled, centre cropped",
-        "output": "one score (logit) per class; softmax gives confidences",
-        "method": results["method"],
-        "aa": results["aa"],
-        "privacy": results["privacy"]["statement"],
-        "written_by": f"rescene {__version__}",
-    }

@@ -21,14 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rescene.engine.about import LENS
-from rescene.errors import ConfigError
+from rescene.core.errors import ConfigError
+from rescene.engine.model_description import LENS
 from rescene.nets.weights import KEY, read_weights
 
 CAN_RUN_CODE = {"pt2"}  # opened only if the user trusts the file
 
 
 def write_safetensors(whole: Any, about: str, path: Path) -> None:
+    """Write the weights, the user's lens if there is one, and the description to a safetensors file."""
     from safetensors.torch import save
 
     tensors = dict(whole.net.state_dict())
@@ -38,12 +39,14 @@ def write_safetensors(whole: Any, about: str, path: Path) -> None:
 
 
 def write_pt2(whole: nn.Module, about: str, path: Path) -> None:
+    """Write the whole model as a ``torch.export`` program, with the description inside."""
     example, shapes = _example(about)
     program = torch.export.export(whole, example, dynamic_shapes=shapes)
     torch.export.save(program, path, extra_files={f"{KEY}.json": about})
 
 
 def write_onnx(whole: nn.Module, about: str, path: Path) -> None:
+    """Write the whole model as an ONNX program, with the description inside."""
     require_onnx()
     import onnx
 
@@ -67,6 +70,7 @@ def write_onnx(whole: nn.Module, about: str, path: Path) -> None:
 
 
 def read_pt2(path: Path) -> tuple[str | None, Callable[[Tensor], Tensor]]:
+    """The description and a function from pixels to scores. A damaged file is an error."""
     extra = {f"{KEY}.json": ""}
     try:
         module = torch.export.load(path, extra_files=extra).module()
@@ -76,6 +80,7 @@ def read_pt2(path: Path) -> tuple[str | None, Callable[[Tensor], Tensor]]:
 
 
 def read_onnx(path: Path) -> tuple[str | None, Callable[[Tensor], Tensor]]:
+    """The description and a function from pixels to scores, run by onnxruntime on the CPU."""
     require_onnx()
     import onnxruntime
 
@@ -103,6 +108,7 @@ READERS: dict[str, Callable[[Path], tuple[str | None, Any]]] = {
 
 
 def require_onnx() -> None:
+    """Raise a ConfigError (E182) that names the missing packages."""
     missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]
     if missing:
         raise ConfigError(

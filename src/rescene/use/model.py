@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,14 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rescene.documents import read_text
-from rescene.engine.about import about_of, check_rows, contradiction, parted
-from rescene.errors import ConfigError
+from rescene import __version__
+from rescene.core.documents import read_text
+from rescene.core.errors import ConfigError
+from rescene.core.run_state import is_done, read_object
+from rescene.engine.model_description import about_of, check_rows, contradiction, parted
 from rescene.lens import Lens, open_lens
-from rescene.lens.backbone import first_line
 from rescene.lens.lens import lens_of
 from rescene.nets import Arch, Net, load_weights
+from rescene.nets.timm_networks import first_line
 from rescene.use.formats import CAN_RUN_CODE, READERS, picture_size
+
+NOT_HERE = ("E130", "E168")  # a network of a plug-in that was not loaded, or of another process
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,7 @@ class Model:
 
     @property
     def classes(self) -> list[str]:
+        """Names of the classes, in the order of the scores."""
         return list(self.about["classes"])
 
     @property
@@ -65,7 +71,8 @@ def open_model(path: Path, trust: bool = False) -> Model:
     """The model of a finished run folder or of an exported .safetensors, .onnx or, if it is trusted, .pt2 file."""
     if path.is_dir():
         about, whole = of_run(path)
-        return Model(path, about, torch.no_grad()(whole))
+        told = origin_of(path, picture_size(about)) if is_done(path) else {}
+        return Model(path, about | told, torch.no_grad()(whole))
     kind = path.suffix.lower()[1:]
     if not path.is_file() or kind not in READERS:
         why = "there is no such file or folder" if not path.exists() else f"a model ends in .{', .'.join(READERS)}"
@@ -95,11 +102,40 @@ def of_run(folder: Path) -> tuple[dict[str, Any], Whole]:
     return about, _whole(folder, about, load_weights(folder / "model" / "final.safetensors"))
 
 
+def origin_of(folder: Path, size: int) -> dict[str, Any]:
+    """Where a run's model comes from and what must be known to use it, for people who see its file alone."""
+    results = read_object(folder / "results.json")
+    return {
+        "input": f"uint8 RGB pixels [n, 3, {size}, {size}]: shorter side scaled, centre cropped",
+        "output": "one score (logit) per class; softmax gives confidences",
+        "method": results["method"],
+        "title": (results.get("style") or {}).get("title") or results["method"],
+        "data": _data(folder, results),
+        "aa": results["aa"],
+        "privacy": results["privacy"]["statement"],
+        "written_by": f"rescene {__version__}",
+    }
+
+
+def _data(folder: Path, results: Mapping[str, Any]) -> str | None:
+    """The images that a run was trained on, in words: their name, how many, at how many sites."""
+    config = results.get("config") or {}
+    sites = (config.get("federation") or {}).get("num_clients")
+    sizes = [task.get("train_size") for task in results["tasks"]]
+    count = f"{sum(sizes):,} images" if all(size is not None for size in sizes) else "images that stayed at the sites"
+    with contextlib.suppress(OSError, ValueError):
+        name = read_object(folder / "env.json").get("data")
+        return f"{name}: {count}, {sites} sites" if name else count
+    return count
+
+
 def _whole(path: Path, about: dict[str, Any], weights: Mapping[str, Tensor]) -> Whole:
     weights, tensors = parted(weights)
     try:
         net = Arch(**about["arch"]).restore(weights)
     except ConfigError as error:
+        if error.code in NOT_HERE:
+            raise
         raise contradiction(path, f"{error.what}: {error.why}") from None
     check_rows(about, net.head.out_features, path)
     return Whole(net, about["mean"], about["std"], _lens(path, about, tensors))
@@ -148,5 +184,6 @@ def checked(path: Path, text: str | None) -> dict[str, Any]:
 
 
 def no_model(path: Path, why: str) -> ConfigError:
+    """The error for a path without a model (E180)."""
     fix = "give a finished run folder (rescene runs) or a file made by rescene export"
     return ConfigError("E180", "no model there", where=str(path), why=why, fix=fix)

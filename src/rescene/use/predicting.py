@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from rescene.core.errors import DataError, ResceneWarning
 from rescene.data.sources.decode import EXTENSIONS, decode, reason, shown
-from rescene.data.sources.folder import survey, warn_of_left
-from rescene.errors import DataError, ResceneWarning
+from rescene.data.sources.image_folder import survey, warn_of_left
 from rescene.use.model import Model
 
 _AT_ONCE = 256  # pictures; bounds memory
@@ -25,6 +25,10 @@ class Prediction:
     file: Path
     top: tuple[tuple[str, float], ...]
     pixels: Tensor
+
+    def __repr__(self) -> str:
+        named = ", ".join(f"{name} {100 * share:.0f} %" for name, share in self.top)
+        return f"<Prediction {shown(self.file)}: {named}>"
 
 
 def find_images(paths: Iterable[Path]) -> list[Path]:
@@ -47,6 +51,18 @@ def find_images(paths: Iterable[Path]) -> list[Path]:
             "E212", "no image there", where=where, why=f"images end in {kinds}", fix="name files or folders"
         )
     return list(found)
+
+
+def mending(unreadable: Iterable[Path]) -> str:
+    """What to do about files that could not be read.
+
+    >>> mending([Path("a.heic")]), mending([Path("a.gif")])
+    ('save them as JPEG or PNG', 'copy them again: the files are damaged; or save them as JPEG or PNG')
+    """
+    foreign = all(path.suffix.lower() not in EXTENSIONS for path in unreadable)
+    return (
+        "save them as JPEG or PNG" if foreign else "copy them again: the files are damaged; or save them as JPEG or PNG"
+    )
 
 
 def predict(model: Model, files: Sequence[Path], top: int = 3) -> tuple[list[Prediction], dict[Path, str]]:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from rescene.data.images import Dataset
 from rescene.data.options import Options
-from rescene.data.sources import arrays, cifar, fashion_mini, folder, manifest, office31, tinyimagenet
+from rescene.data.sources import arrays, cifar, fashion_mini, image_table, office31, tinyimagenet
+from rescene.data.sources import image_folder as folder
 
 Reader = Callable[[Path, Options], Dataset]
 
@@ -18,6 +19,7 @@ READERS: dict[str, Reader] = {
     "tinyimagenet": tinyimagenet.read,
     "office31": office31.read,
     "folder": folder.read,
-    "csv": manifest.read,
+    "csv": image_table.read_csv,
+    "parquet": image_table.read_parquet,
     "npz": arrays.read,
 }

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rescene.core.errors import DataError
 from rescene.data.images import Dataset, Images, measure
 from rescene.data.options import Options
 from rescene.data.resize import TooLarge, fit_pixels, resize_note
 from rescene.data.sources.listing import check_names, class_order, draw_test
-from rescene.errors import DataError
 
 MOST_BYTES, MOST_SHRUNK = 2**28, 100  # an archive may unpack to the first, and beyond it to so many times its size
 KNOWN = {"x_train", "y_train", "x_test", "y_test", "x", "y", "classes"}
@@ -37,7 +37,7 @@ def read(path: Path, options: Options) -> Dataset:
     if missing:
         raise DataError("E204", f"no training image of class {', '.join(missing[:5])}", where=str(path), fix="add some")
     if not test[1]:
-        raise DataError("E202", "there is no test image", where=str(path), fix="add x_test or raise test_fraction")
+        raise DataError("E202", "there is no test image", where=str(path), fix="add x_test or raise data.test_fraction")
     try:
         return _dataset(path.stem, classes, train, test, options.split if drawn else "given")
     except TooLarge as problem:
@@ -90,7 +90,7 @@ def _check_headers(path: Path, headers: dict[str, Header]) -> None:
             "E220",
             f"the NumPy file would unpack to {size / 1e9:.1f} GB",
             where=str(path),
-            why=f"it has {packed / 1e6:.1f} MB; pictures do not shrink to less than a hundredth",
+            why=f"it has {packed / 1e6:.1f} MB; real pictures do not compress to less than a hundredth",
             fix="write it with numpy.savez, which does not compress",
         )
 

@@ -11,22 +11,24 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from rescene.core.errors import DataError
 from rescene.data.images import Dataset, Images, Transform
 from rescene.data.options import Options
 from rescene.data.sources import cifar_archive, cifar_parquet
 from rescene.data.sources.cifar_spec import CIFAR10, CIFAR100, Cifar, check_count, incomplete
-from rescene.data.sources.folder import list_splits, survey
+from rescene.data.sources.image_folder import list_splits, survey
 from rescene.data.sources.listing import assemble
-from rescene.errors import DataError
 
 SIZE = 32
 
 
 def read_cifar10(path: Path, options: Options) -> Dataset:
+    """CIFAR-10 from its archive or folder."""
     return read(path, options, CIFAR10)
 
 
 def read_cifar100(path: Path, options: Options) -> Dataset:
+    """CIFAR-100 with its 100 fine labels, from its archive or folder."""
     return read(path, options, CIFAR100)
 
 
@@ -42,7 +44,7 @@ def read(path: Path, options: Options, cifar: Cifar) -> Dataset:
         return _read_folders(path, options, cifar)
     raise DataError(
         "E205",
-        f"no {cifar.name} in a form that is known here",
+        f"no {cifar.name} was found in a known form",
         where=str(path),
         fix="parquet files, the official python or binary archive, or PNGs in train/<class>/ and test/<class>/",
     )

@@ -16,16 +16,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rescene.core.errors import DataError
 from rescene.data.sources.cifar_spec import Cifar, check_count, incomplete
 from rescene.data.sources.decode import shown
-from rescene.data.sources.folder import subfolders
-from rescene.errors import DataError
+from rescene.data.sources.image_folder import subfolders
 
 _SHAPE = (3, 32, 32)
 _NUM_VALUES = 3 * 32 * 32
@@ -47,6 +47,7 @@ class Container:
     members: dict[str, Callable[[], bytes]]
 
     def has(self, names: tuple[str, ...]) -> bool:
+        """Whether one of these files is inside."""
         return any(name in self.members for name in names)
 
 
@@ -130,7 +131,8 @@ class _Noted:
     """Stands for a NumPy array or type of a pickle: what it would be made of. Nothing of NumPy is called or built."""
 
     def __init__(self, *args: Any) -> None:
-        self.args, self.state = args, ()
+        self.args = args
+        self.state: Any = ()
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -138,7 +140,7 @@ class _Noted:
     def integers(self) -> np.ndarray:
         """The array, if it is one of integers of a fixed size and its bytes are there."""
         _, shape, kind, column_first, data = self.state
-        code, order = _text(kind.args[0]), _text(kind.state[1])
+        code, order = _text(kind.args[0]), cast(Literal["|", "<", ">"], _text(kind.state[1]))
         if code not in _INTEGERS or order not in ("|", "<", ">") or not isinstance(data, bytes):
             raise pickle.UnpicklingError(f"an array of {shown(repr(code))}, where plain integers belong")
         if len(data) != math.prod(shape) * int(code[1:]):

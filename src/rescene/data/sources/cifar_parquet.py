@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from rescene.core.errors import DataError
 from rescene.data.options import Options
 from rescene.data.sources.cifar_spec import Cifar, check_count, incomplete
 from rescene.data.sources.decode import decode
-from rescene.errors import DataError
 
 _SHARD = re.compile(r"(?P<split>.+)-(?P<number>\d{5})-of-(?P<total>\d{5})\.parquet")
 _IMAGE_COLUMNS = ("img", "image")
@@ -34,7 +35,7 @@ def find(path: Path) -> Shards:
 
 def columns(path: Path) -> list[str]:
     """Column names of a parquet file."""
-    return list(_open(path).schema_arrow.names)
+    return list(open_parquet(path).schema_arrow.names)
 
 
 def read(path: Path, shards: Shards, options: Options, cifar: Cifar) -> dict[str, tuple[Tensor, Tensor]]:
@@ -42,14 +43,14 @@ def read(path: Path, shards: Shards, options: Options, cifar: Cifar) -> dict[str
     for split in ("train", "test"):
         if split not in shards:
             raise incomplete(cifar, path, f"there is no parquet file of the {split} split")
-        missing = _missing_shards(shards[split])
+        missing = missing_shards(shards[split])
         if missing:
             raise incomplete(cifar, path, f"missing: {', '.join(missing)}")
-        check_count(cifar, path, split, sum(_open(file).metadata.num_rows for file in shards[split]))
+        check_count(cifar, path, split, sum(open_parquet(file).metadata.num_rows for file in shards[split]))
     return {split: _read_split(shards[split], options, cifar) for split in ("train", "test")}
 
 
-def _missing_shards(files: list[Path]) -> list[str]:
+def missing_shards(files: Sequence[Path]) -> list[str]:
     """Names that the pattern <split>-00000-of-00002.parquet promises and that are not there."""
     present = {file.name for file in files}
     promised = set()
@@ -64,7 +65,7 @@ def _read_split(files: list[Path], options: Options, cifar: Cifar) -> tuple[Tens
     names: list[str] = []
     labels: list[int] = []
     for file in files:
-        rows = _open(file)
+        rows = open_parquet(file)
         image, label = (_column(file, rows.schema_arrow.names, wanted) for wanted in (_IMAGE_COLUMNS, cifar.columns))
         table = rows.read(columns=[image, label])
         cells = table[image].to_pylist()
@@ -85,7 +86,8 @@ def _column(file: Path, present: list[str], wanted: tuple[str, ...]) -> str:
     )
 
 
-def _open(path: Path):  # type: ignore[no-untyped-def]  # pyarrow has no stubs and is imported only here
+def open_parquet(path: Path):  # type: ignore[no-untyped-def]  # pyarrow has no stubs and is imported only here
+    """A parquet file; one that cannot be read is E202."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

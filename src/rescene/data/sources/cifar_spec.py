@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from rescene.core.errors import DataError
 from rescene.data.images import Channels
-from rescene.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -66,5 +66,6 @@ def check_count(cifar: Cifar, path: Path, split: str, found: int) -> None:
 
 
 def incomplete(cifar: Cifar, path: Path, why: str) -> DataError:
-    fix = "copy it again; to use images in class folders as they are, name=folder"
+    """The error for a copy of the data set with parts missing (E202)."""
+    fix = "copy it again; to use the images as they are: data.name=folder (class folders) or data.name=parquet"
     return DataError("E202", f"{cifar.name} is incomplete", where=str(path), why=why, fix=fix)

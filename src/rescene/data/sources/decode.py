@@ -19,13 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rescene.core.errors import DataError, ResceneWarning
 from rescene.data.resize import TooLarge, centre, check_area, resize_note, scaled_size
-from rescene.errors import DataError, ResceneWarning
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 EXTENSIONS = {".jpg", ".jpeg", ".jfif", ".png", ".gif", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff"}
+NO_PICTURE = "not a picture"  # why a file is refused whose first bytes are those of no format below
 _FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "PPM", "TIFF")  # naming them keeps Pillow from trying forty others
 _NUM_HEADERS = 1000  # enough for a median
 _NUM_THREADS = min(8, os.cpu_count() or 1)
@@ -78,7 +79,7 @@ def reason(problem: Exception) -> str:
     from PIL import UnidentifiedImageError
 
     if isinstance(problem, UnidentifiedImageError):
-        return "not a picture"
+        return NO_PICTURE
     return shown((str(problem) or type(problem).__name__).splitlines()[0])
 
 
@@ -92,12 +93,17 @@ def shown(name: str | Path) -> str:
     return "".join(c.encode("unicode_escape").decode() if unicodedata.category(c) in unseen else c for c in str(name))
 
 
-def guess_size(paths: Sequence[Path]) -> int:
+def guess_size(sources: Sequence[Path | bytes]) -> int:
     """32 if the median shorter side (of up to 1,000 evenly spaced images) is below 48 pixels, else 64."""
-    step = max(1, len(paths) // _NUM_HEADERS)
-    with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        sides = [side for side in pool.map(_shorter_side, paths[::step]) if side]
+    sides = [min(size) for size in header_sizes(sources)]
     return 32 if sides and statistics.median(sides) < 48 else 64
+
+
+def header_sizes(sources: Sequence[Path | bytes]) -> list[tuple[int, int]]:
+    """(width, height) of up to 1,000 evenly spaced images, from their headers; those that cannot be read are left out."""
+    step = max(1, len(sources) // _NUM_HEADERS)
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        return [size for size in pool.map(size_of, sources[::step]) if size]
 
 
 @contextmanager
@@ -108,13 +114,18 @@ def _opened(source: Path | bytes) -> Iterator[Image]:
         yield image
 
 
-def _shorter_side(path: Path) -> int | None:
-    """From the header alone; None if it cannot be read (decoding will say so)."""
+def size_of(source: Path | bytes) -> tuple[int, int] | None:
+    """(width, height) from the header alone; None if it cannot be read (decoding will say so)."""
     try:
-        with _opened(path) as image:
-            return min(image.size)
+        with _opened(source) as image:
+            return image.size
     except Exception:  # as in `decode`
         return None
+
+
+def _shorter_side(path: Path) -> int | None:
+    size = size_of(path)
+    return min(size) if size else None
 
 
 def _decode_one(source: Path | bytes, size: int) -> tuple[tuple[int, int], bool, np.ndarray]:
@@ -168,14 +179,16 @@ def _report(refused: dict[int, Exception], names: Sequence[str], skip: bool) -> 
     more = f" and {len(refused) - 3} more" if len(refused) > 3 else ""
     if skip:
         what = f"left out {len(refused)} of {len(names)} images that cannot be read: {', '.join(shown)}{more}"
-        warnings.warn(ResceneWarning("W203", what, fix="copy them again"), stacklevel=3)
+        warnings.warn(ResceneWarning("W203", what, fix="copy them again, or convert them to JPEG or PNG"), stacklevel=3)
         return
     others = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
     where, why = "\n".join(names[i] for i in sorted(refused)[:5]), reason(refused[first])
     if isinstance(refused[first], TooLarge):
-        fix = "shrink or cut it, or remove it; skip_unreadable=true leaves such pictures out"
+        fix = "shrink or cut it, or remove it; data.skip_unreadable=true leaves such pictures out"
         raise DataError("E219", f"image {names[first]}{others} is too large to read", where=where, why=why, fix=fix)
-    fix = "copy these files again or remove them; skip_unreadable=true leaves them out"
+    fix = (
+        "copy these files again, convert them to JPEG or PNG, or remove them; data.skip_unreadable=true leaves them out"
+    )
     raise DataError("E203", f"cannot read image {names[first]}{others}", where=where, why=why, fix=fix)
 
 

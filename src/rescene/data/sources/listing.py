@@ -8,27 +8,34 @@ import unicodedata
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
 import torch
 
+from rescene.core.errors import DataError, ResceneWarning
+from rescene.core.rng import Rng
 from rescene.data.images import Channels, Dataset, Images, Transform, measure
 from rescene.data.options import Options
 from rescene.data.sources.decode import decode, guess_size, shown
-from rescene.errors import DataError, ResceneWarning
-from rescene.rng import Rng
 
 
 @dataclass(frozen=True)
 class File:
-    """One image file. ``split``: train, test, or empty when the hold-out is to be drawn here."""
+    """One image file, or the ``content`` of one that ``path`` names. ``split``: train, test, or empty when the hold-out is to
+    be drawn here."""
 
     path: Path
     label: str
     split: str = ""
     domain: str = ""
+    site: str = ""
+    content: bytes | None = field(default=None, repr=False)
+
+    @property
+    def source(self) -> Path | bytes:
+        return self.path if self.content is None else self.content
 
 
 def assemble(
@@ -38,30 +45,32 @@ def assemble(
     *,
     classes: tuple[str, ...] | None = None,
     domains: tuple[str, ...] = (),
+    sites: tuple[str, ...] = (),
     size: int | None = None,
     statistics: tuple[Channels, Channels] | None = None,
 ) -> Dataset:
     """Decode the files into a data set.
 
-    ``classes`` and ``domains`` fix the order (classes otherwise: :func:`class_order`); ``size`` and ``statistics``
+    ``classes``, ``domains`` and ``sites`` fix the order (classes otherwise: :func:`class_order`); ``size`` and ``statistics``
     (mean, std) are a named set's own, otherwise guessed and measured.
     """
     if classes is None:
         classes = class_order(file.label for file in files)
         check_names("class", classes, name)
         check_names("domain", domains, name)
+        check_names("site", sites, name)
     drawn = any(not file.split for file in files)
     files = hold_out(files, options) if drawn else files
     check_classes(name, classes, files)
-    paths = [file.path for file in files]
-    size = options.image_size or size or guess_size(paths)
-    decoded = decode(paths, [shown(path) for path in paths], size, skip_unreadable=options.skip_unreadable)
+    sources = [file.source for file in files]
+    size = options.image_size or size or guess_size(sources)
+    decoded = decode(sources, [shown(file.path) for file in files], size, skip_unreadable=options.skip_unreadable)
     files = [files[i] for i in decoded.kept]
     check_classes(name, classes, files)
-    train, test = (_images(files, decoded.pixels, s, classes, domains) for s in ("train", "test"))
+    train, test = (_images(files, decoded.pixels, s, classes, domains, sites) for s in ("train", "test"))
     transform = Transform(*statistics, size // 8) if statistics else measure(train.pixels)
     split = options.split if drawn else "given"
-    return Dataset(name, classes, train, test, transform, domains, decoded.notes, split)
+    return Dataset(name, classes, train, test, transform, domains, decoded.notes, split, sites=sites)
 
 
 def class_order(labels: Iterable[str]) -> tuple[str, ...]:
@@ -126,7 +135,7 @@ def check_inside(root: Path, files: Sequence[File], options: Options) -> None:
 
     A link or a row of a CSV leads there. Whoever packed the folder may have chosen it, not whoever uses it.
     """
-    out = _outside(root, [file.path for file in files])
+    out = _outside(root, [file.path for file in files if file.content is None])
     if not out:
         return
     shared = f"{len(out):,} of {len(files):,} images lie outside of the folder"
@@ -150,19 +159,20 @@ def _outside(root: Path, paths: Sequence[Path]) -> list[Path]:
 
 
 def hold_out(files: Sequence[File], options: Options) -> list[File]:
-    """Mark the drawn files of each domain and class as test; a file that has a split keeps it."""
+    """Mark the drawn files of each site, domain and class as test; a file that has a split keeps it."""
     open_files = [i for i, file in enumerate(files) if not file.split]
-    drawn = draw_test([(files[i].domain, files[i].label) for i in open_files], options)
+    groups = [(files[i].domain, files[i].label, *filter(None, [files[i].site])) for i in open_files]
+    drawn = draw_test(groups, options)
     split = {i: "test" if place in drawn else "train" for place, i in enumerate(open_files)}
     return [replace(file, split=split[i]) if i in split else file for i, file in enumerate(files)]
 
 
-def draw_test(groups: Sequence[tuple[str, str]], options: Options) -> set[int]:
-    """Positions that go to the test split: nearest(fraction * n) of each (domain, class), never all of them.
+def draw_test(groups: Sequence[tuple[str, ...]], options: Options) -> set[int]:
+    """Positions that go to the test split: nearest(fraction * n) of each group (domain, class, site), never all of it.
 
     The choice in a group depends on the seed, its names and its size, not on the other groups.
     """
-    members: dict[tuple[str, str], list[int]] = defaultdict(list)
+    members: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for i, group in enumerate(groups):
         members[group].append(i)
     test: set[int] = set()
@@ -186,14 +196,29 @@ def check_classes(name: str, classes: tuple[str, ...], files: Sequence[File]) ->
             fix="add images to the class, or remove its folder or rows",
         )
     if not any(file.split == "test" for file in files):
-        raise DataError("E202", "there is no test image", where=name, fix="add a test split or raise test_fraction")
+        raise DataError(
+            "E202", "there is no test image", where=name, fix="add a test split or raise data.test_fraction"
+        )
 
 
 def _images(
-    files: Sequence[File], pixels: torch.Tensor, split: str, classes: tuple[str, ...], domains: tuple[str, ...]
+    files: Sequence[File],
+    pixels: torch.Tensor,
+    split: str,
+    classes: tuple[str, ...],
+    domains: tuple[str, ...],
+    sites: tuple[str, ...],
 ) -> Images:
     chosen = [i for i, file in enumerate(files) if file.split == split]
-    label, domain = ({name: i for i, name in enumerate(names)} for names in (classes, domains))
-    labels = torch.tensor([label[files[i].label] for i in chosen], dtype=torch.int64)
-    places = torch.tensor([domain[files[i].domain] for i in chosen], dtype=torch.int64) if domains else None
-    return Images(pixels[chosen], labels, places)
+
+    def numbered(key: str, names: tuple[str, ...]) -> torch.Tensor:
+        number = {name: i for i, name in enumerate(names)}
+        return torch.tensor([number[getattr(files[i], key)] for i in chosen], dtype=torch.int64)
+
+    of_site = sites and all(files[i].site for i in chosen)  # test images may belong to nobody
+    return Images(
+        pixels[chosen],
+        numbered("label", classes),
+        numbered("domain", domains) if domains else None,
+        numbered("site", sites) if of_site else None,
+    )

@@ -6,11 +6,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from rescene.core.errors import DataError
 from rescene.data.images import Dataset
 from rescene.data.options import Options
-from rescene.data.sources.folder import subfolders, survey
+from rescene.data.sources.image_folder import subfolders, survey
 from rescene.data.sources.listing import File, assemble
-from rescene.errors import DataError
 
 NUM_IMAGES = {"amazon": 2817, "dslr": 498, "webcam": 795}  # also the order in which the domains arrive
 NUM_CLASSES = 31
@@ -47,5 +47,6 @@ def _list_domain(path: Path, domain: str) -> list[File]:
 
 
 def incomplete(path: Path, why: str) -> DataError:
+    """The error for a copy of the data set with parts missing (E202)."""
     fix = "copy the data set again; to use it as it is, data.name=folder data.layout=domains"
     return DataError("E202", "Office-31 is incomplete", where=str(path), why=why, fix=fix)

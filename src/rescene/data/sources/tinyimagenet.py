@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+from rescene.core.errors import DataError
 from rescene.data.images import Dataset
 from rescene.data.options import Options
-from rescene.data.sources.folder import subfolders, survey
+from rescene.data.sources.image_folder import subfolders, survey
 from rescene.data.sources.listing import File, assemble
-from rescene.errors import DataError
 
 SIZE = 64
 
@@ -76,4 +76,5 @@ def _list_val(path: Path, ids: set[str], expected: int) -> list[tuple[str, Path,
 
 
 def incomplete(path: Path, why: str) -> DataError:
+    """The error for a copy of the data set with parts missing (E202)."""
     return DataError("E202", "TinyImageNet is incomplete", where=str(path), why=why, fix="copy or unpack it again")

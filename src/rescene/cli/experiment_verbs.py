@@ -1,0 +1,412 @@
+"""Experiments: run, sweep, resume, continue, rerun, cost, method, lens."""
+
+from __future__ import annotations
+
+import json
+import keyword
+import shlex
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rescene.cli.shared_options import (
+    AsJson,
+    Elsewhere,
+    Log,
+    MethodName,
+    Out,
+    Overrides,
+    Plugin,
+    Quiet,
+    RecipeName,
+    ServerGflops,
+    complete_override,
+    load_plugins,
+)
+from rescene.cli.terminal import interruptible, print_rows, verb
+from rescene.core.errors import ConfigError, command
+
+method_app = typer.Typer(
+    help="Explain a method, or start one of your own.", no_args_is_help=True, rich_markup_mode=None
+)
+lens_app = typer.Typer(
+    help="List the lenses, make one from procedural pictures, or take a network of your own.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+SKELETON = '''"""{title}: one line on the idea.
+
+    server: broadcast theta
+    client: train on local images; send theta_k and n_k
+    server: average
+"""
+
+from dataclasses import replace
+from typing import ClassVar
+
+from rescene.functional import weighted_average
+from rescene.core.hyperparameters import hyper
+from rescene.methods import Method, ModelState, register
+from rescene.methods.base import weights_of
+from rescene.training import Batch, cross_entropy, fit_shard
+
+
+@register
+class {title}(Method):
+    name: ClassVar[str] = "{name}"
+    title: ClassVar[str] = "{title}"
+    paper: ClassVar[str] = "yours"
+    leaves_site: ClassVar[str] = "model weights and the number of local images"
+
+    penalty: float = hyper(0.0, "lambda", "[ours]", "weight of the extra term", ge=0)
+
+    def client_round(self, payload, shard, client_state, rng):
+        if len(shard) == 0:
+            return {{"num_images": 0}}, client_state
+        net = shard.net(payload["model"])
+
+        def loss(net, batch: Batch):
+            extra = sum(parameter.square().sum() for parameter in net.parameters())
+            return cross_entropy(net, batch) + self.penalty * extra
+
+        fit_shard(net, shard, self.train, rng.at("sgd").generator(shard.device), loss)
+        return {{"model": weights_of(net), "num_images": len(shard)}}, client_state
+
+    def server_round(self, state: ModelState, uploads, round, federation, rng):
+        senders = [upload for upload in uploads.values() if upload["num_images"]]
+        if not senders:
+            return state
+        models, sizes = [u["model"] for u in senders], [u["num_images"] for u in senders]
+        return replace(state, model=weighted_average(models, sizes))
+'''
+
+TEST = '''"""{title} keeps the contract that every method keeps."""
+
+import pytest
+from {name} import {title}
+
+from rescene.testing.conformance import CHECKS
+from rescene.training import Training
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_conforms(check):
+    check({title}(train=Training(local_epochs=1, server_epochs=1, batch_size=8)))
+'''
+
+
+@verb
+def run(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    out: Out = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="show what would run; run nothing")] = False,
+    log: Log = "",
+    elsewhere: Elsewhere = False,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+    plugin: Plugin = None,
+) -> None:
+    """Run one experiment. The same command continues one that was interrupted."""
+    load_plugins(plugin)
+    from rescene.cli.running import plan_run, run_one
+    from rescene.config import resolve
+
+    resolved = resolve(recipe, overrides or [])
+    if dry_run:
+        plan_run(resolved, out, as_json)
+        return
+    interruptible(lambda: run_one(resolved, out, quiet, as_json, log=log, elsewhere=elsewhere))
+
+
+@verb
+def sweep(
+    recipe: RecipeName,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="key=a,b,c: every combination; also method=all", autocompletion=complete_override),
+    ] = None,
+    seeds: Annotated[str, typer.Option("--seeds", help="seeds, separated by commas, such as 0,1,2")] = "0",
+    out: Annotated[Path | None, typer.Option("--out", help="folder for the cells (default: runs/<recipe>)")] = None,
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", min=1, help="how many runs at the same time (default: 1, or one per GPU)")
+    ] = None,
+    gpus: Annotated[str, typer.Option("--gpus", help="GPUs that runs take in turn, such as 0,1")] = "",
+    slurm: Annotated[bool, typer.Option("--slurm", help="run each cell as a job of a SLURM cluster")] = False,
+    slurm_set: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--slurm-set", help="partition=, account=, qos=, constraint=, minutes=, cpus=, gpus=, mem_gb=, at_once="
+        ),
+    ] = None,
+    search: Annotated[
+        int | None,
+        typer.Option("--search", min=1, help="try so many settings, chosen by Optuna; also key=log:0.001..0.1"),
+    ] = None,
+    metric: Annotated[
+        str, typer.Option("--metric", help="with --search: aa, aia, balanced_accuracy, worst_task")
+    ] = "aa",
+    plan: Annotated[bool, typer.Option("--plan", help="list the cells and what they will cost; run nothing")] = False,
+    log: Log = "",
+    elsewhere: Elsewhere = False,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+    plugin: Plugin = None,
+) -> None:
+    """Run a grid of experiments times seeds. Finished cells are skipped; exit code 4 if one fails."""
+    load_plugins(plugin)
+    from rescene.cli.running import SweepOptions, plan_sweep, run_search, run_sweep
+    from rescene.trackers import open_trackers
+
+    open_trackers(log)  # a tracker that is not there is told before anything runs
+    asked, plugins = list(overrides or []), tuple(str(path.resolve()) for path in plugin or ())
+    how = SweepOptions(jobs, gpus, slurm, tuple(slurm_set or ()), log, plugins, elsewhere, quiet, as_json)
+    if plan:
+        plan_sweep(recipe, asked, seeds, out, search, metric, how)
+    elif search:
+        interruptible(lambda: 4 if run_search(recipe, asked, seeds, out, search, metric, how) else 0)
+    else:
+        interruptible(lambda: 4 if run_sweep(recipe, asked, seeds, out, how) else 0)
+
+
+@verb
+def resume(
+    folder: Annotated[Path, typer.Argument(help="run folder to continue")],
+    log: Log = "",
+    elsewhere: Elsewhere = False,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+    plugin: Plugin = None,
+) -> None:
+    """Continue an interrupted run."""
+    load_plugins(plugin)
+    from rescene.cli.run_folders import run_config
+    from rescene.cli.running import run_one
+    from rescene.config import resolve
+
+    config = run_config(folder)
+    interruptible(
+        lambda: run_one(resolve(config), folder, quiet, as_json, log=log, elsewhere=elsewhere),
+        command("resume", folder),
+    )
+
+
+@verb
+def continue_run(
+    folder: Annotated[Path, typer.Argument(help="finished run folder")],
+    growth: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="'tasks+=[[new, classes]]' and data.path=FOLDER; without tasks+ all new classes are one task"
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="folder in which the run goes on (default: RUN-continued)")
+    ] = None,
+    log: Log = "",
+    elsewhere: Elsewhere = False,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+    plugin: Plugin = None,
+) -> None:
+    """Add new classes or domains to a finished run, and go on with them in a copy of it."""
+    load_plugins(plugin)
+    from rescene.cli.run_folders import read_growth
+    from rescene.cli.running import run_one
+    from rescene.engine.continuation import continued
+
+    resolved, target = continued(folder, *read_growth(growth or []), out)
+    interruptible(
+        lambda: run_one(resolved, target, quiet, as_json, log=log, elsewhere=elsewhere), command("resume", target)
+    )
+
+
+@verb
+def rerun(
+    folder: Annotated[Path, typer.Argument(help="finished run folder")],
+    out: Annotated[Path | None, typer.Option("--out", help="folder for the repetition (default: RUN-again)")] = None,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+    plugin: Plugin = None,
+) -> None:
+    """Repeat a finished run and compare every number; exit code 5 if one differs."""
+    load_plugins(plugin)
+    from rescene.cli.run_folders import rerun as repeat
+
+    interruptible(lambda: 0 if repeat(folder, out, quiet, as_json) else 5)
+
+
+@verb
+def cost(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    uplink_mbps: Annotated[float, typer.Option("--uplink-mbps", help="a site's upload speed in Mbit/s")] = 20.0,
+    client_gflops: Annotated[
+        float | None, typer.Option("--client-gflops", help="a site's speed in GFLOP/s (default: this device's)")
+    ] = None,
+    server_gflops: ServerGflops = None,
+    as_json: AsJson = False,
+    plugin: Plugin = None,
+) -> None:
+    """Say what a run will cost before it runs: FLOPs, bytes, state, time per round, time on this device."""
+    load_plugins(plugin)
+    from rescene.cli.costing import show_cost
+    from rescene.config import resolve
+
+    show_cost(resolve(recipe, overrides or []), uplink_mbps, client_gflops, server_gflops, as_json)
+
+
+@method_app.command("explain")
+@verb
+def explain(method: MethodName, as_json: AsJson = False, plugin: Plugin = None) -> None:
+    """Say what a method does, what leaves the site, and its hyperparameters with their place in the paper."""
+    load_plugins(plugin)
+    facts, rows = explain_method(method)
+    if as_json:
+        print(json.dumps({**facts, "hyperparameters": rows}))
+        return
+    for key, value in facts.items():
+        print(f"{key}: {value}")
+    print()
+    print_rows(rows)
+
+
+def explain_method(name: str) -> tuple[dict[str, str], list[dict[str, Any]]]:
+    """Facts about a method, and a row for each of its hyperparameters."""
+    from rescene.methods import method_class
+    from rescene.methods.nominal_cost import compute_facts
+
+    method = method_class(name)
+    facts = {
+        "method": f"{method.title} ({method.name})",
+        "paper": method.paper,
+        "leaves the site": method.leaves_site,
+        "client remembers": method.remembers,
+        **compute_facts(method.compute),
+        "about": (sys.modules[method.__module__].__doc__ or "").strip(),
+    }
+    return facts, method.table()
+
+
+@method_app.command("new")
+@verb
+def new_method(
+    name: Annotated[str, typer.Argument(help="lower-case name")],
+    folder: Annotated[Path, typer.Option("--in", help="folder for the method and its test")] = Path("."),
+) -> None:
+    """Write a new method in one file, and its test. Existing files are never overwritten."""
+    if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower():
+        raise ConfigError(
+            "E111", f"{name!r} cannot be a method's name", why="lower-case letters, digits and _ only", fix="my_method"
+        )
+    title = "".join(part.capitalize() for part in name.split("_"))
+    files = {folder / f"{name}.py": SKELETON, folder / f"test_{name}.py": TEST}
+    for path in files:
+        if path.exists():
+            raise ConfigError("E112", f"{path} exists already", fix="choose another name or folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    for path, text in files.items():
+        path.write_text(text.format(name=name, title=title), encoding="utf-8")
+        print(path)
+    print(f"try: {command('run', 'smoke', '--plugin', folder / f'{name}.py', f'method={name}')}")
+    print(f"check: {shlex.join(['python', '-m', 'pytest', str(folder / f'test_{name}.py')])}")
+    if find_spec("pytest") is None:
+        print("The check needs pytest, which is not installed: pip install pytest")
+
+
+@lens_app.command("list")
+@verb
+def lens_list(
+    lenses: Annotated[
+        list[str] | None, typer.Argument(help="names or files; without one, the lenses of the package")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List each lens with its hash, its size and what it was made from."""
+    from rescene.lens import BUILT_IN, open_lens
+
+    print_rows([open_lens(name).about() for name in lenses or BUILT_IN], as_json)
+
+
+@lens_app.command("seen")
+@verb
+def lens_seen(
+    clear: Annotated[bool, typer.Option("--clear", help="remove all of it; the next run computes it again")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show what is cached: features of images in simulations, and lenses that were fetched on first use."""
+    from rescene.lens.feature_cache import FeatureCache, users_own
+    from rescene.lens.lens import lens_folder
+
+    rows = []
+    for what, kept in (("features", users_own()), ("lenses", FeatureCache(lens_folder()))):
+        found = kept.files()
+        rows.append({"kept": what, "files": len(found), "bytes": sum(size.st_size for _, size in found)})
+        rows[-1] |= {"folder": str(kept.folder)} | ({"freed": kept.clear()} if clear else {})
+    print_rows(rows, as_json)
+
+
+@lens_app.command("take")
+@verb
+def lens_take(
+    source: Annotated[str, typer.Argument(help="timm:NAME@CHECKPOINT, FILE.onnx or FILE.pt2")],
+    out: Annotated[Path, typer.Option("--out", help="safetensors file to write")],
+    made_from: Annotated[
+        str | None, typer.Option(help="which images the network was trained on; reports and model cards say it")
+    ] = None,
+    mean: Annotated[
+        tuple[float, float, float], typer.Option(help="mean of each channel, for an ONNX network that takes floats")
+    ] = (0, 0, 0),
+    std: Annotated[
+        tuple[float, float, float], typer.Option(help="standard deviation of each channel, for the same networks")
+    ] = (1, 1, 1),
+    trust: Annotated[bool, typer.Option("--trust", help="open a .pt2 file, which can run code")] = False,
+) -> None:
+    """Make a lens from a frozen network of your own. The file goes to every site."""
+    from rescene.lens.lens import read_lens, take, write_content
+
+    _check_out(out)
+    write_content(take(source, made_from, trust, mean, std), out)
+    print(f"{out}: {read_lens(out, out.stem).words()}")
+
+
+def _check_out(out: Path) -> None:
+    if out.suffix != ".safetensors":
+        raise ConfigError("E137", "a lens is one .safetensors file", where=str(out), fix="--out my-lens.safetensors")
+
+
+@lens_app.command("make")
+@verb
+def lens_make(
+    out: Annotated[Path, typer.Option("--out", help="safetensors file to write")],
+    seed: Annotated[int, typer.Option(help="seed of everything random")] = 0,
+    small: Annotated[bool, typer.Option("--small", help="make a weak lens in minutes on a CPU, to try it")] = False,
+    steps: Annotated[
+        int | None, typer.Option(help="number of training steps (default: as for `leaves`)", min=1)
+    ] = None,
+) -> None:
+    """Make a lens from procedural pictures only, in about 15 minutes on a large GPU. The defaults make `leaves`."""
+    import torch
+
+    from rescene.lens.contrast import SMALL, Contrast
+    from rescene.lens.leaves import VERSION
+    from rescene.lens.lens import read_lens, write_lens
+    from rescene.lens.making import SMALL_MEASURING, Measuring, make_lens
+
+    _check_out(out)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    contrast, measuring = (SMALL, SMALL_MEASURING) if small else (Contrast(), Measuring())
+    contrast = contrast.taking(steps) if steps else contrast
+    lens = make_lens(
+        contrast, measuring, seed, device, lambda step, loss: print(f"step {step:,}  loss {loss:.3f}", flush=True)
+    )
+    made_from = (
+        f"procedural pictures only (dead leaves, version {VERSION}, seed {seed}): {contrast.num_steps:,} steps of contrast on "
+        f"{contrast.num_pictures:,} pictures, {measuring.num_patches:,} patches; no photograph"
+    )
+    write_lens(lens, made_from, out)
+    made = read_lens(out, out.stem)
+    print(f"{out}: {made.num_bytes:,} bytes, SHA-256 {made.sha256}")

@@ -1,0 +1,363 @@
+"""The paper: its tables and figures with our numbers beside them, and its theory measured."""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rescene.cli.look_verbs import format_for, loaded, put
+from rescene.cli.shared_options import AsJson, Jobs, Quiet
+from rescene.cli.terminal import Row, busy, interruptible, print_rows, verb, writing
+from rescene.core.errors import ConfigError
+from rescene.core.run_state import read_object
+
+if TYPE_CHECKING:
+    from rescene.core.results import ClassTheory
+    from rescene.paper import PaperCell, Store
+    from rescene.paper.queue_runner import QueueRow
+    from rescene.sweeps.grid import SweepCell
+
+paper_app = typer.Typer(
+    help="Run the tables and figures of the paper, and see our numbers beside them.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+Name = Annotated[str, typer.Argument(help="table of the paper (rescene paper list), with -lite for the small form")]
+Only = Annotated[
+    list[str] | None, typer.Option("--only", help="cells by name or pattern, e.g. 'cifar10/*/rescene'; may be repeated")
+]
+Runs = Annotated[
+    list[Path] | None,
+    typer.Option("--runs", help="where the results are (default: results/ and runs/); may be repeated"),
+]
+Format = Annotated[str, typer.Option("--format", help="text, markdown, latex, csv, html or json")]
+READING = "reading the stored results"
+Written = Annotated[Path | None, typer.Option("--out", help="file; its ending chooses the format")]
+
+
+@paper_app.command("list")
+@verb
+def paper_list(
+    runs: Runs = None,
+    lite: Annotated[bool, typer.Option("--lite", help="also list the small forms")] = False,
+    kind: Format = "text",
+) -> None:
+    """List the tables: their place in the paper, cells, finished runs, command."""
+    with busy(READING):
+        from rescene.paper.paper_tables import status_grid
+        from rescene.report.table_formats import render
+
+        text = render(status_grid(_store(runs), lite), kind)
+    print(text, end="")
+
+
+@paper_app.command("run")
+@verb
+def paper_run(
+    name: Annotated[
+        str | None, typer.Argument(help="table of the paper (rescene paper list), with -lite for the small form")
+    ] = None,
+    only: Only = None,
+    seeds: Annotated[
+        str | None, typer.Option("--seeds", help="seeds, separated by commas (default: 0,1,2 as in the paper)")
+    ] = None,
+    fast: Annotated[
+        bool, typer.Option("--fast", help="E_srv=10 where the paper has 100: a tenth of the work of the server")
+    ] = False,
+    jobs: Jobs = 1,
+    queue: Annotated[
+        bool, typer.Option("--queue", help="no table: what is missing of all of them, most informative first")
+    ] = False,
+    minutes: Annotated[float | None, typer.Option("--minutes", help="with --queue: how long")] = None,
+    parallel: Annotated[int, typer.Option("--parallel", min=1, help="with --queue: runs at a time on the device")] = 1,
+    plan: Annotated[bool, typer.Option("--plan", help="list the cells; run nothing")] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="folder for the runs (default: runs/<data set>; --queue: results)")
+    ] = None,
+    runs: Runs = None,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run the cells that are not done yet. Cells that cannot run here are listed with a fix (exit code 4)."""
+    if queue or name is None:
+        _run_queue(name, minutes, parallel, plan, out, runs, as_json)
+    else:
+        _run_table(name, only or [], seeds, fast, jobs, plan, out, runs, quiet, as_json)
+
+
+def _run_table(
+    name: str,
+    only: list[str],
+    seeds: str | None,
+    fast: bool,
+    jobs: int,
+    plan: bool,
+    out: Path | None,
+    runs: list[Path] | None,
+    quiet: bool,
+    as_json: bool,
+) -> None:
+    """The cells of one table: plan them, or run those that are not done yet."""
+    from rescene.cli.running import print_plan, run_cells
+    from rescene.paper import paper_recipe
+    from rescene.paper.paper_tables import NOT_COMPARABLE, table_grid
+    from rescene.report.table_formats import render
+    from rescene.sweeps.grid import read_seeds
+
+    recipe = paper_recipe(name)
+    store = _store(runs, out)
+    numbers = read_seeds(seeds) if seeds else recipe.seeds
+    refused = [cell for cell in recipe.chosen(only) if cell.unavailable]
+    wanted = [(fast and cell.fast) or cell for cell in recipe.chosen(only) if not cell.unavailable]
+    if plan:
+        runs_to_plan = [_sweep_cell(cell, seed, store, out) for cell in wanted for seed in numbers]
+        print_plan(runs_to_plan, as_json, _refused_rows(refused))
+        if not as_json:
+            print(NOT_COMPARABLE if recipe.lite else f"A small form: rescene paper run {recipe.name}-lite --plan")
+        return
+    ready: list[SweepCell] = []
+    for cell in wanted:
+        planned = [_sweep_cell(cell, seed, store, out) for seed in numbers]
+        if cell.obstacle and not all(run.done for run in planned):
+            refused.append(cell)
+            planned = [run for run in planned if run.done]
+        ready += planned
+
+    def work() -> int:
+        results, failures = run_cells(ready, quiet, as_json, jobs=jobs)
+        if as_json:
+            rows = [{"folder": str(r.folder), "aa": r.aa, "aia": r.aia} for r in results]
+            print_rows([*rows, *_refused_rows(refused), *failures], as_json)
+        else:
+            print(render(table_grid(recipe, _store(runs, out), only), "text"), end="")
+        if failures and not as_json:
+            print_rows(failures)
+        return 4 if refused or failures else 0
+
+    interruptible(work)
+
+
+def _run_queue(
+    name: str | None,
+    minutes: float | None,
+    parallel: int,
+    plan: bool,
+    out: Path | None,
+    runs: list[Path] | None,
+    as_json: bool,
+) -> None:
+    """Run what is missing for so many minutes; exit code 4 if a run failed."""
+    if name is not None or (minutes is None and not plan) or (minutes is not None and not minutes > 0):
+        raise ConfigError(
+            "E501",
+            "this is no table and no queue",
+            why="a queue takes a number of minutes above 0 and no table; without --queue a table is needed",
+            fix="rescene paper run --queue --minutes 60, or rescene paper run main",
+        )
+    with busy(READING):
+        from rescene.engine.experiment import pick_device
+        from rescene.engine.run_folder import made_on
+        from rescene.paper.missing_cells import missing_cells, predictor
+        from rescene.paper.queue_runner import Queue, run_folders
+
+        store, results = _store(runs, out), out or Path("results")
+        wanted = missing_cells(store)
+        predict = predictor(store, made_on(pick_device("auto"))["device"])
+        found = Queue(wanted, predict, minutes or 0.0, run_folders(), results, parallel, tell=_tell_row)
+    rows = found.rows if plan else []
+    if not plan:
+
+        def work() -> int:
+            rows.extend(found.run())
+            return 0
+
+        interruptible(work)
+    print_rows([asdict(row) for row in rows], as_json)
+    if any(row.state == "failed" for row in rows):
+        raise typer.Exit(4)
+
+
+def _tell_row(row: QueueRow) -> None:
+    minutes = "" if row.used is None else f"{row.used:g} min, "
+    predicted = "minutes not known" if row.predicted is None else f"predicted {row.predicted:g} min"
+    print(f"{row.state}: {row.cell}, seed {row.seed} ({minutes}{predicted}) {row.why}", file=sys.stderr)
+
+
+@paper_app.command("table")
+@verb
+def paper_table(
+    name: Name,
+    only: Only = None,
+    runs: Runs = None,
+    kind: Format = "",
+    out: Written = None,
+) -> None:
+    """Compare our numbers with the paper's, and give the command for what is missing."""
+    kind = format_for(kind, out)
+    with busy(READING):
+        from rescene.paper import paper_recipe
+        from rescene.paper.paper_tables import table_grid
+        from rescene.report.table_formats import render
+
+        text = render(table_grid(paper_recipe(name), _store(runs), only or (), commands=kind != "latex"), kind)
+    put(text, out)
+
+
+@paper_app.command("check")
+@verb
+def paper_check(
+    name: Annotated[str, typer.Argument(help="a table, claims, or all")] = "all",
+    everything: Annotated[bool, typer.Option("--all", help="also list the figures inside their band")] = False,
+    runs: Runs = None,
+    kind: Format = "text",
+) -> None:
+    """Check our results against the paper's numbers and claims; exit code 5 if one fails."""
+    with busy(READING):
+        from rescene.paper import recipe_names
+        from rescene.paper.band_check import band_grid, claims_grid, failed
+        from rescene.paper.claims import OurBook, judge
+        from rescene.paper.compare import findings
+        from rescene.paper.recipes import check_name
+        from rescene.report.table_formats import render
+
+        if name not in (also := ("claims", "all")):
+            check_name(name.removeprefix("paper/"), also)
+        store = _store(runs)
+        names = recipe_names(lite=False) if name == "all" else [] if name == "claims" else [name]
+        book = OurBook(store)
+        found = findings(names, store)
+        verdicts = judge(book) if name in ("all", "claims") else []
+        grids = [band_grid(found, everything)] if names else []
+        grids += [claims_grid(verdicts, book.stand_ins)] if verdicts else []
+        parts = [render(grid, kind) for grid in grids]
+    several = kind == "json" and len(parts) > 1
+    print(f"[{','.join(parts)}]\n" if several else "\n".join(parts), end="")
+    if failed([*found, *verdicts]):
+        raise typer.Exit(5)
+
+
+@paper_app.command("figure")
+@verb
+def paper_figure(
+    name: Annotated[str, typer.Argument(help="old-recent or task-curves")],
+    out: Annotated[
+        Path,
+        typer.Option("--out", help="folder for the .png, .svg and .csv, or one .png, .pdf or .svg, its .csv beside it"),
+    ] = Path("figures"),
+    runs: Runs = None,
+) -> None:
+    """Draw a figure of the paper: its values hollow, ours filled."""
+    with busy(READING):
+        from rescene.paper.figures import figure
+        from rescene.report.drawing import checked_ending, render, save
+
+        one_file = bool(out.suffix) and not out.is_dir()
+        if one_file:
+            checked_ending(out)
+        plot = figure(name, _store(runs))
+        drawn = out if one_file else out / f"{plot.name}.png"
+        with writing(drawn):
+            save(plot, out) if one_file else render(plot, out)
+    print(drawn, drawn.with_suffix(".csv"), sep="\n")
+
+
+@paper_app.command("readme")
+@verb
+def paper_readme(
+    write: Annotated[
+        Path, typer.Option("--write", help="document with <!-- rescene paper: results --> ... <!-- end -->")
+    ],
+    runs: Annotated[list[Path] | None, typer.Option("--runs", help="where the results are (default: results)")] = None,
+) -> None:
+    """Write the tables in a document again from the stored results."""
+    from rescene.paper.pages import refreshed
+
+    if not write.is_file():
+        raise ConfigError("E152", "there is no such document", where=str(write))
+    write.write_text(refreshed(write.read_text(encoding="utf-8"), _store(runs or [Path("results")])), encoding="utf-8")
+    print(write)
+
+
+@paper_app.command("theory")
+@verb
+def theory(
+    folder: Annotated[Path, typer.Argument(help="finished run, or a folder that holds some")], as_json: AsJson = False
+) -> None:
+    """Check on runs what the paper proves about the buffer: which assumptions hold, which bounds are tight."""
+    from rescene.report.figures_theory import VERDICTS, class_rows, findings
+
+    runs = [run for run in loaded([folder]) if class_rows([run])]
+    if not runs:
+        raise ConfigError(
+            "E160",
+            "no theory was recorded there",
+            where=str(folder),
+            why="the run is unfinished or older than this record, or its method keeps no buffer on the server",
+            fix="rescene run demo",
+        )
+    if as_json:
+        facts = [
+            {
+                "run": str(run.folder),
+                "theory": read_object(run.folder / "results.json")["theory"],
+                "findings": [asdict(one) for one in findings(class_rows([run]))],
+            }
+            for run in runs
+        ]
+        print(json.dumps(facts))
+        return
+    for run in runs:
+        print(f"{run.folder}\n")
+        print_rows([_theory_row(row) for row in class_rows([run])])
+        print()
+    rows = class_rows(runs)
+    if len(runs) > 1:
+        print(f"All {len(runs)} runs together, {len(rows)} classes:\n")
+    for one in findings(rows):
+        print(f"{one.statement}: {VERDICTS[one.verdict]}")
+        print(textwrap.fill(one.text, 110, initial_indent="  ", subsequent_indent="  "))
+    print("\nAll distances are between mean unit-length features; definitions in docs/theory.md.")
+
+
+def _theory_row(row: ClassTheory) -> Row:
+    from rescene.report.figures_theory import COLUMNS, cells
+
+    titles = [title for _, title, _ in COLUMNS]
+    return {"class": f"T{row.task + 1} {row.class_name}", **dict(zip(titles, cells(row), strict=True))}
+
+
+def _refused_rows(cells: list[PaperCell]) -> list[dict[str, str]]:
+    """Cells that cannot run here, with the reason and the fix."""
+    told = [(cell, cell.obstacle) for cell in cells]
+    return [
+        {"cell": cell.name, "state": "cannot run", "problem": why.reason, "fix": why.fix} for cell, why in told if why
+    ]
+
+
+def _store(runs: list[Path] | None, out: Path | None = None) -> Store:
+    from rescene.paper import Store
+    from rescene.paper.store import default_roots
+
+    for root in runs or ():
+        if not root.is_dir() and root != out:  # which will be made
+            raise ConfigError("E108", "there is no such folder", where=str(root), fix="--runs takes a folder of runs")
+    return Store([*(runs or default_roots()), *([out] if out else [])])
+
+
+def _sweep_cell(cell: PaperCell, seed: int, store: Store, out: Path | None) -> SweepCell:
+    """A run of this cell: the stored one if there is one, else a folder to make."""
+    from rescene.api import default_folder
+    from rescene.sweeps.grid import SweepCell
+
+    resolved = cell.resolve(f"seed={seed}")
+    found = store.find(cell.experiment, [seed])
+    folder = default_folder(resolved)
+    place = found[0].folder if found else out / folder.name if out else folder
+    obstacle = cell.obstacle  # its words fit a command without overrides
+    return SweepCell((cell.name, f"seed={seed}"), resolved, place, obstacle.fix if obstacle else None)

@@ -1,0 +1,142 @@
+"""Arguments and options that several verbs share, and what the shell offers for them on TAB.
+
+TAB must answer at once, so nothing here imports torch: names and keys are read from the text of the source files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import rescene
+from rescene.core.plugins import load_plugin
+
+_CLASS = re.compile(r"^class (\w+)(?:\(([^)]*)\))?:\n(.*?)(?=^\S|\Z)", re.MULTILINE | re.DOTALL)
+_FIELD = re.compile(r"^    ([a-z]\w*): ([^=\n]+?) *(?:=|$)", re.MULTILINE)
+_NAME = re.compile(r'^    name: ClassVar\[str\] = "(.+)"', re.MULTILINE)
+METHOD_KEYS = ("method", "method.name")
+_PACKAGES = ("rescene.config", "rescene.methods", "rescene.training")  # where recipes and methods declare their keys
+
+
+def complete_recipe(incomplete: str) -> list[str]:
+    """Shipped recipes; the shell itself completes files."""
+    found = (_folder("rescene.config") / "recipes").glob("*.yaml")
+    return sorted(path.stem for path in found if path.stem.startswith(incomplete))
+
+
+def complete_method(incomplete: str) -> list[str]:
+    """Names of methods: those of the package, and those of installed plug-ins."""
+    from importlib.metadata import entry_points  # a tenth of the time that --help takes
+
+    own = [name for path in _folder("rescene.methods").glob("*.py") for name in _NAME.findall(path.read_text("utf-8"))]
+    others = [entry.name for entry in entry_points(group="rescene.methods")]
+    return sorted(name for name in {*own, *others} if name.startswith(incomplete))
+
+
+def complete_override(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Keys of a recipe, and methods after ``method=``.
+
+    Bash cuts a word at ``=``: then key and ``=`` are words of their own, and only the value is asked for. A single key is
+    offered twice, once with three dots behind it, because a shell puts a space after an only answer.
+    """
+    key = _cut_key(list(ctx.params.get("overrides") or []), incomplete)
+    if key is not None:
+        return complete_method(incomplete) if key in METHOD_KEYS else []
+    key, equals, value = incomplete.partition("=")
+    if equals:
+        return [f"{key}={name}" for name in complete_method(value)] if key in METHOD_KEYS else []
+    found = [f"{one}=" for one in recipe_keys() if one.startswith(incomplete)]
+    return [*found, f"{found[0]}..."] if len(found) == 1 else found
+
+
+def _cut_key(before: list[str], incomplete: str) -> str | None:
+    """The key whose value is asked for, where the shell cut the word at ``=``. ``before``: the words so far.
+
+    >>> _cut_key(["seed", "=", "3", "method", "="], "fed"), _cut_key(["method"], ""), _cut_key(["seed=3"], "")
+    ('method', 'method', None)
+    """
+    if before[-1:] == ["="]:
+        return before[-2] if len(before) > 1 else None
+    waits = bool(before) and not incomplete and "=" not in before[-1] and before[-2:-1] != ["="]
+    return before[-1] if waits else None  # the sign itself is not passed on
+
+
+@cache
+def recipe_keys() -> list[str]:
+    """Every key that a recipe may have, dotted; below ``method`` those of all methods."""
+    classes = {
+        name: (bases or "", body)
+        for package in _PACKAGES
+        for path in _folder(package).glob("*.py")
+        for name, bases, body in _CLASS.findall(path.read_text("utf-8"))
+    }
+
+    def fields(name: str) -> Iterator[tuple[str, str]]:
+        bases, body = classes.get(name, ("", ""))
+        for base in re.findall(r"\w+", bases):
+            yield from fields(base)
+        yield from ((key, kind) for key, kind in _FIELD.findall(body.split("\n    def ")[0]) if "ClassVar" not in kind)
+
+    def keys(name: str, prefix: str = "") -> Iterator[str]:
+        for key, kind in fields(name):
+            yield from keys(kind, f"{prefix}{key}.") if kind in classes else [f"{prefix}{key}"]
+
+    methods = [name for name, (_, body) in classes.items() if _NAME.search(body)]
+    own = {f"method.{key}" for name in methods for key, kind in fields(name) if kind not in classes}
+    return sorted({*keys("Recipe"), *own})
+
+
+def _folder(package: str) -> Path:
+    """The folder of a package of ours, without importing it."""
+    return Path(rescene.__file__).parent.joinpath(*package.split(".")[1:])
+
+
+def load_plugins(paths: list[Path] | None) -> None:
+    """Import the files that were given with ``--plugin``, and let the installed observers that were named watch."""
+    from importlib.metadata import entry_points
+
+    for path in paths or ():
+        found = () if path.is_file() else entry_points(group="rescene.observers", name=str(path))
+        for entry in found:
+            rescene.register_observer(entry.load())
+        if not found:
+            load_plugin(path)
+
+
+RecipeName = Annotated[
+    str,
+    typer.Argument(
+        help="shipped recipe (rescene list recipes) or a .yaml, .toml or .json file", autocompletion=complete_recipe
+    ),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(help="key=value overrides, e.g. federation.beta=0.1 seed=1", autocompletion=complete_override),
+]
+MethodName = Annotated[str, typer.Argument(help="name of a method", autocompletion=complete_method)]
+Out = Annotated[Path | None, typer.Option("--out", help="run folder (default: runs/<recipe>/<method>-s<seed>-<hash>)")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="print results only")]
+Plugin = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--plugin",
+        help="Python file that registers methods, networks, data sets or observers, or an installed observer; may be repeated",
+    ),
+]
+Jobs = Annotated[int, typer.Option("--jobs", min=1, help="how many cells run at the same time on one GPU")]
+Log = Annotated[
+    str, typer.Option("--log", help="also log to tensorboard, wandb (offline), mlflow or trackio; separate with commas")
+]
+Elsewhere = Annotated[
+    bool,
+    typer.Option("--elsewhere", help="go on although the code or the machine has changed; the results then say so"),
+]
+ServerGflops = Annotated[
+    float | None, typer.Option("--server-gflops", help="the server's speed in GFLOP/s (default: this device's)")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output")]

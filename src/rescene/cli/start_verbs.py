@@ -1,0 +1,369 @@
+"""First steps: demo, list, data, doctor."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rescene.cli.shared_options import AsJson, Overrides, Plugin, Quiet, load_plugins
+from rescene.cli.terminal import Row, interruptible, print_rows, verb
+from rescene.core.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from rescene.bench import SpeedFigure
+
+Layout = Annotated[
+    str, typer.Option("--layout", help="what the first folders are, if unclear: classes, domains, sites, sites-domains")
+]
+Columns = Annotated[
+    str, typer.Option("--columns", help="what the columns of a table are: path=FILE,label=SPECIES,site=WARD,...")
+]
+SHEET_COLUMNS, SHEET_ROWS = 12, 8  # of a contact sheet
+ENOUGH_DISK_GB = 2.0
+EXTRAS = {
+    "deploy": ("flwr", "federations across sites"),
+    "privacy": ("dp_accounting", "accounting for sampled records"),
+    "onnx": ("onnxruntime", "rescene export --to onnx"),
+    "tensorboard": ("tensorboard", "rescene run --log tensorboard"),
+    "wandb": ("wandb", "rescene run --log wandb"),
+    "mlflow": ("mlflow", "rescene run --log mlflow"),
+    "trackio": ("trackio", "rescene run --log trackio"),
+    "slurm": ("submitit", "rescene sweep --slurm"),
+    "search": ("optuna", "rescene sweep --search"),
+}
+BUFFERS = {
+    "temporal": "herd towards the mean of the recent rounds (the paper)",
+    "full-pool": "herd towards the mean of all rounds",
+    "earliest": "the first B surrogates of a class",
+    "latest": "the last B surrogates of a class",
+    "random": "B surrogates at random",
+    "keep-all": "everything: full accumulation",
+    "none": "nothing is kept of finished tasks",
+}
+data_app = typer.Typer(help="Look at, prepare and check image data.", no_args_is_help=True, rich_markup_mode=None)
+
+
+@verb
+def demo(
+    overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option("--out", help="folder for the runs (default: runs/demo)")] = None,
+    privacy: Annotated[
+        bool,
+        typer.Option(
+            "--privacy",
+            help="compare three uploads: near-copies (demo), drawn pictures without a guarantee (waves), "
+            "drawn pictures with one (waves-dp)",
+        ),
+    ] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Compare three methods on built-in images: minutes on a laptop, with a report."""
+    from rescene.cli.running import run_demo
+
+    interruptible(lambda: run_demo(list(overrides or []), out, quiet, privacy))
+
+
+@verb
+def list_things(
+    what: Annotated[str, typer.Argument(help="methods, recipes, datasets, models or buffers")],
+    as_json: AsJson = False,
+    plugin: Plugin = None,
+) -> None:
+    """List what you can choose: methods, recipes, datasets, models or buffers."""
+    load_plugins(plugin)
+    if what not in LISTS:
+        close = did_you_mean(what, LISTS)
+        raise ConfigError(
+            "E109", f"cannot list {what!r}" + (f"; did you mean {close}?" if close else ""), why=", ".join(LISTS)
+        )
+    print_rows(LISTS[what](), as_json)
+    if what == "recipes" and not as_json:
+        print("The paper's tables are recipes of many cells: rescene paper list")
+
+
+def _methods() -> list[Row]:
+    from rescene.methods import method_class, method_names
+
+    classes = [method_class(name) for name in method_names()]
+    return [
+        {
+            "name": c.name,
+            "title": c.title,
+            "paper": c.paper,
+            "leaves the site": c.leaves_site,
+            "client remembers": c.remembers,
+        }
+        for c in classes
+    ]
+
+
+def _recipes() -> list[Row]:
+    from rescene.config import recipe_names, recipe_text
+
+    return [{"name": n, "about": recipe_text(n).splitlines()[0].lstrip("# ")} for n in recipe_names()]
+
+
+def _datasets() -> list[Row]:
+    from rescene.data import available, own_datasets
+
+    own = [{"name": name, "found": "plug-in"} for name in own_datasets()]
+    return [*available(), *own]
+
+
+def _models() -> list[Row]:
+    from rescene.nets import NAMES, Arch, forward_flops, own_names, state_bytes
+
+    archs = [(name, Arch(name, 32)) for name in (*NAMES, *filter(_takes_small_pictures, own_names()))]
+    return [
+        {
+            "name": name,
+            "MB at 100 classes": round(state_bytes(arch.skeleton(100).state_dict()) / 1e6, 2),
+            "GFLOP per image at 32 px": round(forward_flops(arch, 100) / 1e9, 3),
+        }
+        for name, arch in archs
+    ]
+
+
+def _takes_small_pictures(name: str) -> bool:
+    """Whether a plug-in's network can be measured at 32 pixels; one that cannot is named in a warning."""
+    from rescene.nets import own_model
+
+    try:
+        own_model(name).taken_apart(32)
+    except ConfigError as error:
+        print(f"{name}: not measured at 32 px: {error.why}", file=sys.stderr)
+        return False
+    return True
+
+
+def _buffers() -> list[Row]:
+    return [{"name": name, "keeps": text} for name, text in BUFFERS.items()]
+
+
+LISTS: dict[str, Callable[[], list[Row]]] = {
+    "methods": _methods,
+    "recipes": _recipes,
+    "datasets": _datasets,
+    "models": _models,
+    "buffers": _buffers,
+}
+
+
+def columns_of(text: str) -> dict[str, str]:
+    """Role -> column, from ``label=species,site=ward``."""
+    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
+    for role, equals, name in pairs:
+        if not (role.strip() and equals and name.strip()):
+            why = f"{role!r} is not role=column"
+            raise ConfigError("E109", "cannot read --columns", why=why, fix="--columns path=file_name,label=species")
+    return {role.strip(): name.strip() for role, _, name in pairs}
+
+
+@data_app.command("list")
+@verb
+def data_list(as_json: AsJson = False) -> None:
+    """List the known data sets and where they were found."""
+    print_rows(_datasets(), as_json)
+
+
+@data_app.command("inspect")
+@verb
+def data_inspect(
+    path: Annotated[str, typer.Argument(help="folder, file, or name of a known data set")],
+    layout: Layout = "auto",
+    columns: Columns = "",
+    out: Annotated[
+        Path | None, typer.Option("--out", help="folder for the contact sheet (default: runs/inspect/NAME)")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what is in your images and what is odd, draw a contact sheet, and print the command that suits them."""
+    from rescene.cli.inspecting import inspect_data
+
+    inspect_data(path, layout, columns_of(columns), out, as_json)
+
+
+@data_app.command("prepare")
+@verb
+def data_prepare(
+    name: Annotated[str, typer.Argument(help="cifar10, cifar100, tinyimagenet, office31, folder, ...")],
+    source: Annotated[Path, typer.Option("--from", help="archive or folder to read")],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="folder for the prepared file (default: the user cache)")
+    ] = None,
+    layout: Layout = "auto",
+    columns: Columns = "",
+) -> None:
+    """Decode a data set once, so that later runs start at once."""
+    from rescene.data import prepare
+
+    print(prepare(name, source, out, layout=layout, columns=columns_of(columns)))
+
+
+@data_app.command("verify")
+@verb
+def data_verify(
+    name: Annotated[str, typer.Argument(help="name of a data set")],
+    path: Annotated[Path | None, typer.Option("--path", help="where it is, if not in the usual places")] = None,
+    layout: Layout = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Check counts, unreadable files and duplicates; exit code 5 if something is wrong."""
+    from rescene.data import verify
+
+    rows = verify(name, path, layout)
+    print_rows(rows, as_json)
+    if any(row.get("problem") for row in rows):
+        raise typer.Exit(5)
+
+
+@data_app.command("draw")
+@verb
+def data_draw(
+    what: Annotated[str, typer.Argument(help="leaves: the procedural pictures that the lens was made from")],
+    out: Annotated[Path, typer.Option("--out", help="folder for the contact sheet")],
+    seed: Annotated[int, typer.Option(help="seed of the pictures")] = 0,
+) -> None:
+    """Draw a contact sheet of procedural pictures."""
+    import torch
+    from PIL import Image
+
+    from rescene.lens.leaves import VERSION, draw_leaves
+
+    if what != "leaves":
+        raise ConfigError("E109", f"cannot draw {what!r}", fix="rescene data draw leaves --out DIR")
+    out.mkdir(parents=True, exist_ok=True)
+    pictures = draw_leaves(SHEET_COLUMNS * SHEET_ROWS, torch.Generator().manual_seed(seed))
+    side = pictures.shape[-1]
+    grid = pictures.reshape(SHEET_ROWS, SHEET_COLUMNS, 3, side, side).permute(0, 3, 1, 4, 2)
+    path = out / f"leaves-v{VERSION}-seed{seed}.png"
+    Image.fromarray(grid.reshape(SHEET_ROWS * side, SHEET_COLUMNS * side, 3).numpy()).save(path)
+    print(f"{path}: {len(pictures)} pictures of {side} x {side} pixels")
+
+
+@verb
+def doctor(
+    speed: Annotated[bool, typer.Option("--speed", help="measure how fast this machine runs the basic steps")] = False,
+    device: Annotated[str, typer.Option("--device", help="with --speed: auto, cpu, cuda or cuda:N")] = "auto",
+    out: Annotated[Path | None, typer.Option("--out", help="with --speed: write the figures as JSON")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check this machine: versions, device, data, disk, extras; exit code 5 if something needs fixing."""
+    if speed:
+        measure_speed(device, out, as_json)
+        return
+    rows = [_python(), _torch(), _device(), _disk(), _writable(), *_data(), *_extras()]
+    print_rows(rows, as_json)
+    print_verdict(rows, as_json)
+
+
+def print_verdict(rows: list[Row], as_json: bool) -> None:
+    """Say how many checks failed; exit code 5 if one did."""
+    problems = sum(bool(row["problem"]) for row in rows)
+    if not as_json:
+        print(f"\n{problems} of {len(rows)} checks need something done" if problems else "\nall is well")
+    if problems:
+        raise typer.Exit(5)
+
+
+def _row(check: str, found: str, problem: str = "", fix: str = "") -> Row:
+    return {"check": check, "found": found, "problem": problem, "fix": fix if problem else ""}
+
+
+def _python() -> Row:
+    old = "older than 3.11" if sys.version_info < (3, 11) else ""
+    return _row("python", platform.python_version(), old, "install Python 3.11 or newer")
+
+
+def _torch() -> Row:
+    import torch
+
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    return _row("torch", torch.__version__, "older than 2.11" if version < (2, 11) else "", "pip install 'torch>=2.11'")
+
+
+def _device() -> Row:
+    import torch
+
+    if torch.cuda.is_available():
+        return _row("device", f"{torch.cuda.get_device_name()} ({torch.cuda.device_count()} GPU)")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return _row("device", f"CPU only, {cores} cores: enough for the demo and small nets; the paper's runs need a GPU")
+
+
+def _disk() -> Row:
+    free = shutil.disk_usage(Path.cwd()).free / 1e9
+    low = "little room for checkpoints" if free < ENOUGH_DISK_GB else ""
+    return _row("disk", f"{free:.1f} GB free here", low, "use --out on another disk")
+
+
+def _writable() -> Row:
+    root = Path(os.environ.get("RESCENE_RUNS", "runs"))
+    parent = root if root.exists() else Path.cwd()
+    try:
+        with tempfile.TemporaryFile(dir=parent):
+            return _row("run folder", str(root))
+    except OSError as error:
+        return _row("run folder", str(root), f"not writable: {error.strerror}", "set RESCENE_RUNS to a folder you own")
+
+
+def _data() -> list[Row]:
+    return [
+        _row(f"data {row['name']}", str(row.get("found") or "not on this machine (optional)")) for row in _datasets()
+    ]
+
+
+def _extras() -> list[Row]:
+    """Optional packages. A missing one is no problem."""
+    return [
+        _row(f"extra {name}", f"{'installed' if find_spec(module) else 'not installed (optional)'}: {use}")
+        for name, (module, use) in EXTRAS.items()
+    ]
+
+
+def measure_speed(device_name: str, out: Path | None, as_json: bool) -> None:
+    """Print a line per measurement while it goes, then a table or JSON."""
+    from rescene.bench import measure, report
+    from rescene.engine import pick_device, use_all_cores
+
+    use_all_cores()
+    device = pick_device(device_name)
+    figures: list[SpeedFigure] = []
+    for figure in measure(device):
+        figures.append(figure)
+        print(f"{figure.name}: {_value(figure)}", file=sys.stderr)
+    found = report(device, figures)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if as_json:
+        print(json.dumps(found))
+        return
+    print(f"{found['device']}, torch {found['torch']}, {found['threads']} threads")
+    on_h200 = "H200" in found["device"]
+    print_rows(
+        [
+            {
+                "figure": f.name,
+                "value": _value(f),
+                **({"goal on an H200": f.goal} if on_h200 else {}),
+                "of matrix rate": "" if f.share is None else f"{f.share:.0%}",
+            }
+            for f in figures
+        ]
+    )
+
+
+def _value(figure: SpeedFigure) -> str:
+    number = f"{figure.value:,.0f}" if figure.value >= 1000 else f"{figure.value:.3g}"
+    return f"{number} {figure.unit}".strip()

@@ -1,0 +1,31 @@
+"""Methods, networks, data sets and observers of one's own, loaded from a file (``--plugin my_method.py``)."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+from rescene.core.errors import ConfigError
+
+
+def load_plugin(path: Path) -> None:
+    """Import a file that registers methods, networks, data sets or observers."""
+    if not path.is_file():
+        raise ConfigError("E113", f"there is no plug-in {path}", fix="rescene method new NAME writes one")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError("E113", f"{path} is not a Python file")
+    if path.stem in sys.modules:
+        return
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # records are saved by module name, so a resumed run must find it there
+    try:
+        spec.loader.exec_module(module)
+    except ConfigError:
+        raise
+    except Exception as error:
+        del sys.modules[path.stem]
+        raise ConfigError(
+            "E113", f"the plug-in {path} fails: {type(error).__name__}: {error}", fix="--debug shows where"
+        ) from error

@@ -1,0 +1,37 @@
+"""Recipes as flat dictionaries with dotted keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Flat = dict[str, Any]
+_NOT_THE_EXPERIMENT = {"seed", "device", "threads", "out", "tag"}
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Flat:
+    """A nested recipe as dotted keys. Lists and empty sections are values.
+
+    >>> flatten({"seed": 3, "federation": {"beta": 0.1}, "privacy": {}})
+    {'seed': 3, 'federation.beta': 0.1, 'privacy': {}}
+    """
+    flat: Flat = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def experiment_keys(tree: Mapping[str, Any]) -> Flat:
+    """The dotted keys that say which experiment it is: without seeds and without where it runs.
+
+    >>> experiment_keys({"seed": 3, "tasks": {"order_seed": 1}, "federation": {"beta": 0.1}, "device": "cpu"})
+    {'federation.beta': 0.1}
+    """
+    return {key: value for key, value in flatten(tree).items() if not _is_place_or_seed(key)}
+
+
+def _is_place_or_seed(key: str) -> bool:
+    return any(part in _NOT_THE_EXPERIMENT or part.endswith("_seed") for part in key.split("."))

@@ -1,0 +1,491 @@
+"""The files of a run folder as typed records: results.json, timing.json, env.json, metrics.jsonl and their neighbours.
+
+``read_results`` is the one reader of results.json and ``rounded`` the one writer's form. Accuracies are in percent, sizes in
+bytes, times in seconds, ``near_copies`` is a share from 0 to 1. None says that a figure was not measured.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rescene.core.errors import DataError
+from rescene.core.json_files import Row, noted, record_of
+from rescene.core.run_state import read_object
+from rescene.core.versions import RESULTS, as_it_was, refuse_newer
+
+Numbers = tuple[float | None, ...]
+
+
+@dataclass(frozen=True)
+class TaskFacts:
+    """One task: its classes, its domain where tasks are domains, and its images."""
+
+    index: int | None = None
+    classes: tuple[str, ...] = ()
+    domain: str = ""
+    train_size: int | None = None
+    test_size: int | None = None
+
+
+@dataclass(frozen=True)
+class CostFigures:
+    """What was sent, kept and computed. ``per_message``: per site and round; the other figures are of the whole run."""
+
+    uplink_bytes: float | None = None
+    downlink_bytes: float | None = None
+    uplink_bytes_per_message: float | None = None
+    downlink_bytes_per_message: float | None = None
+    client_state_bytes: float | None = None
+    server_state_bytes: float | None = None
+    client_flops: float | None = None
+    server_flops: float | None = None
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Figures as counted, and as the paper's formulas give them."""
+
+    measured: CostFigures = CostFigures()
+    nominal: CostFigures = CostFigures()
+
+
+@dataclass(frozen=True)
+class Leakage:
+    """Uploaded images against real ones, of the whole run or (in ``per_task``) of one task."""
+
+    num_images: int | None = None
+    near_copies: float | None = None
+    exact_copies: int | None = None
+    nearest_rms_median: float | None = None
+    nearest_rms_min: float | None = None
+    nearest_psnr_median_db: float | None = None
+    start_rms_median: float | None = None
+    unmoved: int | None = None
+    traced: float | None = None
+    traced_by_chance: float | None = None
+    statement: str = ""
+    task: int | None = None
+    per_task: tuple[Leakage, ...] = ()
+
+
+@dataclass(frozen=True)
+class Privacy:
+    """What is guaranteed over the whole run. ``images``: whether the compared images were uploaded or drawn by the server."""
+
+    private: bool = False
+    statement: str = ""
+    leaves_site: str = ""
+    images: str = "uploaded"
+    mechanism: str = ""
+    noise_multiplier: float | None = None
+    clip: float | None = None
+    delta: float | None = None
+    sampling_rate: float | None = None
+    epsilon: float | None = None
+    epsilon_per_round: float | None = None
+    epsilon_replaced: float | None = None
+
+
+@dataclass(frozen=True)
+class ClassTheory:
+    """The theory of one class's buffer, measured; symbols in docs/theory.md. ``rounds`` holds columns, one entry per round."""
+
+    task: int
+    class_name: str = field(metadata={"key": "class"})
+    num_pool: int
+    num_window: int
+    num_kept: int
+    target_distance: float
+    target_bound: float
+    target_random: float
+    full_pool_distance: float
+    full_pool_bound: float
+    removed_bias: float
+    sigma: float
+    coherence: float
+    theorem_needs: float
+    corollary_needs: float
+    largest_margin: float
+    kept_to_real: float
+    herded_to_real: float
+    pool_to_real: float
+    full_pool_to_real: float
+    coverage_fails_at: int | None = None
+    full_pool_coverage_fails_at: int | None = None
+    rounds: dict[str, tuple[Any | None, ...]] = field(default_factory=dict)
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class Theory:
+    """The theory of every class of a run whose server keeps buffers."""
+
+    classes: tuple[ClassTheory, ...] = ()
+
+
+@dataclass(frozen=True)
+class StreamClass:
+    """When a class was at the sites and when its buffer closed, in rounds of the stream from 1."""
+
+    arrives: int
+    leaves: int
+    class_name: str = field(default="?", metadata={"key": "class"})
+    task: int | None = None
+    closed: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A stream without announced tasks."""
+
+    classes: tuple[StreamClass, ...] = ()
+    rounds_per_task: int = 1
+    num_rounds: int = 1
+    drift: int = 0
+
+
+@dataclass(frozen=True)
+class Forgotten:
+    """A site that withdrew: what was removed, and accuracies before and after."""
+
+    client: int | None = None
+    name: str = ""
+    exact: bool = False
+    summed_again: bool = False
+    num_images: int | None = None
+    num_images_left: int | None = None
+    bytes: float | None = None
+    epochs: int | None = None
+    classes_lost: tuple[str, ...] = ()
+    accuracy_before: float | None = None
+    accuracy_after: float | None = None
+    own_images_before: float | None = None
+    own_images_after: float | None = None
+    per_task_before: Numbers = ()
+    per_task_after: Numbers = ()
+    removed: tuple[dict[str, Any], ...] = ()
+    remains: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A part of a run that went on with other code or on another machine."""
+
+    changed: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Grown:
+    """Tasks that were added to a finished run: after which one (from 0), and how many there were then."""
+
+    after_task: int = 0
+    num_tasks: int = 0
+
+
+@dataclass(frozen=True)
+class Quarantined:
+    """An upload that the screen put apart."""
+
+    client: int | None = None
+
+
+@dataclass(frozen=True)
+class ScreenRecord:
+    """What the screen judged, and what it put apart."""
+
+    judged: dict[str, int] = field(default_factory=dict)
+    quarantined: tuple[Quarantined, ...] = ()
+
+
+@dataclass(frozen=True)
+class SiteAccuracy:
+    """A natural site: its images, and percent of its test images that the run's one model names rightly."""
+
+    name: str = "?"
+    train_size: int | None = None
+    test_size: int | None = None
+    accuracy: float | None = None
+
+
+@dataclass(frozen=True)
+class SiteHead:
+    """A site in site_heads.json: accuracy on its own test images with the shared head, and with a head tuned at the site."""
+
+    name: str = field(default="?", metadata={"key": "site"})
+    shared: float | None = field(default=None, metadata={"key": "shared head"})
+    tuned: float | None = field(default=None, metadata={"key": "tuned head"})
+
+
+@dataclass(frozen=True)
+class SiteHeads:
+    """site_heads.json, which ``rescene sites RUN --tune`` writes."""
+
+    sites: tuple[SiteHead, ...] = ()
+
+
+@dataclass(frozen=True)
+class Results:
+    """results.json of a finished run. Accuracy [stage][task] is None above the diagonal; all empty for an unfinished run."""
+
+    method: str = ""
+    seed: int | None = None
+    aa: float | None = None
+    aia: float | None = None
+    forgetting: float | None = None
+    bwt: float | None = None
+    old: float | None = None
+    recent: float | None = None
+    worst_task: float | None = None
+    worst_site: float | None = None
+    sites: tuple[SiteAccuracy, ...] = ()
+    balanced_accuracy: float | None = None
+    within_task: Numbers = ()
+    incremental_accuracy: Numbers = ()
+    accuracy_matrix: tuple[Numbers, ...] = ()
+    confusion: tuple[Numbers, ...] = ()
+    tasks: tuple[TaskFacts, ...] = ()
+    cost: Cost = Cost()
+    leakage: Leakage | None = None
+    theory: Theory = Theory()
+    privacy: Privacy = Privacy()
+    stream: Stream | None = None
+    forgotten: tuple[Forgotten, ...] = ()
+    elsewhere: tuple[Moved, ...] = ()
+    continued: tuple[Grown, ...] = ()
+    simulated: tuple[str, ...] = ()
+    attack_success: float | None = None
+    screen: ScreenRecord | None = None
+    evaluated: str = ""
+    not_measured: dict[str, str] = field(default_factory=dict)
+    style: dict[str, Any] = field(default_factory=dict)  # a MethodStyle; older runs have none
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """timing.json: seconds, in all and by phase."""
+
+    total_s: float | None = None
+    phases: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Status:
+    """status.json: how far a run is. ``round`` is -1 between rounds."""
+
+    method: str = ""
+    task: int = 0
+    round: int = -1
+    num_tasks: int | None = None
+    num_rounds: int | None = None
+    phase: str = ""
+    aa: float | None = None
+    done: int = 0
+    steps: int | None = None
+
+
+@dataclass(frozen=True)
+class Origin:
+    """origin.json: the recipe's name, and the style of the method from the start of the run on."""
+
+    recipe: str = ""
+    style: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """A round in metrics.jsonl. ``sites``: bytes up and down of each client."""
+
+    task: int
+    round: int
+    participants: tuple[int, ...] = ()
+    accuracy: float | None = None
+    uplink_bytes: float | None = None
+    downlink_bytes: float | None = None
+    notes: dict[str, Any] = field(default_factory=dict)
+    sites: dict[str, tuple[float, ...]] = field(default_factory=dict)
+
+    @property
+    def matching_loss(self) -> float | None:
+        """What condensation has left of the difference between surrogates and real images."""
+        found = self.notes.get("matching_loss")
+        return float(found) if isinstance(found, (int, float)) and math.isfinite(found) else None
+
+
+@dataclass(frozen=True)
+class TaskRecord:
+    """The end of a task in metrics.jsonl: accuracy on each task so far, and on everything."""
+
+    task: int
+    accuracy: Numbers = ()
+    aa: float | None = None
+
+
+@dataclass(frozen=True)
+class EventRecord:
+    """A line of events.jsonl."""
+
+    level: str = ""
+    code: str = ""
+    message: str = ""
+    task: int | None = None
+    round: int | None = None
+    client: int | None = None
+
+
+@dataclass(frozen=True)
+class PartitionTask:
+    """Training images [site][class] of one task; ``classes`` are numbers."""
+
+    task: int = 0
+    classes: tuple[int, ...] = ()
+    counts: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class Partition:
+    """partition.json: who holds what."""
+
+    num_clients: int | None = None
+    classes: tuple[str, ...] = ()
+    tasks: tuple[PartitionTask, ...] = ()
+    sites: tuple[str, ...] = ()  # names, where sites are the data's own
+
+
+@dataclass(frozen=True)
+class PairRecord:
+    """An upload and the real image nearest to it, in surrogates.json. A PSNR of an exact copy is infinite, thus None."""
+
+    class_name: str = field(default="?", metadata={"key": "class"})
+    task: int | None = None
+    round: int | None = None
+    label: int | None = None
+    rms: float | None = None
+    psnr: float | None = None
+
+
+@dataclass(frozen=True)
+class MeanRecord:
+    """The mean of a class's uploads against that of its real images, in surrogates.json."""
+
+    class_name: str = field(default="?", metadata={"key": "class"})
+    task: int | None = None
+    num_uploads: int | None = None
+    num_real: int | None = None
+    rms: float | None = None
+
+
+@dataclass(frozen=True)
+class AttackRecord:
+    """One attack of an audit: its guesses, and the epsilon that they prove at least."""
+
+    attack: str = "?"
+    num_right: int | None = None
+    num_guesses: int | None = None
+    epsilon: float | None = None
+
+
+@dataclass(frozen=True)
+class Audit:
+    """audit.json: what attacks on the run showed."""
+
+    verdict: str = "?"
+    promised: float | None = None
+    canaries: tuple[AttackRecord, ...] = ()
+    words: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class WithoutSite:
+    """Accuracy of the run that never saw a site that withdrew."""
+
+    never: float | None = None
+
+
+@dataclass(frozen=True)
+class TasksWithoutSite:
+    """The same, task by task."""
+
+    never: Numbers = ()
+
+
+@dataclass(frozen=True)
+class WithdrawalCheck:
+    """withdrawal.json: a comparison with the run that never saw the site."""
+
+    client: int | None = None
+    aa: WithoutSite = WithoutSite()
+    own_images: WithoutSite = WithoutSite()
+    per_task: TasksWithoutSite = TasksWithoutSite()
+
+
+@dataclass(frozen=True)
+class SiteRecord:
+    """A site as the server of a federation sees it; times are ISO texts."""
+
+    client: int = 0
+    name: str = "?"
+    state: str = "unknown"
+    last_answer: str = ""
+    waiting_since: str = ""
+
+
+@dataclass(frozen=True)
+class FederationRecord:
+    """sites.json of a run across sites."""
+
+    federation: str = ""
+    updated: str = ""
+    sites: tuple[SiteRecord, ...] = ()
+
+
+def read_results(path: Path, problems: list[str]) -> Results:
+    """results.json, converted once; parts that are damaged are noted. DataError E213 if the file cannot be read at all.
+
+    Records of earlier versions are upgraded here: keys that came later have their defaults, and the recipe gets the choices
+    that did not exist yet. A file of a later version is refused (E414).
+    """
+    try:
+        row = read_object(path)
+    except (OSError, ValueError) as error:
+        fix = "leave this folder out, or run the experiment again"
+        what = f"'{path.parent}' holds a damaged results.json"
+        raise DataError("E213", what, where=str(path), why=str(error), fix=fix) from None
+    refuse_newer(row.get("schema"), RESULTS, path)
+    return results_of_row(row, problems)
+
+
+def results_of_row(row: Row, problems: list[str]) -> Results:
+    """What results.json holds, as a record."""
+    damaged: list[str] = []
+    config = row.get("config")
+    found = record_of(Results, _upgraded(row, config) if isinstance(config, dict) else row, damaged)
+    problems += noted("results.json", damaged)
+    return found
+
+
+def _upgraded(row: Row, config: Row) -> Row:
+    """With the recipe as it was. Where the method has another name today, that name, and no style of the former one."""
+    told = as_it_was(config)
+    before, now = (
+        each["method"].get("name") if isinstance(each.get("method"), dict) else None for each in (config, told)
+    )
+    return row | {"config": told} | ({"method": now, "style": {}} if now != before else {})
+
+
+def rounded(value: Any) -> Any:
+    """A record as it is written: ten decimals, and null for NaN. The same bits give the same text.
+
+    >>> rounded({"aa": 33.333333333333336, "bwt": float("nan"), "rows": (1, 2)})
+    {'aa': 33.3333333333, 'bwt': None, 'rows': [1, 2]}
+    """
+    if isinstance(value, dict):
+        return {key: rounded(own) for key, own in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [rounded(own) for own in value]
+    if isinstance(value, float):
+        return round(value, 10) if math.isfinite(value) else None
+    return value

@@ -1,0 +1,266 @@
+"""Look at a data set before a long run: what is in it, what is odd about it, what to do."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import statistics
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from rescene.core.errors import DataError, ResceneWarning
+from rescene.data.images import Dataset, Images
+from rescene.data.loading import load
+from rescene.data.sources.decode import header_sizes
+from rescene.data.sources.image_folder import survey
+
+_TINY_CLASS = 10  # images; below it condensation and a hold-out have little to work with
+_NEAR = 0.999  # correlation of two thumbnails above which pictures are nearly the same
+_THUMBNAIL = 16
+_MANY, _FEW = (
+    150,
+    50,
+)  # images of a class: enough for recipe own with its lens; enough for a smaller lens (docs/own-images.md)
+Row = dict[str, Any]
+
+
+def inspect(dataset: Dataset, told: Sequence[ResceneWarning] = ()) -> Row:
+    """What a data set holds, in plain values: counts per class and split, size, notes, proposed tasks, warnings.
+
+    ``told``: what loading warned of.
+    """
+    train, test = (_counts(images, len(dataset.classes)) for images in (dataset.train, dataset.test))
+    return {
+        "name": dataset.name,
+        "num_train": len(dataset.train),
+        "num_test": len(dataset.test),
+        "image_size": dataset.image_size,
+        "classes": [
+            {"name": name, "train": n, "test": m} for name, n, m in zip(dataset.classes, train, test, strict=True)
+        ],
+        "domains": [
+            {"name": name, "train": _in_domain(dataset.train, d), "test": _in_domain(dataset.test, d)}
+            for d, name in enumerate(dataset.domains)
+        ],
+        "sites": [
+            {"name": name, "train": _at_site(dataset.train, k), "test": _at_site(dataset.test, k)}
+            for k, name in enumerate(dataset.sites)
+        ],
+        "mean": list(dataset.transform.mean),
+        "std": list(dataset.transform.std),
+        "split": dataset.split,
+        "notes": list(dataset.notes),
+        "proposed_tasks": propose_tasks(dataset),
+        "proposed_settings": propose_settings(dataset),
+        "noise": noise_words(dataset),
+        "warnings": [
+            *(warning.what for warning in told),
+            *(row["problem"] for row in content_rows(dataset) if row["problem"]),
+            *_nearly(dataset),
+            *(["all images come from one site"] if len(dataset.sites) == 1 else []),
+        ],
+        "fingerprint": dataset.fingerprint(),
+    }
+
+
+def verify(name: str, path: str | os.PathLike[str] | None = None, layout: str = "auto") -> list[Row]:
+    """Load a data set and check it: rows of check, problem (empty when all is well) and fix.
+
+    Damaged images are all found, not only the first; a set that cannot be loaded at all gives one row that says why.
+    """
+    try:
+        dataset, told = load_readable(name, path, layout)
+    except DataError as problem:
+        why = f"{problem.what}: {problem.why}" if problem.why else problem.what
+        return [_row(f"complete [{problem.code}]", why, problem.fix or "")]
+    found = f"{len(dataset.train):,} training and {len(dataset.test):,} test images of {len(dataset.classes)} classes"
+    return [
+        _row(f"complete ({found})"),
+        _row("images readable", _said(told, "W203"), "copy them again"),
+        *(
+            _row("nothing odd about the files", warning.what, warning.fix or "")
+            for warning in told
+            if warning.code != "W203"
+        ),
+        *content_rows(dataset),
+    ]
+
+
+def load_readable(
+    name: str = "auto",
+    path: str | os.PathLike[str] | None = None,
+    layout: str = "auto",
+    outside: str = "warn",
+    columns: Mapping[str, str] | None = None,
+) -> tuple[Dataset, list[ResceneWarning]]:
+    """A data set without the images that cannot be read (W203), and everything that loading warned of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ResceneWarning)
+        dataset = load(name, path, skip_unreadable=True, layout=layout, outside=outside, columns=columns)
+    return dataset, [w.message for w in caught if isinstance(w.message, ResceneWarning)]
+
+
+def propose_tasks(dataset: Dataset) -> Row:
+    """A task plan to start from, as arguments of ``plan_tasks``: one task per domain if there are several, else 5 tasks (10
+    for 50 classes or more, as in the paper), with at least two classes each where there are enough."""
+    if len(dataset.domains) > 1:
+        return {"scenario": "domain"}
+    num_classes = len(dataset.classes)
+    return {"scenario": "class", "count": min(5 if num_classes < 50 else 10, max(1, num_classes // 2))}
+
+
+def propose_settings(dataset: Dataset, exact: bool = False) -> list[str]:
+    """The proposed tasks and the data's sites as overrides of the recipe own.
+
+    ``exact``: without noise. With noise and few images, also a lens that gives fewer numbers to noise.
+    """
+    tasks = propose_tasks(dataset)
+    plan = ["tasks.scenario=domain"] if tasks["scenario"] == "domain" else [f"tasks.count={tasks['count']}"]
+    plan += ["federation.partition=sites"] if len(dataset.sites) > 1 else []
+    if exact:
+        return [*plan, "privacy.mechanism=none", "method.num_features=null"]  # cutting features serves the noise
+    return plan + (["model.lens=waves"] if _typical(dataset) < _MANY else [])
+
+
+def why_not(dataset: Dataset) -> str:
+    """Why no run makes sense on these images; empty if one does."""
+    if len(dataset.classes) < 2:
+        return f"there is one class only ({dataset.classes[0]}): a classifier needs at least two to tell apart"
+    return ""
+
+
+def found_files(path: Path) -> Row:
+    """Pictures in a folder by kind and what is not read by reason, counted, with examples; sizes of the pictures."""
+    place, left = survey(path)
+    pictures = place.everything()
+    kinds = Counter(picture.suffix.lower() for picture in pictures)
+    sides = sorted(header_sizes(pictures), key=lambda size: size[0] * size[1])
+    picked = {"smallest": 0, "median": len(sides) // 2, "largest": -1} if sides else {}
+    return {
+        "found": dict(kinds.most_common()),
+        "not_read": [
+            {"what": reason, "count": len(files), "examples": [str(file.relative_to(path)) for file in files[:3]]}
+            for reason, files in left.items()
+            if files
+        ],
+        "sizes": {name: "{}x{}".format(*sides[i]) for name, i in picked.items()},
+    }
+
+
+def noise_words(dataset: Dataset) -> str:
+    """What the noise of recipe own (epsilon 8, three sites) leaves of so many images; measured on fashion-mini."""
+    held = _typical(dataset)
+    if held >= _MANY:
+        return f"a typical class has {held} images: enough for epsilon 8"
+    if held >= _FEW:
+        return (
+            f"a typical class has {held} images, which is few for epsilon 8: expect to lose a quarter of the accuracy. "
+            f"The smaller lens waves is proposed; leaves needs {_MANY} images of a class"
+        )
+    return (
+        f"a typical class has {held} images, which is too few: noise at epsilon 8 drowns most of what they tell. "
+        f"{_FEW} of a class are the least, {_MANY} are enough"
+    )
+
+
+def _typical(dataset: Dataset) -> int:
+    return int(statistics.median(_counts(dataset.train, len(dataset.classes))))
+
+
+def content_rows(dataset: Dataset) -> list[Row]:
+    """Tiny and untested classes, repeated images: rows of check, problem and fix."""
+    train, test = (_counts(images, len(dataset.classes)) for images in (dataset.train, dataset.test))
+    small = [f"{name} ({n})" for name, n in zip(dataset.classes, train, strict=True) if n < _TINY_CLASS]
+    untested = [name for name, n in zip(dataset.classes, test, strict=True) if n == 0]
+    digests = [hashes(images) for images in (dataset.train, dataset.test)]
+    repeats = [len(values) - len(set(values)) for values in digests]
+    trained = set(digests[0])
+    leaked = sum(value in trained for value in digests[1])
+    return [
+        _row(
+            f"at least {_TINY_CLASS} training images per class",
+            _few(small, "tiny classes"),
+            "add images or merge classes",
+        ),
+        _row("test images of every class", _few(untested, "classes without test image"), "add test images"),
+        _row("no repeated training image", _count(repeats[0], "repeat another training image"), "remove the copies"),
+        _row("no repeated test image", _count(repeats[1], "repeat another test image"), "remove the copies"),
+        _row("no test image in training", _count(leaked, "of the test split are also training images"), "remove them"),
+    ]
+
+
+def _nearly(dataset: Dataset) -> list[str]:
+    """A warning, if test images are nearly training images. It is no failed check: pictures of a series may be meant."""
+    trained = set(hashes(dataset.train))
+    near = near_copies(dataset) - sum(value in trained for value in hashes(dataset.test))
+    return [_count(near, "of the test split are nearly the same as a training image")] if near > 0 else []
+
+
+def near_copies(dataset: Dataset) -> int:
+    """Test images whose thumbnail is that of a training image but for brightness and contrast; exact copies among them."""
+    train, test = (_thumbnails(images.pixels) for images in (dataset.train, dataset.test))
+    if not len(train):
+        return 0
+    return sum(int(((part @ train.T).amax(dim=1) > _NEAR).sum()) for part in test.split(1024))
+
+
+def _thumbnails(pixels: torch.Tensor) -> torch.Tensor:
+    """Grey 16 x 16 pictures as vectors of length 1 with mean 0, [n, 256]; of a flat picture all 0, which is like no other."""
+    parts = [
+        F.adaptive_avg_pool2d(part.float().mean(dim=1, keepdim=True), _THUMBNAIL).flatten(1)
+        for part in pixels.cpu().split(4096)
+    ]
+    grey = torch.cat(parts) if parts else torch.zeros(0, _THUMBNAIL**2)
+    grey = grey - grey.mean(dim=1, keepdim=True)
+    length = grey.norm(dim=1, keepdim=True)
+    return torch.where(length > _THUMBNAIL, grey / length.clamp_min(1e-6), 0.0)
+
+
+def warn_of_leaks(dataset: Dataset) -> None:
+    """Say that test images are training images, pixel by pixel (W217): they flatter the accuracy."""
+    trained = {hash(row.tobytes()) for row in dataset.train.pixels.cpu().flatten(1).numpy()}
+    leaked = sum(hash(row.tobytes()) in trained for row in dataset.test.pixels.cpu().flatten(1).numpy())
+    if leaked:
+        what = f"{leaked:,} of {len(dataset.test):,} test images are also training images, which flatters the accuracy"
+        warnings.warn(ResceneWarning("W217", what, fix="remove them; rescene data inspect counts them"), stacklevel=2)
+
+
+def _said(told: Sequence[ResceneWarning], code: str) -> str:
+    return "; ".join(warning.what for warning in told if warning.code == code)
+
+
+def _row(check: str, problem: str = "", fix: str = "") -> Row:
+    return {"check": check, "problem": problem, "fix": fix if problem else ""}
+
+
+def _few(names: list[str], what: str) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"{len(names)} {what}: {', '.join(names[:5])}{more}" if names else ""
+
+
+def _count(count: int, what: str) -> str:
+    return f"{count:,} images {what}" if count else ""
+
+
+def _counts(images: Images, num_classes: int) -> list[int]:
+    return [int(n) for n in torch.bincount(images.labels, minlength=num_classes)]
+
+
+def _in_domain(images: Images, domain: int) -> int:
+    return 0 if images.domains is None else int((images.domains == domain).sum())
+
+
+def _at_site(images: Images, site: int) -> int:
+    return 0 if images.sites is None else int((images.sites == site).sum())
+
+
+def hashes(images: Images) -> list[bytes]:
+    """One digest per picture, by its pixels."""
+    rows = images.pixels.cpu().flatten(1).contiguous().numpy()
+    return [hashlib.blake2b(row.data, digest_size=16).digest() for row in rows]

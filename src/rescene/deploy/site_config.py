@@ -1,0 +1,158 @@
+"""site.yaml: who a site is, which images it holds, and what it allows. The server can change none of it.
+
+holds: share   all sites have the same data set, and this one works on its part of the recipe's split (rehearsals)
+holds: own     the folder of images is this site's own; classes, size and normalisation are the federation's plan
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from rescene.config import Recipe
+from rescene.config.schema import DataSection
+from rescene.core.errors import DataError, RunError
+from rescene.data import Dataset
+from rescene.data.site_images import adopt, check_labels
+from rescene.engine import Experiment, prepare
+from rescene.engine.experiment import load_data, look_of
+from rescene.lens import BUILT_IN, FeatureCache, open_lens
+from rescene.privacy.ledger import Declined, End, Floor, Ledger
+
+OWN = "own images"  # in the place of the fingerprint that sites with a common data set must share
+
+
+class _SiteSection(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class SiteData(DataSection):
+    """What leaves a site is made of its images. Whoever packed a folder or wrote a CSV must not choose others than its own."""
+
+    outside: Literal["warn", "refuse"] = Field(
+        "refuse", description="images that a link or a CSV names outside of the folder"
+    )
+
+
+class SiteSection(_SiteSection):
+    """site.yaml."""
+
+    client: int = Field(ge=0, description="the site's number in the federation")
+    server: str = Field("", description="host:port of the server")
+    data: SiteData = Field(SiteData(), description="where the images lie; never taken from the server")
+    holds: Literal["share", "own"] = Field("share", description="share: a part of the recipe's split; own: all of data")
+    labels: dict[str, str | None] = Field(
+        default_factory=dict, description="own: local class name -> the federation's; null leaves the class out"
+    )
+    hold_out: float = Field(0.2, ge=0, lt=1, description="own: share of the images kept for evaluation at the site")
+    lens: str | None = Field(
+        None, description="the lens file that the operator gave out, for a run that does not look through one of ours"
+    )
+    privacy: Floor | None = Field(None, description="limits that the server cannot lower")
+    device: str = "auto"
+
+    @field_validator("labels", mode="before")
+    @classmethod
+    def _names_are_text(cls, value: Any) -> Any:
+        """YAML reads a folder called 0 as a number."""
+        return {str(k): None if v is None else str(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+    @model_validator(mode="after")
+    def _own_needs_a_folder(self) -> SiteSection:
+        if self.holds == "own" and self.data.path is None:
+            raise ValueError("holds: own needs data: {path: FOLDER}, one folder of images per class")
+        if self.holds == "share" and self.labels:
+            raise ValueError("labels has no meaning with holds: share; holds: own")
+        return self
+
+
+def experiment_of(
+    section: SiteSection, recipe: Recipe, kept: FeatureCache | None = None, hidden: bool = False
+) -> Experiment:
+    """The run as this site sees it, with the images it holds. ``kept``: the site's own place for what a lens saw of them.
+    ``hidden``: a site without an image of the plan takes part as well, because staying away would say that it has none.
+    """
+    if section.holds == "share":
+        if recipe.sites is not None:
+            raise RunError("E356", "the federation has a plan, but this site has no images of its own (holds: own)")
+        return prepare(recipe, kept=kept)
+    plan = recipe.sites
+    if plan is None:
+        raise RunError("E356", "this site has its own images, but the run has no plan (rescene deploy add-classes)")
+    found = local_images(section, plan.image_size)
+    look = look_of(plan)
+    own = adopt(found, plan.classes, section.labels, look, section.hold_out, may_be_empty=hidden)
+    return prepare(recipe, own, kept)
+
+
+def lens_of(section: SiteSection, name: str | None) -> str | None:
+    """The lens to look through at this site. A file is the site's own: the server cannot make it open another."""
+    return name if name is None or name in BUILT_IN else section.lens
+
+
+def hash_of(name: str | None) -> str:
+    """SHA-256 of a lens; an empty text where there is none."""
+    return open_lens(name).sha256 if name else ""
+
+
+def check_lens(name: str | None, wanted: str) -> None:
+    """This site's lens must be the one that the run looks through: sums seen through two lenses do not add up."""
+    if hash_of(name) != wanted:
+        raise DataError("E221", other_lens(hash_of(name), wanted))
+
+
+def other_lens(here: str, wanted: str) -> str:
+    """
+    >>> other_lens("", "0123456789abcdef0123")
+    "the run looks through lens 0123456789abcdef, this site through no lens; `lens: FILE` in site.yaml must be the operator's file"
+    """
+    run, site = (f"lens {value[:16]}" if value else "no lens" for value in (wanted, here))
+    return (
+        f"the run looks through {run}, this site through {site}; `lens: FILE` in site.yaml must be the operator's file"
+    )
+
+
+def local_images(section: SiteSection, image_size: int | None = None) -> Dataset:
+    """What lies in the site's own folder, with its own names."""
+    data = section.data
+    if data.path is None or not Path(data.path).expanduser().exists():
+        raise DataError(
+            "E211",
+            "the site's folder of images is not there",
+            where=str(data.path),
+            fix="data: {path: FOLDER} in site.yaml, one folder of images per class",
+        )
+    size = image_size or data.image_size
+    found = load_data(data.model_copy(update={"image_size": size}))
+    check_labels(found.classes, section.labels, str(data.path))
+    return found
+
+
+def check_floor(floor: Floor | None, recipe: Recipe) -> None:
+    """What the site's floor refuses before an image is opened; the ledger sees to the rest."""
+    if floor is None:
+        return
+    promise = recipe.promise(1)  # nothing here depends on the number of tasks
+    if promise is None:
+        raise Declined("E413", "site declines: it has a privacy floor, and the run has no mechanism")
+    if promise.test_mode:
+        raise Declined("E413", "site declines: the noise would come from the run's seed, which the server knows")
+
+
+def first_floor(recipe: Recipe, num_tasks: int) -> Floor | None:
+    """The limits that a site takes from its first run, where nobody has set any; None if the run promises nothing."""
+    promise = recipe.promise(num_tasks)
+    epsilon = None if promise is None else promise.epsilon()
+    if promise is None or epsilon is None or not math.isfinite(epsilon):
+        return None
+    return Floor(epsilon_max=math.ceil(1e6 * epsilon + 1) / 1e6, delta_max=promise.delta)
+
+
+def ledger_of(section: SiteSection, folder: Path, least: End | None = None) -> Ledger:
+    """The ledger of the site in this folder, with the floor of its site.yaml. The mark lies outside state/, which people put
+    back from backups; ``least`` is what the server remembers.
+    """
+    return Ledger(folder / "state" / "ledger.jsonl", section.privacy, folder / "ledger-mark.json", least)

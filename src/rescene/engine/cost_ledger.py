@@ -1,0 +1,136 @@
+"""The ledger: bytes of real payloads, floating-point operations, remembered state. Methods know nothing of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rescene.core.record import Tree, num_bytes
+from rescene.nets import Arch, forward_flops, tell_flops
+
+
+class FlopMeter:
+    """Counts operations by a hook on the network's body.
+
+    An image costs F going forward. A backward pass costs 2F when weights learn (gradients of inputs and of weights) and F
+    when only pixels do. F counts convolutions and linear layers, two operations per multiply-add.
+    """
+
+    def __init__(self, arch: Arch) -> None:
+        self.arch = arch
+        self.side = "server"
+        self.flops = {"client": 0, "server": 0, "evaluation": 0}
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def on(self, side: str) -> Iterator[None]:
+        """Everything inside is work of this side."""
+        before, self.side = self.side, side
+        try:
+            yield
+        finally:
+            self.side = before
+
+    def add(self, flops: int) -> None:
+        """Work of this side. Networks that no hook watches are told of by their steps."""
+        with self._lock:  # clients may work side by side
+            self.flops[self.side] += flops
+
+    def attach(self, net: nn.Module, num_classes: int) -> nn.Module:
+        """Count every pass through this network from now on, at the price of the real network."""
+        cost = forward_flops(self.arch, num_classes)
+
+        def count(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            passes = 1
+            if torch.is_grad_enabled() and output.requires_grad:
+                passes += 2 if any(p.requires_grad for p in module.parameters()) else 1
+            tell_flops(_num_images(inputs[0]) * cost * passes, self.add)
+
+        def count_passes(num_passes: int) -> None:
+            """For steps that replay recorded work, which calls no hooks: images times passes through the network."""
+            tell_flops(num_passes * cost, self.add)
+
+        net.body.register_forward_hook(count)  # type: ignore[union-attr]
+        net.count_passes = count_passes  # type: ignore[assignment]
+        return net
+
+
+def _num_images(x: Tensor) -> int:
+    """Images in a batch, also inside vmap, where a batch of n looks like a single image."""
+    return torch.func.debug_unwrap(x).numel() // x.shape[1:].numel()
+
+
+class CostLedger:
+    """Sums over a run; a plain dict goes into every checkpoint and comes back from it."""
+
+    def __init__(self, meter: FlopMeter) -> None:
+        self.meter = meter
+        self.sums: dict[str, int] = dict.fromkeys(
+            ("uplink_bytes", "downlink_bytes", "round_uplink_bytes", "round_downlink_bytes", "round_messages"), 0
+        )
+        self.client_state_bytes = 0
+        self.server_state_bytes = 0
+        self.sites_tell = True  # what they do and remember
+
+    def exchange(
+        self, down: Tree, ups: list[Tree], num_asked: int, turns: int | None, more_up: int = 0, more_down: int = 0
+    ) -> tuple[int, int]:
+        """Enter one call of ``ask`` or ``total``: the payload went to everybody asked, the answers came back; with keys and
+        shares of a secure sum ``more`` of both. Returns (up, down).
+
+        ``turns``: of those asked, the sites that had not been asked in this round before; None outside rounds. A round may
+        have several exchanges, and what a site sends and receives in a round is the sum over them.
+        """
+        down_bytes = num_bytes(down) * num_asked + more_down
+        up_bytes = sum(num_bytes(up) for up in ups) + more_up
+        self.sums["downlink_bytes"] += down_bytes
+        self.sums["uplink_bytes"] += up_bytes
+        if turns is not None:
+            self.sums["round_downlink_bytes"] += down_bytes
+            self.sums["round_uplink_bytes"] += up_bytes
+            self.sums["round_messages"] += turns
+        return up_bytes, down_bytes
+
+    def states(self, server: Tree, largest_client: int, model_bytes: int) -> None:
+        """Remember the largest state so far: a client holds the model plus what it keeps between rounds."""
+        self.server_state_bytes = max(self.server_state_bytes, num_bytes(server))
+        self.client_state_bytes = max(self.client_state_bytes, model_bytes + largest_client)
+
+    def work(self) -> dict[str, int]:
+        """Floating-point operations so far."""
+        return {f"{side}_flops": self.meter.flops[side] for side in ("client", "server")}
+
+    def facts(self) -> dict[str, Any]:
+        """A copy: the run counts on while a checkpoint is written."""
+        return {
+            "sums": dict(self.sums),
+            "flops": dict(self.meter.flops),
+            "client_state_bytes": self.client_state_bytes,
+            "server_state_bytes": self.server_state_bytes,
+        }
+
+    def restore(self, facts: dict[str, Any]) -> None:
+        """Continue from the figures of a checkpoint."""
+        self.sums = dict(facts["sums"])
+        self.meter.flops = dict(facts["flops"])
+        self.client_state_bytes = facts["client_state_bytes"]
+        self.server_state_bytes = facts["server_state_bytes"]
+
+    def measured(self) -> dict[str, float | None]:
+        """None: nobody knows, because the sites do not tell."""
+        turns = max(self.sums["round_messages"], 1)  # a site in a round
+        return {
+            "uplink_bytes": self.sums["uplink_bytes"],
+            "downlink_bytes": self.sums["downlink_bytes"],
+            "uplink_bytes_per_message": self.sums["round_uplink_bytes"] / turns,
+            "downlink_bytes_per_message": self.sums["round_downlink_bytes"] / turns,
+            "client_state_bytes": self.client_state_bytes if self.sites_tell else None,
+            "server_state_bytes": self.server_state_bytes,
+            "client_flops": self.meter.flops["client"] if self.sites_tell else None,
+            "server_flops": self.meter.flops["server"],
+        }

@@ -1,0 +1,194 @@
+"""How close uploads are to real images."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from rescene.data import Task
+from rescene.engine.checkpoint import write_atomically, write_json
+from rescene.engine.observers import Observer, RunView
+from rescene.engine.observers.class_means import ClassMeans, may_record
+from rescene.engine.run_context import RunContext
+from rescene.methods import Payload
+from rescene.privacy import (
+    MOST_TRACED,
+    evenly,
+    nearest_real,
+    psnr,
+    summarise,
+    summarise_starts,
+    summarise_traced,
+)
+
+SAMPLES = {"first": 1, "middle": 1, "latest": 2}  # uploads of each class kept from these rounds of a task
+
+
+class LeakageWatch(Observer):
+    """Looks at every upload that carries images and measures its distance to the nearest real training image."""
+
+    name = "leakage"
+
+    def __init__(self, context: RunContext) -> None:
+        e = context.experiment
+        self.context, self.dataset, self.num_rounds = context, e.dataset, e.recipe.federation.num_rounds
+        self.means = ClassMeans(e.dataset, may_record(e.recipe, len(e.tasks)))
+        self.blind = not len(e.dataset.train)  # the images are at the sites: nothing to compare with
+        self.samples: dict[str, dict[str, Tensor]] = {}  # "task/moment": a few uploads beside their nearest real images
+        self._begin(None)
+
+    def begin_run(self, run: RunView) -> None:
+        """Of a run that goes on, ``restore`` has brought the figures of its task."""
+        self.task: Task | None = self.context.experiment.present(run.task)
+
+    def begin_task(self, run: RunView) -> None:
+        self._begin(self.context.experiment.present(run.task))
+
+    def uploads_received(self, run: RunView, uploads: Mapping[int, Payload]) -> None:
+        if run.round is not None:
+            self.round = run.round
+        with self.context.timer.phase("leakage"):
+            self.look(uploads)
+
+    def end_task(self, run: RunView) -> None:
+        with self.context.timer.phase("leakage"):
+            summary = self.summary()
+            if summary is not None:
+                self.context.facts.leakage.append({"task": run.task.index, **summary})
+                self.means.end(self.context.experiment.present(run.task))
+                self.save_gallery()
+
+    def _begin(self, task: Task | None) -> None:
+        self.task, self.round = task, 0
+        self.rms: list[Tensor] = []
+        self.psnr: list[Tensor] = []
+        self.starts: list[Tensor] = []  # [m, 2] RMS and PSNR of surrogates against their own start images
+        self.kept, self.kept_from = (
+            torch.zeros(0),
+            torch.zeros(0),
+        )  # uploads to compare with care at the task's end; senders
+
+    def see_start(self, images: Tensor, start: Tensor) -> None:
+        """Shown by the condensation itself, because start images are not on the wire."""
+        rms = (images - start).square().flatten(1).mean(dim=1).sqrt()
+        self.starts.append(torch.stack([rms, psnr(images, start, self.dataset.transform)], dim=1).cpu())
+
+    def look(self, uploads: Mapping[int, Payload]) -> None:
+        """Called with the answers to every ``ask``. The first images of each class are kept as samples in some rounds."""
+        senders = {k: u for k, u in uploads.items() if "images" in u and len(u["images"])}
+        parts = [(u["images"], u["labels"], torch.full_like(u["labels"], k)) for k, u in senders.items()]
+        if not parts or self.task is None or self.blind:
+            return
+        images, labels, clients = (torch.cat(column) for column in zip(*parts, strict=True))
+        real = self.dataset.train.pixels[self.task.train]
+        rms, where = nearest_real(images, real, self.dataset.transform)
+        decibel = psnr(images, self.dataset.transform.normalise(real[where]), self.dataset.transform)
+        self.means.look(images, labels)
+        self.rms.append(rms.cpu())
+        self.psnr.append(decibel.cpu())
+        most = min(MOST_TRACED, max(2, len(self.task.train) // 400))  # a small run is not to spend its time on this
+        chosen = evenly(len(images), min(most - len(self.kept), -(-most // self.num_rounds))).to(images.device)
+        more, senders_of = images[chosen].detach().cpu(), clients[chosen].cpu()
+        self.kept = torch.cat([self.kept, more]) if len(self.kept) else more
+        self.kept_from = torch.cat([self.kept_from, senders_of]) if len(self.kept_from) else senders_of
+        for moment in self._moments():
+            most = SAMPLES[moment]
+            chosen = torch.cat([(labels == c).nonzero().squeeze(1)[:most] for c in labels.unique().tolist()])
+            self.samples[f"{self.task.index}/{moment}"] = {
+                "surrogates": self.dataset.transform.to_pixels(images[chosen]).cpu(),
+                "nearest": real[where[chosen]].cpu(),
+                "labels": labels[chosen].cpu(),
+                "clients": clients[chosen].cpu(),
+                "rms": rms[chosen].cpu(),
+                "psnr": decibel[chosen].cpu(),
+                "round": torch.full((len(chosen),), self.round),
+            }
+
+    def _moments(self) -> list[str]:
+        """What this round may be of its task; the last one is only known when no other follows."""
+        last, middle = self.num_rounds - 1, self.num_rounds // 2
+        early = {0: "first", middle: "middle"} if self.round < last else {}
+        return [early[self.round], "latest"] if self.round in early else ["latest"]
+
+    def forget(self, client: int) -> None:
+        """The samples without those of this client; figures of what was sent stay."""
+        theirs = self.kept_from == client
+        self.kept, self.kept_from = self.kept[~theirs], self.kept_from[~theirs]
+        for task, part in list(self.samples.items()):
+            left = (
+                part["clients"] != client if "clients" in part else torch.zeros(len(part["labels"]), dtype=torch.bool)
+            )
+            self.samples[task] = {key: value[left] for key, value in part.items()}
+
+    def summary(self) -> dict[str, Any] | None:
+        """Figures of the current task, None if nobody sent an image."""
+        if not self.rms:
+            return None
+        starts = summarise_starts(*torch.cat(self.starts).unbind(dim=1)) if self.starts else {}
+        return summarise(torch.cat(self.rms), torch.cat(self.psnr)) | starts | self._traced()
+
+    def _traced(self) -> dict[str, Any]:
+        """Nothing for a task that an older version began."""
+        if self.task is None or not len(self.kept):
+            return {}
+        data = self.dataset
+        seen, unseen = data.train.pixels[self.task.train], data.test.pixels[self.task.test]
+        return summarise_traced(self.kept.to(seen.device), seen, unseen, data.transform)
+
+    def gallery(self) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+        """All samples as two tensors of pictures, and one row of facts for each pair."""
+        keys = ("round", "rms", "psnr")
+        parts = sorted(self.samples.items(), key=_task_and_moment)
+        pictures = {key: torch.cat([part[key] for _, part in parts]).contiguous() for key in ("surrogates", "nearest")}
+        rows = [
+            {
+                "task": int(name.partition("/")[0]),
+                "class": self.dataset.classes[label],
+                **dict(zip(keys, values, strict=True)),
+            }
+            for name, part in parts
+            for label, *values in zip(part["labels"].tolist(), *(part[key].tolist() for key in keys), strict=True)
+        ]
+        return pictures, rows
+
+    def save_gallery(self) -> None:
+        """A few surrogates per class beside their nearest real images, and the means of the classes, of all tasks so far."""
+        pictures, rows = self.gallery()
+        means, mean_rows = self.means.gallery()
+        path, more = self.context.folder.path, {"means": mean_rows} if means else {}
+        write_atomically(path / "surrogates.safetensors", save(pictures | means))
+        write_json(path / "surrogates.json", {"schema": 1, "pairs": rows} | more)
+
+    def state(self) -> dict[str, Any]:
+        """The task's distances so far, and the samples."""
+        empty = torch.zeros(0)
+        rms, decibel = (torch.cat(part) if part else empty for part in (self.rms, self.psnr))
+        starts = torch.cat(self.starts) if self.starts else torch.zeros(0, 2)
+        return {
+            "rms": rms,
+            "psnr": decibel,
+            "starts": starts,
+            "kept": self.kept,
+            "kept_from": self.kept_from,
+            "samples": dict(self.samples),
+            "means": self.means.tree(),
+        }
+
+    def restore(self, tree: dict[str, Any]) -> None:
+        self.samples = tree["samples"]
+        self.means.restore(tree.get("means", {}))
+        if len(tree["rms"]):
+            self.rms, self.psnr = [tree["rms"]], [tree["psnr"]]
+        self.starts = [tree["starts"]] if len(tree.get("starts", ())) else []
+        if "kept_from" in tree:
+            self.kept, self.kept_from = tree["kept"], tree["kept_from"]
+
+
+def _task_and_moment(entry: tuple[str, Any]) -> tuple[int, int]:
+    """Checkpoints of older versions have the latest moment only, without its name."""
+    task, _, moment = entry[0].partition("/")
+    return int(task), list(SAMPLES).index(moment or "latest")

@@ -1,0 +1,273 @@
+"""results.json and the tables beside it: everything later readers need, and no wall-clock value."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import warnings
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rescene import functional as fn
+from rescene.core.errors import ResceneWarning
+from rescene.core.results import rounded
+from rescene.core.versions import RESULTS
+from rescene.data.validation import WORDS
+from rescene.engine.checkpoint import write_atomically
+from rescene.engine.cost_ledger import CostLedger
+from rescene.engine.experiment import Experiment
+from rescene.engine.nominal import nominal_cost
+from rescene.engine.object_record import words_of
+from rescene.engine.observers.drift_record import stream_record
+from rescene.engine.observers.theory_watch import theory_record, theory_tables
+from rescene.methods import Method
+from rescene.privacy.accounting import NEIGHBOURS
+
+NO_GUARANTEE = "Not private: uploads carry no formal guarantee."
+
+
+def results_of(experiment: Experiment, facts: dict[str, Any], ledger: CostLedger) -> dict[str, Any]:
+    """The record of a finished run. Percent throughout; entries of the accuracy matrix above the diagonal are null."""
+    matrix = facts["matrix"]
+    tasks = experiment.tasks
+    tested = facts["test_sizes"] or [len(task.test) for task in tasks]
+    sizes = None if experiment.recipe.tasks.scenario == "domain" else tested
+    old, recent = fn.old_and_recent(matrix)
+    leakage = _leakage(facts["leakage"])
+    record: dict[str, Any] = rounded(
+        {
+            "schema": RESULTS,
+            "method": experiment.method.name,
+            "aa": fn.average_accuracy(matrix, sizes),
+            "aia": fn.average_incremental_accuracy(matrix, sizes),
+            "forgetting": fn.forgetting(matrix),
+            "bwt": fn.backward_transfer(matrix),
+            "old": old,
+            "recent": recent,
+            "worst_task": min(matrix[-1]),
+            "balanced_accuracy": fn.balanced_accuracy(facts["confusion"])
+            if facts["confusion"]
+            else _mean(facts["recall"]),
+            "within_task": facts["within_task"],
+            "incremental_accuracy": facts["incremental"],
+            "accuracy_matrix": matrix,
+            "confusion": facts["confusion"],
+            "tasks": [
+                {
+                    "index": task.index,
+                    "classes": [experiment.dataset.classes[c] for c in task.classes],
+                    "domain": None if task.domain is None else experiment.dataset.domains[task.domain],
+                    "train_size": len(task.train) if experiment.has_images else None,
+                    "test_size": tested[task.index],
+                }
+                | _held(experiment, task.index)
+                for task in tasks
+            ],
+            "cost": {"measured": ledger.measured(), "nominal": nominal_cost(experiment)},
+            "leakage": leakage,
+            "theory": theory_record(experiment, facts["theory"]),
+            "privacy": _privacy(experiment, leakage),
+            "events_summary": {
+                "client_failures": facts["num_client_failures"],
+                "image_fallbacks": facts["num_fallbacks"],
+                "images_withheld": facts["num_withheld"],
+                "uploads_declined": facts["num_declined"],
+                "classes_suppressed": facts["num_suppressed"],
+            },
+            **_at_sites(experiment, facts["recall"], ledger.sites_tell),
+            **stream_record(experiment, facts["closings"]),
+            **{name: facts[name] for name in ("elsewhere", "continued", "forgotten", "filtered_by") if facts[name]},
+            **({"made_from_objects": words} if (words := words_of(experiment.recipe)) else {}),
+            **_hazards(experiment, facts),
+            "style": asdict(experiment.method.style()),
+            "seed": experiment.recipe.seed,
+            "config": experiment.recipe.model_dump(mode="json", exclude={"device"}),
+        }
+    )
+    return record
+
+
+def write_tables(folder: Path, results: dict[str, Any], metrics: Path) -> None:
+    """The same numbers as CSV: accuracy matrix, rounds, cost, confusion, theory."""
+    tasks = [f"task_{j}" for j in range(len(results["tasks"]))]
+    _write_csv(
+        folder / "accuracy_matrix.csv",
+        ["after_task", *tasks],
+        ([i, *row] for i, row in enumerate(results["accuracy_matrix"])),
+    )
+    names = [name for task in results["tasks"] for name in task["classes"]]
+    names = names[: len(results["confusion"])]
+    _write_csv(
+        folder / "confusion.csv",
+        ["true_class", *names],
+        ([name, *row] for name, row in zip(names, results["confusion"], strict=True)),
+    )
+    lines = _lines(metrics)
+    keys = ("task", "round", "accuracy", "uplink_bytes", "downlink_bytes")
+    rounds = [row for row in lines if row["kind"] == "round"]
+    _write_csv(folder / "rounds.csv", list(keys), ([row[key] for key in keys] for row in rounds))
+    _write_csv(
+        folder / "participation.csv",
+        ["task", "round", "client"],
+        ([row["task"], row["round"], client] for row in rounds for client in row["participants"]),
+    )
+    cost = results["cost"]
+    nominal = cost["nominal"] or {}
+    _write_csv(
+        folder / "cost.csv",
+        ["quantity", "measured", "nominal"],
+        ([key, value, nominal.get(key)] for key, value in cost["measured"].items()),
+    )
+    for name, (header, rows) in theory_tables(results["theory"]).items():
+        _write_csv(folder / f"{name}.csv", header, rows)
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """What the run wrote down. A line the disk has damaged is told and left out: it must not stand between a run and its end."""
+    found = []
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        try:
+            row = json.loads(line)
+            row["kind"]
+            found.append(row)
+        except (ValueError, KeyError, TypeError) as error:
+            warnings.warn(ResceneWarning("W402", f"{path.name}, line {number} is damaged: {error}"), stacklevel=3)
+    return found
+
+
+def _held(experiment: Experiment, task: int) -> dict[str, Any]:
+    """Rounds of a task of a plan, and whether it was closed before its last one."""
+    plan = experiment.recipe.sites
+    return {} if plan is None else {"rounds": plan.tasks[task].rounds, "closed": plan.tasks[task].closed}
+
+
+def _hazards(experiment: Experiment, facts: dict[str, Any]) -> dict[str, Any]:
+    """What was simulated to go wrong, what an attack achieved, what the screen did; nothing for an ordinary run."""
+    federation, found = experiment.recipe.federation, dict[str, Any]()
+    if federation.faults.words:
+        found["simulated"] = list(federation.faults.words)
+    if facts["faults"]:
+        found["faults"] = facts["faults"]
+    if federation.faults.attack != "none":
+        found["attack_success"] = facts["attack_success"]
+    if federation.screen != "none":
+        found["screen"] = {"judged": facts["judged"], "quarantined": facts["quarantine"]}
+    return found
+
+
+def _at_sites(experiment: Experiment, recall: list[float], sites_tell: bool) -> dict[str, Any]:
+    """Where the images are at the sites: where accuracy was measured, and what could not be measured anywhere."""
+    if experiment.has_images:
+        return {"evaluated": WORDS} if experiment.recipe.images.validation is not None else {}
+    words = "not measured: images are at the sites"
+    missing = {"leakage": words, "theory": words, "cost.nominal": words}
+    if not sites_tell:
+        missing["cost.client"] = "not told: behind a mechanism the work and memory of a site stay at the site"
+    if not experiment.tested_at_sites:
+        return {"evaluated": "on the server's test images", "not_measured": missing}
+    by_class = dict(zip(experiment.dataset.classes, recall, strict=False))
+    return {
+        "evaluated": "at the sites",
+        "accuracy_by_class": by_class,
+        "not_measured": missing | {"confusion": "not measured: sites tell counts and right answers only"},
+    }
+
+
+def _mean(values: list[float]) -> float:
+    known = [value for value in values if math.isfinite(value)]
+    return sum(known) / len(known) if known else math.nan
+
+
+def _leakage(per_task: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Figures over the whole run from those of the tasks: counts add up, means are weighted by images."""
+    total = sum(row["num_images"] for row in per_task)
+    if not total:
+        return None
+
+    def mean(key: str) -> float:
+        return float(sum(row[key] * row["num_images"] for row in per_task) / total)
+
+    starts = {}
+    if all("start_rms_mean" in row for row in per_task):
+        starts = {key: mean(key) for key in ("start_rms_mean", "start_rms_median", "start_psnr_median_db")}
+        starts["start_rms_min"] = min(row["start_rms_min"] for row in per_task)
+        starts["unmoved"] = sum(row["unmoved"] for row in per_task)
+    traced = {}
+    if all("num_traced" in row for row in per_task):
+        num = sum(row["num_traced"] for row in per_task)
+        keys = ("traced", "traced_by_chance", "nearest_seen", "nearest_seen_by_chance")
+        traced = {key: sum(row[key] * row["num_traced"] for row in per_task) / num for key in keys}
+        traced["num_traced"] = num
+    return {
+        "num_images": total,
+        "nearest_rms_mean": mean("nearest_rms_mean"),
+        "nearest_rms_median": mean("nearest_rms_median"),
+        "nearest_rms_min": min(row["nearest_rms_min"] for row in per_task),
+        "nearest_psnr_median_db": mean("nearest_psnr_median_db"),
+        "near_copies": mean("near_copies"),
+        "exact_copies": sum(row["exact_copies"] for row in per_task),
+        **starts,
+        **traced,
+        "per_task": per_task,
+    }
+
+
+def _privacy(experiment: Experiment, leakage: dict[str, Any] | None) -> dict[str, Any]:
+    """What is guaranteed over the whole run, and in plain words what is not."""
+    promise = experiment.recipe.promise(len(experiment.tasks))
+    if promise is None:
+        return {"private": False, "statement": _statement(experiment.method, leakage)}
+    words = promise.statement()
+    if leakage is not None:
+        images = "images that the server drew" if promise.mechanism.sends_sums else "uploaded images"
+        words += f" {100 * leakage['near_copies']:.0f} % of the {images} are near-copies of a real training image{_traced(leakage)}."
+    return {
+        "private": promise.formal,
+        "statement": words,
+        "leaves_site": experiment.method.leaving(promise.mechanism),
+        "images": "drawn" if promise.mechanism.sends_sums else "uploaded",
+        "mechanism": promise.mechanism.kind,
+        "noise_multiplier": promise.mechanism.sigma,
+        "clip": promise.mechanism.clip,
+        "sampling_rate": promise.composition.rate,
+        "epsilon": promise.epsilon(),
+        "epsilon_replaced": promise.epsilon_replaced(),
+        "epsilon_per_round": promise.epsilon_per_round(),
+        "delta": promise.delta if promise.formal else None,
+        "neighbours": NEIGHBOURS if promise.formal else None,
+        "releases_per_record": promise.whole.releases,
+        "max_participations": promise.whole.participations,
+    }
+
+
+def _statement(method: Method, leakage: dict[str, Any] | None) -> str:
+    if leakage is None:
+        simulated = "Simulation, exact sums. " if method.additive else ""
+        return f"{simulated}{NO_GUARANTEE} What leaves a site: {method.leaves_site}."
+    share = f"{100 * leakage['near_copies']:.0f} %"
+    words = f"{share} of the uploaded images are near-copies (PSNR > 30 dB) of a real training image{_traced(leakage)}."
+    if getattr(method, "start", None) == "coloured":
+        words += " They are drawn with a seed that the server knows, so it can solve for the images of small classes."
+    return f"{NO_GUARANTEE} {words}"
+
+
+def _traced(leakage: dict[str, Any]) -> str:
+    """What stands beside the near-copies; nothing where no image was left to compare with."""
+    if "traced" not in leakage:
+        return ""
+    found, chance = (f"{100 * leakage[key]:.0f} %" for key in ("traced", "traced_by_chance"))
+    return (
+        f"; of {leakage['num_traced']} looked at with care {found} can be traced to one (images nobody sent: {chance})"
+    )
+
+
+def _write_csv(path: Path, header: list[str], rows: Iterable[list[Any]]) -> None:
+    file = io.StringIO(newline="")
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(header)
+    writer.writerows(["" if cell is None else cell for cell in row] for row in rows)
+    write_atomically(path, file.getvalue().encode())

@@ -1,0 +1,174 @@
+"""What every part of a run shares: its experiment, its folder, what it found out, where it is, and how it tells of it."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rescene.core.errors import ResceneWarning
+from rescene.engine.run_facts import Facts
+
+if TYPE_CHECKING:  # a site only needs the warnings
+    from rescene.config import Resolved
+    from rescene.engine.experiment import Experiment
+    from rescene.engine.run_folder import RunFolder
+
+Progress = Callable[[dict[str, Any]], None]
+
+
+class RunContext:
+    """``place`` is the task and round the run is in, -1 between rounds. ``experiment`` comes once it is prepared."""
+
+    experiment: Experiment
+
+    def __init__(self, resolved: Resolved, folder: RunFolder, progress: Progress) -> None:
+        self.resolved, self.folder, self.progress = resolved, folder, progress
+        self.timer, self.facts, self.place = Timer(), Facts(), (0, -1)
+        self._early: list[dict[str, Any]] = []
+
+    @cached_property
+    def recipe(self) -> dict[str, Any]:
+        """Every key with its value."""
+        return self.resolved.flat()
+
+    @property
+    def setting(self) -> dict[str, Any]:
+        """What every status and every event says of the run."""
+        e = self.experiment
+        rounds = e.recipe.federation.num_rounds
+        return {"method": e.method.title, "num_tasks": len(e.tasks), "num_rounds": rounds}
+
+    def note(self, level: str, code: str, message: str, client: int | None = None) -> None:
+        """Write an event; failures of clients are counted."""
+        if client is not None and level == "error":
+            self.facts.num_client_failures += 1
+        task, round = self.place
+        row = {"task": task, "round": round, "level": level, "code": code, "message": message, "client": client}
+        self.folder.append("events.jsonl", row)
+        self.tell("event", **row)
+
+    def note_later(self, level: str, code: str, message: str) -> None:
+        """Keep an event until the run knows which of its earlier events stand."""
+        self._early.append({"level": level, "code": code, "message": message})
+
+    def note_kept(self) -> None:
+        for event in self._early:
+            self.note(**event)
+
+    def tell(self, what: str, **fields: Any) -> None:
+        """Tell whoever follows the progress."""
+        self.progress({"event": what, "place": self.place, "elapsed_s": self.timer.total(), **self.setting, **fields})
+
+
+class Timer:
+    """Seconds per phase; phases do not nest, the inner one counts and the outer one waits."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.aside: dict[str, float] = {}  # work in other threads, which goes on during some phase
+        self.memory_mb: list[int] = []  # held after each round
+        self._open: list[tuple[str, float]] = []
+        self._begin = time.perf_counter()
+        self._parts = 1
+
+    def resume(self, earlier: dict[str, Any]) -> None:
+        """Go on from the report of an earlier part of the same run."""
+        self._begin -= earlier["total_s"]
+        self._parts += earlier["parts"]
+        for name, value in earlier["phases"].items():
+            if name != "other":
+                self.seconds[name] = self.seconds.get(name, 0.0) + value
+        self.aside = dict(earlier.get("aside", {}))
+        self.memory_mb = list(earlier.get("memory_mb", []))
+
+    @contextmanager
+    def beside(self, name: str) -> Iterator[None]:
+        """Seconds of a thread beside the loop (one thread per name)."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.aside[name] = self.aside.get(name, 0.0) + time.perf_counter() - begin
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self._pause()
+        self._open.append((name, time.perf_counter()))
+        try:
+            yield
+        finally:
+            self._pause()
+            self._open.pop()
+            if self._open:
+                self._open[-1] = (self._open[-1][0], time.perf_counter())
+
+    def _pause(self) -> None:
+        if self._open:
+            name, since = self._open[-1]
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - since
+            self._open[-1] = (name, time.perf_counter())
+
+    def total(self) -> float:
+        return time.perf_counter() - self._begin
+
+    def report(self) -> dict[str, Any]:
+        total = self.total()
+        rounded = {name: round(value, 3) for name, value in sorted(self.seconds.items())}
+        return {
+            "schema": 1,
+            "total_s": round(total, 3),
+            "parts": self._parts,
+            "phases": rounded | {"other": round(total - sum(self.seconds.values()), 3)},
+            "aside": {name: round(value, 3) for name, value in self.aside.items()},
+            "memory_mb": self.memory_mb,
+        }
+
+
+def memory_mb(device: torch.device) -> int:
+    """What this process holds now: of the GPU's memory, or of the machine's (0 where the system does not say)."""
+    if device.type == "cuda":
+        return torch.cuda.memory_reserved(device) >> 20
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE") >> 20
+
+
+_listener: ContextVar[Callable[..., None] | None] = ContextVar("listener", default=None)  # of the run at work here
+_show = warnings.showwarning
+
+
+def _forward(message: Any, category: Any, filename: str, lineno: int, *rest: Any, **more: Any) -> None:
+    note = _listener.get()
+    if note is not None and isinstance(message, ResceneWarning):
+        note("warning", message.code, message.what)
+    else:
+        _show(message, category, filename, lineno, *rest, **more)
+
+
+@contextmanager
+def warnings_to(note: Callable[..., None]) -> Iterator[None]:
+    """Our own warnings become events as they happen; everybody else's stay warnings.
+
+    Python has one place for all threads where warnings are shown. What stands there looks up whose context it is in, so
+    runs in several threads hear their own warnings only; a thread that a run starts must be given its context.
+    """
+    global _show
+    if warnings.showwarning is not _forward:  # it stays there: another run may need it when this one is done
+        _show, warnings.showwarning = warnings.showwarning, _forward
+    warnings.simplefilter("always", ResceneWarning)
+    token = _listener.set(note)
+    try:
+        yield
+    finally:
+        _listener.reset(token)

@@ -1,0 +1,323 @@
+"""The run folder: everything known about a run, in files that outlive it.
+
+config.yaml origin.json command.txt env.json   what was asked, from where, and on what
+status.json metrics.jsonl events.jsonl          how it goes
+partition.json partition.safetensors            who holds what
+results.json timing.json csv/ model/            what came out; no wall-clock value outside timing.json
+surrogates.safetensors surrogates.json          a few uploads beside their nearest real images
+checkpoints/                                    how to go on
+objects.json                                    what is known of Python objects and plug-ins that it was made from
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import warnings
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from pydantic import ValidationError
+from safetensors.torch import save
+
+import rescene
+from rescene.config import Recipe, Resolved
+from rescene.config.compose import difference
+from rescene.config.site_plan import grows
+from rescene.core.documents import read_yaml
+from rescene.core.errors import ConfigError, ResceneWarning, RunError, shortened
+from rescene.core.recipe_keys import flatten
+from rescene.core.run_state import LOCK, Busy, is_done, working_in
+from rescene.core.versions import FOLDER, source_hash
+from rescene.engine.checkpoint import Checkpoints, could_not_save, write_atomically, write_json
+from rescene.engine.crashpoints import reach
+from rescene.engine.experiment import Experiment
+from rescene.engine.migrate import folder_format, migrate
+from rescene.engine.object_record import FILE as OBJECTS
+from rescene.engine.object_record import objects_of, refuse_others
+
+APPENDED = ("metrics.jsonl", "events.jsonl")
+NOT_COMPARED = {"device"}  # may change between the parts of a run without changing the experiment
+BEFORE = {".config.yaml.tmp", LOCK}  # what a run that was killed before its first file leaves
+OTHERS = {".sites.json.tmp"}  # the operator's page writes sites.json while the run goes on
+MADE_ON = ("code", "torch", "threads", "cpu_capability", "device")  # with all of these equal, so are the bits
+
+
+class RunFolder:
+    """Paths and writers of one run. Appending files are cut back on resume to what the checkpoint knew.
+
+    ``with folder:`` around everything that writes. One process at a time may: a folder that is there is locked at once, a
+    new one when it is made, and the end of the block releases it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = Checkpoints(path / "checkpoints")
+        self._lock: contextlib.ExitStack | None = None
+
+    def __enter__(self) -> RunFolder:
+        if (self.path / "config.yaml").is_file():
+            self._take_lock()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _take_lock(self) -> None:
+        """Be the one process that writes here, and bring the files of an older version to today's format."""
+        lock = contextlib.ExitStack()
+        try:
+            lock.enter_context(working_in(self.path))
+        except Busy as who:
+            raise RunError(
+                "E422",
+                "another process is at work in this run folder",
+                where=str(self.path),
+                why=str(who),
+                fix="wait until it ends, or stop it (Ctrl-C; every finished round is saved), then the same command",
+            ) from None
+        except OSError as error:
+            raise RunError(
+                "E423",
+                f"cannot write in the run folder: {error.strerror or error}",
+                where=str(self.path),
+                why="a run that goes on writes there; nothing was changed",
+                fix="make the folder writable, make room, or copy the folder and resume the copy",
+            ) from None
+        self._lock = lock
+        if (self.path / "origin.json").is_file():  # else killed before it was written; it is written again
+            migrate(self.path)
+
+    @property
+    def begun(self) -> bool:
+        return (self.path / "config.yaml").is_file()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run in this folder is complete."""
+        return is_done(self.path)
+
+    def check(self, resolved: Resolved) -> None:
+        """Refuse a folder that holds something else than this very experiment.
+
+        A plan may have grown since (new tasks at the end, a task closed early) and nothing else: what ran stays true.
+        """
+        config = self.path / "config.yaml"
+        try:
+            begun = config.is_file()
+        except OSError as error:
+            raise _no_folder(self.path, error) from None
+        if begun:
+            folder_format(self.path)
+            refuse_others(self.path, resolved.recipe)
+            before = flatten(_completed(read_yaml(config)))
+            rows = difference(before, resolved.flat())
+            changed = [row for row in rows if row[0] not in NOT_COMPARED and not _is_growth(*row)]
+            if changed:
+                told = "\n".join(f"{key}: {old!r} -> {new!r}" for key, old, new in changed)
+                raise RunError(
+                    "E405",
+                    "this folder holds a run with a different recipe",
+                    where=str(self.path),
+                    why=told,
+                    fix="use another --out, or remove the folder",
+                )
+        elif self.path.is_dir() and any(path.name not in BEFORE for path in self.path.iterdir()):
+            raise RunError(
+                "E406", "the folder is not empty and not a run", where=str(self.path), fix="use another --out"
+            )
+
+    def create(self, resolved: Resolved) -> None:
+        """Make the folder unless it exists; called only once the data is loaded and the recipe is known to make sense."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _no_folder(self.path, error) from None
+        if self._lock is None:
+            self._take_lock()
+            self.check(resolved)  # another process may have made it since
+        config, origin, command = (self.path / name for name in ("config.yaml", "origin.json", "command.txt"))
+        if not config.is_file() or resolved.recipe.sites is not None:  # a plan may have grown
+            text = yaml.safe_dump(resolved.recipe.model_dump(mode="json"), sort_keys=False)
+            write_atomically(config, text.encode())  # first of all: a folder with anything else in it is not a run
+        if not origin.is_file():
+            style = asdict(resolved.recipe.build_method().style())
+            write_json(origin, {"schema": FOLDER, "recipe": resolved.name, "origins": resolved.origins, "style": style})
+        objects = self.path / OBJECTS
+        if not objects.is_file() and (found := objects_of(resolved.recipe)):
+            write_json(objects, {"schema": 1, "objects": found})
+        if not command.is_file():
+            write_atomically(command, f"{_command()}\n".encode())
+
+    def sweep(self) -> None:
+        """Remove what killed writes have left; a folder that cannot be changed is no reason to stop here."""
+        for path in sorted(self.path.rglob(".*.tmp")):
+            if path.name not in OTHERS:
+                with contextlib.suppress(OSError):
+                    path.unlink(missing_ok=True)
+                    reach("removed", path)
+
+    def settle(self) -> None:
+        """A run that was killed after its results were written is as good as any other: leave it as if it had not been."""
+        with (
+            contextlib.suppress(RunError),
+            self,
+        ):  # the folder may be read-only, or another process just be done with it
+            self.sweep()
+            status = self._facts("status.json")
+            if status.get("state") != "done":
+                self.status(**status | {"state": "done"})
+
+    def describe(self, experiment: Experiment) -> None:
+        """Who holds what, and on what machine."""
+        write_json(self.path / "partition.json", {"schema": 1} | experiment.counts())
+        index = {
+            f"task{t}.client{k}": part.cpu().contiguous()
+            for t, parts in enumerate(() if experiment.is_lazy else experiment.shards)
+            for k, part in enumerate(parts)
+        }
+        write_atomically(self.path / "partition.safetensors", save(index))
+        write_json(self.path / "env.json", environment(experiment))
+
+    def directory(self, name: str) -> Path:
+        """A folder inside this one, made if need be."""
+        path = self.path / name
+        try:
+            path.mkdir(exist_ok=True)
+        except OSError as error:
+            raise could_not_save(path, error) from error
+        return path
+
+    def environment(self) -> dict[str, Any]:
+        """Where the run began; empty if that cannot be read."""
+        return self._facts("env.json")
+
+    def _facts(self, name: str) -> dict[str, Any]:
+        try:
+            return dict(json.loads((self.path / name).read_bytes()))
+        except (OSError, ValueError, TypeError):
+            return {}
+
+    def append(self, name: str, row: dict[str, Any]) -> None:
+        """Add one line of JSON to a file of the folder."""
+        try:
+            reach("appending", self.path / name)
+            with open(self.path / name, "a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+            reach("appended", self.path / name)
+        except OSError as error:
+            raise could_not_save(self.path / name, error) from error
+
+    def lengths(self) -> dict[str, int]:
+        """Sizes of the appending files, part of every checkpoint."""
+        return {name: (self.path / name).stat().st_size if (self.path / name).exists() else 0 for name in APPENDED}
+
+    def sync(self) -> None:
+        """Bring the appending files to the disk: a checkpoint that knows their lengths must not outlive them."""
+        for path in (self.path / name for name in APPENDED):
+            try:
+                if path.exists():
+                    with open(path, "rb") as file:
+                        os.fsync(file.fileno())
+            except OSError as error:
+                raise could_not_save(path, error) from error
+
+    def cut(self, lengths: dict[str, int]) -> None:
+        """Drop lines written after the checkpoint: their rounds will be run again."""
+        for name, length in lengths.items():
+            path = self.path / name
+            size = path.stat().st_size if path.exists() else 0
+            try:
+                if size > length:
+                    os.truncate(path, length)
+            except OSError as error:
+                raise could_not_save(path, error) from error
+            if size < length:
+                lost = f"{name} is shorter than it was: {length - size} bytes about finished rounds are lost"
+                warnings.warn(ResceneWarning("W402", lost), stacklevel=2)
+            reach("cut", path)
+
+    def status(self, **fields: Any) -> None:
+        """Write ``status.json``, for people who watch the run."""
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        row = {"schema": 1, "updated": now, "pid": os.getpid(), **fields}
+        write_json(self.path / "status.json", row, sync="none")  # for people who look; a resumed run does not read it
+
+
+def _no_folder(path: Path, error: OSError) -> RunError:
+    fix = "a shorter --out" if error.errno == errno.ENAMETOOLONG else "another --out"
+    what = f"cannot make the run folder: {error.strerror or error}"
+    return RunError("E407", what, where=shortened(str(path)), fix=fix)
+
+
+def _completed(config: dict[str, Any]) -> dict[str, Any]:
+    """A key that a later version has added stood at its default before; a recipe that is none any more stays as it is."""
+    try:
+        return Recipe.model_validate(config).model_dump(mode="json")
+    except (ValidationError, ConfigError):
+        return config
+
+
+def _is_growth(key: str, before: Any, after: Any) -> bool:
+    return key == "sites.tasks" and None not in (before, after) and grows(before, after)
+
+
+def made_on(device: torch.device) -> dict[str, Any]:
+    """What the bits of a run depend on besides the recipe."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})"
+    capability = torch.backends.cpu.get_cpu_capability()
+    values = (source_hash(), torch.__version__, torch.get_num_threads(), capability, name)
+    return dict(zip(MADE_ON, values, strict=True))
+
+
+def environment(experiment: Experiment) -> dict[str, Any]:
+    """What a number depends on besides the recipe."""
+    return {
+        "schema": 1,
+        "rescene": rescene.__version__,
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        **made_on(experiment.device),
+        "data": experiment.dataset.name,
+        "data_notes": list(experiment.dataset.notes),
+        "data_fingerprint": experiment.dataset.fingerprint() if experiment.has_images else "images are at the sites",
+        "normalisation": {
+            "mean": _short(experiment.dataset.transform.mean),
+            "std": _short(experiment.dataset.transform.std),
+        },
+    }
+
+
+def _short(values: tuple[float, ...]) -> tuple[float, ...]:
+    """One number in the place of thousands that are all the same, as a lens has them."""
+    return values[:1] if len(values) > 3 and len(set(values)) == 1 else values
+
+
+def _command() -> str:
+    """How this run was started, as a person would type it."""
+    program = Path(sys.argv[0]).name
+    return shlex.join(["rescene" if program == "__main__.py" else program, *sys.argv[1:]])
+
+
+def _commit() -> str | None:
+    """The commit of the source tree, if the package runs from one."""
+    try:
+        found = subprocess.run(
+            ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout.strip() or None if found.returncode == 0 else None

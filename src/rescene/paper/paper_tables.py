@@ -1,0 +1,289 @@
+"""The comparison as grids: a table of the paper with our figures beside it, the status of all tables, stored results."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rescene.core.method_style import style_of
+from rescene.paper.compare import Line, compare, implied_aa
+from rescene.paper.numbers import printed
+from rescene.paper.recipes import FAST_LABEL, PaperRecipe, paper_recipe, recipe_names
+from rescene.paper.store import Store
+from rescene.paper.table_columns import NOMINAL, REPLAY, label
+from rescene.report.groups import Spread
+from rescene.report.table_formats import Entry, TableCell, TableGrid
+
+SIDE_BY_SIDE = 2  # more metrics than this, and ours and the paper's stand one below the other
+DATA = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "tinyimagenet": "TinyImageNet", "office31": "Office-31"}
+NOT_COMPARABLE = "A lite form: small images, few tasks and rounds. Not comparable with the paper."
+LIST_NOTES = (
+    "Each also has a small form, not comparable with the paper: rescene paper run main-lite (office31-lite needs Office-31)",
+    "Before running: --plan; ours beside the paper's: rescene paper table main; its figures: rescene paper figure old-recent",
+)
+OTHER_EPOCHS = "E_srv=10 beside a figure marked E_srv=100: the paper prints no other there."
+READINGS = "A setting after the method is another reading of the paper (docs/paper.md): it stands beside the row and is no part of it."
+BEST = "Marked (*, bold): our best of what was run in one setting; the control never wins."
+COPIES = "near-copies: uploaded images with PSNR > 30 dB to a real training image; read accuracy together with it."
+
+
+def table_grid(recipe: PaperRecipe, store: Store, only: Iterable[str] = (), commands: bool = True) -> TableGrid:
+    """Ours, the paper's and the difference, cell by cell. ``commands``: with a column that says how to run what is missing."""
+    lines = compare(recipe, store, only)
+    shown = {metric for line in lines for metric in (*line.ours, *line.paper)}  # some data sets have fewer tasks
+    metrics = [metric for metric in recipe.metrics if metric in shown] or list(recipe.metrics)
+    best = _best(lines, metrics)
+    if len(metrics) <= SIDE_BY_SIDE:
+        columns, rows = _side_by_side(recipe, lines, metrics, best)
+    else:
+        columns, rows = _stacked(recipe, lines, metrics, best)
+    if not commands:
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
+    title = f"paper/{recipe.name}: {recipe.title} ({recipe.place})"
+    notes = [*_notes(recipe, lines, bool(best)), *(_state(recipe, lines, store, only) if commands else ())]
+    return TableGrid(title, tuple(columns), tuple(map(tuple, rows)), tuple(notes))
+
+
+def command(recipe: PaperRecipe, line: Line) -> str:
+    """How to run what is missing of a line, or why that cannot be done; empty when nothing is."""
+    if not line.missing or line.reading:  # those stand for comparison
+        return ""
+    if line.cell.unavailable:
+        return "not available yet"
+    fast = " --fast" if line.fast else ""
+    return f"rescene paper run {recipe.name} --only {shlex.quote(line.cell.name)}{fast}"
+
+
+def _head(line: Line) -> list[Entry]:
+    setting = " ".join(filter(None, (line.cell.setting, line.variant)))
+    return [DATA.get(line.cell.data, line.cell.data), line.cell.beta, style_of(line.cell.method).label, setting]
+
+
+def _tail(recipe: PaperRecipe, line: Line) -> list[Entry]:
+    return [f"{len(line.runs)}/{len(line.seeds)}", copies(line), command(recipe, line)]
+
+
+RECONSTRUCTED = "reconstructed by the server (46 to 52 dB)"  # docs/methods/glfc.md
+
+
+def copies(line: Line) -> str:
+    if line.cell.method == "glfc" and line.runs:
+        return RECONSTRUCTED
+    return f"{line.near_copies:.0f} %" if line.near_copies is not None else "no images" if line.runs else "–"
+
+
+_HEAD = ["data", "beta", "method", "setting"]
+_TAIL = ["seeds", "near-copies", "to run"]
+
+
+def _side_by_side(
+    recipe: PaperRecipe, lines: Sequence[Line], metrics: Sequence[str], best: set[Any]
+) -> tuple[Any, Any]:
+    columns = list(_HEAD)
+    for m in metrics:
+        columns += [label(m)] if recipe.lite else [label(m), f"paper {label(m)}", f"{label(m)} diff"]
+    rows = []
+    for line in lines:
+        row = _head(line)
+        for m in metrics:
+            row.append(_ours(line.ours.get(m), (id(line), m) in best))
+            if not recipe.lite:
+                row += [_paper(line, m, "E_srv=100" if line.other_epochs else ""), _difference(line, m)]
+        rows.append(row + _tail(recipe, line))
+    return [*columns, *_TAIL], rows
+
+
+def _stacked(recipe: PaperRecipe, lines: Sequence[Line], metrics: Sequence[str], best: set[Any]) -> tuple[Any, Any]:
+    """Rows ours, paper, difference; costs also as measured, since in ``ours`` they follow the paper's conventions."""
+    rows: list[list[Entry]] = []
+    for line in lines:
+        tail: list[Entry] = _tail(recipe, line)
+        blank: list[Entry] = ["" for _ in tail]
+        own = [_ours(line.ours.get(m), (id(line), m) in best, _digits(line, m)) for m in metrics]
+        rows.append([*_head(line), "ours", *own, *tail])
+        if line.measured:
+            rows.append(
+                [
+                    *_head(line),
+                    "measured",
+                    *(_ours(line.measured.get(m), False, _digits(line, m)) for m in metrics),
+                    *blank,
+                ]
+            )
+        if not recipe.lite:
+            rows.append([*_head(line), _whose_paper(line), *(_paper(line, m) for m in metrics), *blank])
+            if line.ours:
+                rows.append([*_head(line), "difference", *(_difference(line, m) for m in metrics), *blank])
+    return [*_HEAD, "whose", *map(label, metrics), *_TAIL], rows
+
+
+def _whose_paper(line: Line) -> str:
+    return "paper, E_srv=100" if line.other_epochs else "paper"
+
+
+def _ours(value: Spread | None, best: bool, digits: int = 2) -> TableCell:
+    return (
+        TableCell(value.mean, value.std, value.num, best=best, digits=digits)
+        if value
+        else TableCell(None, digits=digits)
+    )
+
+
+def _paper(line: Line, metric: str, note: str = "") -> TableCell:
+    number = line.paper.get(metric)
+    if number is None:
+        return TableCell(None)
+    return TableCell(number.mean, number.std, note=number.note if number.is_bound else note, digits=number.digits)
+
+
+def _difference(line: Line, metric: str) -> TableCell:
+    value = line.difference(metric)
+    return TableCell(0.0 if value == 0 else value, digits=_digits(line, metric))  # no -0.00
+
+
+def _digits(line: Line, metric: str) -> int:
+    """As many as the paper prints; where it prints none two, and two that say something of a small figure in a lite form."""
+    number, ours = line.paper.get(metric), line.ours.get(metric)
+    if number:
+        return number.digits
+    if ours and 0 < abs(ours.mean) < 0.1:
+        return 1 - math.floor(math.log10(abs(ours.mean)))
+    return 0 if metric in REPLAY else 2
+
+
+def _best(lines: Sequence[Line], metrics: Sequence[str]) -> set[tuple[int, str]]:
+    """Our best AA and AIA among the competitors run in one setting (among settings, where a table has a single method)."""
+    one_method = len({line.cell.method for line in lines}) == 1
+    found = set()
+    for metric in (m for m in metrics if m in ("aa", "aia")):
+        groups: dict[Any, list[Line]] = {}
+        for line in lines:
+            if metric in line.ours and not line.reading and not style_of(line.cell.method).reference:
+                key = (line.cell.data, line.cell.beta, "" if one_method else line.cell.setting)
+                groups.setdefault(key, []).append(line)
+        for group in groups.values():
+            if len(group if one_method else {line.cell.method for line in group}) > 1:
+                found.add((id(max(group, key=lambda line: line.ours[metric].mean)), metric))
+    return found
+
+
+def _notes(recipe: PaperRecipe, lines: Sequence[Line], marked: bool) -> Iterable[str]:
+    """What the table's marks and columns mean."""
+    if recipe.lite:
+        yield NOT_COMPARABLE
+    if marked:
+        yield BEST
+    tasks = [
+        n for line in lines for n in line.paper.values() if n.metric.startswith("task_") and n.metric[5:].isdigit()
+    ]
+    domains = dict.fromkeys(f"{label(n.metric)} {n.note}" for n in tasks if n.note)
+    if domains:
+        yield f"Domains: {', '.join(domains)}."
+    if any(line.other_epochs for line in lines):
+        yield OTHER_EPOCHS
+    if any(line.reading for line in lines):
+        yield READINGS
+    if not recipe.lite and any(metric in NOMINAL for metric in recipe.metrics):
+        yield "Costs: ours in the paper's conventions, on our split, which needs no run; measured is what our runs counted."
+    if not recipe.lite and any(metric in REPLAY for metric in recipe.metrics):
+        yield "Budget and images: ours as the paper counts them, on our split, which needs no run."
+    if any(line.near_copies is not None for line in lines):
+        yield COPIES
+
+
+def _state(recipe: PaperRecipe, lines: Sequence[Line], store: Store, only: Iterable[str]) -> Iterable[str]:
+    """What is stored and what can be run here."""
+    exact = [line for line in lines if not line.variant]
+    done, wanted = _done_and_wanted(exact)
+    beside = _beside(lines)
+    yield f"{done} of {wanted} runs are stored" + (f", and {beside}." if beside else ".")
+    if done < wanted and not all(line.cell.unavailable for line in exact):
+        yield f"The rest: rescene paper run {recipe.name}" + "".join(f" --only {shlex.quote(text)}" for text in only)
+    for obstacle in dict.fromkeys(line.cell.obstacle for line in exact if line.missing):
+        if obstacle:
+            yield f"cannot run here: {obstacle.reason}. fix: {obstacle.fix}"
+    if store.unreadable:
+        yield f"not readable as results: {', '.join(map(str, store.unreadable))}"
+
+
+def _done_and_wanted(lines: Sequence[Line]) -> tuple[int, int]:
+    """Of the paper's own cells; where a table is not the paper's (a lite form), of all."""
+    own = [line for line in lines if line.paper] or lines
+    return sum(len(line.runs) for line in own), sum(len(line.seeds) for line in own)
+
+
+def _beside(lines: Sequence[Line]) -> str:
+    """How many runs there are of other forms."""
+    printed_ones = any(line.paper for line in lines)
+    other = sum(len(line.runs) for line in lines if line.reading)
+    fast = sum(len(line.runs) for line in lines if line.fast and not line.reading)
+    extra = sum(len(line.runs) for line in lines if not line.variant and printed_ones and not line.paper)
+    told = {f"at {FAST_LABEL}": fast, "in other readings": other, "not in the paper's table": extra}
+    return ", ".join(f"{number} {what}" for what, number in told.items() if number)
+
+
+def status_grid(store: Store, lite: bool = False) -> TableGrid:
+    """Every table of the paper, and how much of it is there."""
+    rows: list[tuple[Entry, ...]] = []
+    for name in recipe_names(lite):
+        recipe = paper_recipe(name)
+        lines = compare(recipe, store, costs=False)
+        done, wanted = _done_and_wanted([line for line in lines if not line.variant])
+        waiting = all(line.cell.unavailable for line in lines)
+        to_run = "not available yet" if waiting else f"rescene paper run {name}" if done < wanted else ""
+        shown = f"{done}/{wanted}" + (f" (+{beside})" if (beside := _beside(lines)) else "")
+        rows.append((f"paper/{name}", recipe.place, recipe.title, str(len(recipe.cells)), shown, to_run))
+    return TableGrid("", ("recipe", "in the paper", "what", "cells", "runs done", "command"), tuple(rows), LIST_NOTES)
+
+
+def results_grid(store: Store, root: str = "results") -> TableGrid:
+    """Every stored run that is a cell of the paper, once, in the paper's order."""
+    rows: list[tuple[Entry, ...]] = []
+    seen: set[Any] = set()
+    for name in recipe_names(lite=False):
+        for line in compare(paper_recipe(name), store, costs=False):
+            key = tuple(run.folder for run in line.runs)
+            if not key or key in seen or not any(n.metric == "aa" for n in printed(name)):
+                continue
+            seen.add(key)
+            data, beta, method, setting = _head(line)
+            places = folders(line, root)
+            figures = [_ours(line.ours.get(m), best=False) for m in ("aa", "aia")]
+            rows.append((data, beta, method, setting, str(len(line.runs)), *figures, _told(line), copies(line), places))
+    columns = ("data", "beta", "method", "setting", "seeds", "AA", "AIA", "paper AA / AIA", "near-copies", "where")
+    return TableGrid("", columns, tuple(rows))
+
+
+def _told(line: Line) -> str:
+    """AA and AIA that the paper prints for a line; AA from its row of tasks where that is all it prints."""
+    if "aa" in line.paper:
+        epochs = " at E_srv=100" if line.other_epochs else ""
+        return f"{line.paper['aa'].mean:.2f} / {line.paper['aia'].mean:.2f}{epochs}"
+    implied = implied_aa(line.cell)
+    return "–" if implied is None else f"{implied:.2f} (mean of Table 7's row) / –"
+
+
+def folders(line: Line, root: str = "results") -> str:
+    """Where the runs of a line lie."""
+    return _together(sorted({_below(run.folder, root) for run in line.runs}))
+
+
+def _below(folder: Any, root: str) -> str:
+    """The folder from ``results`` on: the same text on every machine."""
+    parts = folder.parts
+    return "/".join(parts[parts.index(root) :] if root in parts else parts[-2:])
+
+
+def _together(places: list[str]) -> str:
+    """Folders that differ at their end only, as one text.
+
+    >>> _together(["results/a-s0", "results/a-s1"]), _together(["results/a-s0"]), _together(["a/x", "b/x"])
+    ('results/a-s{0,1}', 'results/a-s0', 'a/x, b/x')
+    """
+    shared = os.path.commonprefix(places)
+    if len(places) < 2 or "/" not in shared:
+        return ", ".join(places)
+    return f"{shared}{{{','.join(place.removeprefix(shared) for place in places)}}}"

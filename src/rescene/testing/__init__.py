@@ -1,0 +1,1 @@
+"""Checks for methods: the conformance suite and its pytest plug-in."""

@@ -1,0 +1,66 @@
+"""A method states how it looks; nothing else knows its name."""
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+import rescene.report
+from rescene.core import method_style
+from rescene.core.errors import ConfigError
+from rescene.core.method_style import GLYPHS, style_of
+from rescene.methods import Method, method_class, method_names, register
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_styles_for_older_runs_are_those_of_the_registry():
+    spec = importlib.util.spec_from_file_location("method_styles", ROOT / "benchmarks" / "method_styles.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert script.STYLES.read_text("utf-8") == script.styles(), "run: python benchmarks/method_styles.py"
+
+
+def test_every_method_has_a_title_and_says_what_it_sends():
+    for name in method_names():
+        style = method_class(name).style()
+        assert style.title and style.sends and style.uploads and style.marker in GLYPHS, name
+
+
+def test_a_method_without_a_colour_gets_a_stable_one():
+    class Own(Method):
+        name: ClassVar[str] = "my own"
+
+    style = Own.style()
+    assert style.title == "my own" and (style.colour, style.marker) == (
+        style_of("my own").colour,
+        style_of("my own").marker,
+    )
+
+
+@pytest.mark.parametrize(("key", "value"), [("colour", "red"), ("marker", "x"), ("uploads", "pictures")])
+def test_a_style_that_cannot_be_drawn_is_refused_when_the_method_is_registered(key, value):
+    class Own(Method):
+        name: ClassVar[str] = "own"
+        title: ClassVar[str] = "Own"
+
+    setattr(Own, key, value)
+    with pytest.raises(ConfigError, match="cannot be drawn") as caught:
+        register(Own)
+    assert caught.value.code == "E179" and value in caught.value.why
+
+
+def test_no_file_of_the_report_or_of_core_names_a_method():
+    """The product's own name aside, which stands in commands, imports and the head of a page."""
+    words = {word for name in method_names() for word in (name, method_class(name).title.lower())}
+    words -= {"rescene", "local", "joint", "target", "moments"}  # also plain words
+    names = re.compile(rf"\b({'|'.join(map(re.escape, sorted(words)))})\b", re.IGNORECASE)
+    folders = [Path(module.__file__).parent for module in (rescene.report, method_style)]
+    for path in (
+        path for folder in folders for path in folder.glob("*") if path.suffix in (".py", ".j2", ".js", ".css")
+    ):
+        assert not names.findall(path.read_text("utf-8")), path.name
+        plain_words = r"""(==|!=|\bin\b|[{,]) *["'](rescene|joint|local|target|moments)["'] *([:,)}]|$)"""
+        assert not re.findall(plain_words, path.read_text("utf-8"), re.MULTILINE), path.name

@@ -1,0 +1,64 @@
+"""One reader for results.json: what runs write today and what stored runs wrote is read whole."""
+
+from pathlib import Path
+
+import pytest
+
+import rescene
+from rescene.core.errors import DataError, RunError
+from rescene.core.method_style import style_of
+from rescene.core.recipe_keys import experiment_keys, flatten
+from rescene.core.results import read_results, results_of_row
+from rescene.methods import method_class
+from rescene.report import load_run
+
+STORED = sorted(path.parent for path in (Path(__file__).parents[2] / "results").rglob("results.json"))
+
+
+def read_whole(folders):
+    for folder in folders:
+        run = load_run(folder)
+        assert run.problems == () and run.results.aa is not None and run.style.uploads, folder
+
+
+def test_stored_runs_are_read_whole():
+    assert len(STORED) > 100
+    read_whole(STORED[::25])
+
+
+@pytest.mark.slow
+def test_every_stored_run_is_read_whole():
+    read_whole(STORED)
+
+
+def test_a_run_of_today_is_read_whole_and_carries_its_style(tmp_path):
+    rescene.run("demo", method="fedavg", out=tmp_path / "run", **{"tasks.limit": 2, "federation.num_rounds": 1,
+                "federation.num_clients": 3, "federation.per_round": 2})  # fmt: skip
+    run = load_run(tmp_path / "run")
+    assert run.problems == () and run.style == method_class("fedavg").style()
+    assert run.results.style["title"] == "FedAvg" and len(run.results.tasks) == 2 == len(run.task_rows)
+    assert run.results.cost.measured.uplink_bytes and run.timing.total_s
+    (tmp_path / "run" / "results.json").unlink()
+    assert load_run(tmp_path / "run").style.title == "FedAvg"  # before its end: from origin.json
+
+
+def test_a_damaged_or_newer_file_is_refused(tmp_path):
+    path = tmp_path / "results.json"
+    path.write_text('{"aa": 7')
+    with pytest.raises(DataError, match="E213"):
+        read_results(path, [])
+    path.write_text('{"schema": 99}')
+    with pytest.raises(RunError, match="E414"):
+        read_results(path, [])
+
+
+def test_an_older_record_gets_the_choices_of_its_time():
+    method = {"name": "rescene", "literal": False, "reduction": "sum", "precision": "auto"}
+    assert results_of_row({"config": {"method": method}}, []).config["method"]["step"] == "fixed"
+    assert style_of("rescene").title == "ReSCENE"
+
+
+def test_one_flattener_for_all():
+    tree = {"seed": 1, "data": {"name": "x", "order_seed": 3}, "privacy": {}, "list": [1]}
+    assert flatten(tree) == {"seed": 1, "data.name": "x", "data.order_seed": 3, "privacy": {}, "list": [1]}
+    assert experiment_keys(tree) == {"data.name": "x", "privacy": {}, "list": [1]}

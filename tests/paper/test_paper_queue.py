@@ -1,0 +1,167 @@
+"""The queue: what is missing, in order, in so many minutes; nothing finished is lost, whatever ends it."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from paper_runs import cell_of, write_run
+from typer.testing import CliRunner
+
+from rescene.cli.app import app
+from rescene.paper import PaperCell, Store, paper_recipe
+from rescene.paper.missing_cells import Missing, _queue, missing_cells, predictor
+from rescene.paper.queue_runner import Queue, _share_done, rescene_run
+
+MAIN = paper_recipe("main")
+# a run of ten rounds: goes on after the last saved one, saves each, stops at Ctrl-C
+PRETENDED = """
+import json, pathlib, signal, sys, time
+folder, pause, code = pathlib.Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
+folder.mkdir(parents=True, exist_ok=True)
+if code:
+    sys.exit("error[E999]: the card is on fire")
+status = folder / "status.json"
+done = json.loads(status.read_text())["done"] if status.exists() else 0
+with (folder / "metrics.jsonl").open("a") as rounds:
+    for r in range(done, 10):
+        time.sleep(pause)
+        rounds.write(json.dumps({"round": r}) + "\\n"); rounds.flush()
+        status.write_text(json.dumps({"done": r + 1, "steps": 10, "state": "interrupted"}))
+(folder / "results.json").write_text("{}")
+"""
+
+
+def wanted(*names, base="smoke"):
+    sizes = ("federation.num_rounds=3", "model.width=8")
+    return [Missing("test", name, PaperCell("fashion-mini", "0.5", "fedavg", "", base, ("method=fedavg", *sizes)), s)
+            for s, name in enumerate(names)]  # fmt: skip
+
+
+def pretend(pause=0.0, failing=()):
+    def command(missing, folder):
+        return [sys.executable, "-c", PRETENDED, str(folder), str(pause), str(int(missing.name in failing))]
+
+    return command
+
+
+def queue(tmp_path, cells, minutes, predicted, **more):
+    return Queue(cells, lambda one: predicted.get(one.name), minutes, tmp_path / "work", tmp_path / "results", **more)
+
+
+def test_what_ends_in_time_is_run_in_order_and_kept(tmp_path):
+    cells = wanted("first", "long", "short")
+    told = []
+    note = {"tell": lambda row: told.append((row.cell, row.state))}
+    made = queue(tmp_path, cells, 6, {"first": 5, "long": 100, "short": 1}, least=99, command=pretend(), **note)
+    rows = {row.cell: row for row in made.run()}
+    assert [row.state for row in rows.values()] == ["done", "waiting", "done"]
+    assert told == [("first", "running"), ("first", "done"), ("short", "running"), ("short", "done")]
+    assert rows["first"].used > 0 and rows["first"].predicted == 5
+    kept = {path.parent for path in (tmp_path / "results").rglob("results.json")}
+    assert kept == {tmp_path / "results" / one.folder for one in (cells[0], cells[2])}
+    report = json.loads((tmp_path / "results" / "queue.json").read_text())
+    assert [run["state"] for run in report["runs"]] == ["done", "waiting", "done"] and report["minutes"] == 6
+
+
+def test_several_at_once_take_longer_each(tmp_path):
+    made = queue(tmp_path, wanted("a", "b"), 60, {"a": 10, "b": 20}, parallel=2, command=pretend(pause=0.1))
+    assert [row.predicted for row in made.rows] == [16, 32]
+    made._fill()
+    assert len(made.going) == 2 and [row.state for row in made.rows] == ["running", "running"]
+    assert {row.state for row in made.run()} == {"done"}
+
+
+def test_a_run_that_fails_does_not_stop_the_others(tmp_path):
+    rows = queue(tmp_path, wanted("bad", "good"), 1, {"bad": 0.1, "good": 0.1}, command=pretend(failing=("bad",))).run()
+    assert [(row.state, row.why) for row in rows] == [("failed", "error[E999]: the card is on fire"), ("done", "")]
+    assert len(list((tmp_path / "results").rglob("results.json"))) == 1
+
+
+@pytest.mark.parametrize(("minutes", "least", "predicted"), [(0.0, 0.0, {}), (1.0, 2.0, {"a": 5}), (1.0, 2.0, {})])
+def test_without_time_nothing_is_begun(tmp_path, minutes, least, predicted):
+    (row,) = queue(tmp_path, wanted("a"), minutes, predicted, least=least, command=pretend()).run()
+    assert row.state == "waiting" and not (tmp_path / "work").exists()
+
+
+def test_a_stopped_run_goes_on_and_loses_no_round(tmp_path):
+    """The time ends, a kill ends it, and then it is left to end: every round is there once."""
+    cells = wanted("a")
+    (row,) = queue(tmp_path, cells, 0.02, {}, least=0, command=pretend(pause=0.25)).run()
+    folder = tmp_path / "work" / cells[0].folder
+    share = _share_done(folder)
+    assert row.state == "stopped" and 0 < share < 1 and not list((tmp_path / "results").rglob("results.json"))
+    again = queue(tmp_path, cells, 1, {"a": 0.4}, command=pretend(pause=0.25))
+    assert again.rows[0].predicted == pytest.approx(0.4 * (1 - share), abs=0.01), "only what is left is predicted"
+    again._fill()
+    before = _share_done(folder)
+    while _share_done(folder) == before:
+        time.sleep(0.02)
+    again.going[0].process.kill()
+    again.going[0].process.wait()
+    (row,) = queue(tmp_path, cells, 1, {"a": 0.4}, command=pretend()).run()
+    rounds = [json.loads(line)["round"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert row.state == "done" and rounds[-1] == 9 and sorted(set(rounds)) == list(range(10))
+    assert len(rounds) <= 11, "a kill may fall between a round and its note, no more"
+
+
+def test_what_is_stored_is_not_missing(tmp_path):
+    before = missing_cells(Store([tmp_path]))
+    assert before[0].group.startswith("a.") and before[0].name == "main:cifar10/0.5/rescene, E_srv=10"
+    assert [group["group"][0] for group in _queue()] == ["a", "b", "c", "e", "d", "f", "g", "h", "i"]
+    assert len({(one.cell.experiment, one.seed) for one in before}) == len(before)
+    write_run(tmp_path, cell_of(MAIN, "cifar10/0.5/rescene").fast)
+    after = missing_cells(Store([tmp_path]))
+    assert len(after) == len(before) - 1 and after[0].name == before[1].name
+
+
+def test_minutes_are_predicted_from_runs_on_the_same_device_only(tmp_path):
+    cell = cell_of(MAIN, "cifar10/0.5/fedavg")
+    nominal = {"client_flops": 33.33e15, "server_flops": 0.0}
+    for number, seconds in enumerate((240.0, 300.0)):
+        folder = write_run(tmp_path, cell, seed=number, cost={"nominal": nominal, "measured": {}})
+        (folder / "env.json").write_text('{"device": "card"}')
+        (folder / "timing.json").write_text(json.dumps({"total_s": seconds}))
+    store = Store([tmp_path])
+    missing = Missing("b", "x", cell, 2)
+    assert predictor(store, "card")(missing) == pytest.approx(4.0, rel=0.02), (
+        "the quickest: the other ran beside something"
+    )
+    assert predictor(store, "another card")(missing) is None
+    assert predictor(store, "card")(Missing("b", "x", cell_of(MAIN, "cifar10/0.5/refed"), 0)) is None
+    office = paper_recipe("office31").cells[0]
+    assert predictor(store, "card")(Missing("e", "x", office, 0)) is None, "its sizes are not known without the images"
+
+
+def test_the_command_line_plans_and_refuses(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "kept").mkdir()
+
+    def invoke(*words):
+        return CliRunner().invoke(app, ["paper", "run", *words])
+
+    plan = json.loads(invoke("--queue", "--plan", "--runs", "kept", "--json").output)
+    assert len(plan) > 80 and {row["state"] for row in plan} == {"waiting"} and plan[0]["predicted"] is None
+    assert not Path("runs").exists()
+    for words in (("--queue",), ("main", "--queue", "--minutes", "5"), (), ("--queue", "--minutes", "0")):
+        result = invoke(*words, "--runs", "kept")
+        assert result.exit_code == 2 and "E501" in result.output, result.output
+
+
+@pytest.mark.slow
+def test_a_real_run_is_stopped_and_goes_on(tmp_path):
+    cells = wanted("smoke")
+    made = Queue(cells, lambda one: None, 5, tmp_path / "work", tmp_path / "results", least=0)
+    made._fill()
+    folder = tmp_path / "work" / cells[0].folder
+    while not (_share_done(folder) > 0):
+        time.sleep(0.02)
+    made._stop()
+    assert made.rows[0].state in ("stopped", "done")
+    (row,) = Queue(
+        cells, lambda one: None, 5, tmp_path / "work", tmp_path / "results", least=0, command=rescene_run
+    ).run()
+    assert row.state == "done"
+    (found,) = Store([tmp_path / "results"]).all()
+    assert found.seed == 0 and found.results.aa is not None

@@ -1,0 +1,147 @@
+"""The house stays readable: no circles, no name twice, short functions, and one folder that computes with epsilon."""
+
+import ast
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import rescene
+
+ROOT = Path(rescene.__file__).parent
+TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(ROOT.rglob("*.py"))}
+LONGEST, USUAL = 60, 25  # lines of a function: at most, and of nine in ten
+DOCUMENTED = 0.95  # share of what is public that has a docstring, at least
+# name the word only: the recipe's keys, texts for people, and records of what a run promised
+NAMES_EPSILON = {"privacy", "config", "cli", "deploy", "report", "audit"}
+RECORDS_EPSILON = {"core/results.py", "engine/results_writer.py", "engine/withdrawal.py", "data/inspection.py"}
+
+
+def module(path):
+    return ".".join(("rescene", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+
+
+def only_for_types(node):
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+
+
+def imported(tree):
+    """Modules that the file imports, inside functions too, but not those that only a type checker reads."""
+    todo = list(tree.body)
+    while todo:
+        node = todo.pop()
+        if only_for_types(node):
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        todo += ast.iter_child_nodes(node)
+
+
+def test_imports_have_no_circles():
+    known = {module(path): path for path in TREES}
+    packages = {name for name, path in known.items() if path.name == "__init__.py"}
+    arrows = {
+        name: {other for other in imported(TREES[path]) if other in known and other != name} - packages
+        for name, path in known.items()
+    }
+    done, under_way, circles = set(), [], []
+
+    def visit(name):
+        if name in under_way:
+            circles.append(" > ".join([*under_way[under_way.index(name) :], name]))
+        elif name not in done:
+            under_way.append(name)
+            for other in sorted(arrows[name]):
+                visit(other)
+            done.add(under_way.pop())
+
+    for name in arrows:
+        visit(name)
+    assert circles == []
+
+
+def test_no_file_and_no_class_has_its_name_twice_across_folders():
+    places = defaultdict(set)
+    for path, tree in TREES.items():
+        if path.name != "__init__.py":
+            places[path.name].add(path.parent)
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef):
+                places[f"class {node.name}"].add(path.parent)
+    assert {name: sorted(map(str, found)) for name, found in places.items() if len(found) > 1} == {}
+
+
+def test_functions_are_short():
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    functions = [
+        (node.end_lineno - node.lineno + 1, f"{path.relative_to(ROOT)}: {node.name}")
+        for path, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, kinds)
+    ]
+    lengths = sorted(length for length, _ in functions)
+    assert [name for length, name in functions if length > LONGEST] == []
+    assert lengths[int(0.9 * len(lengths))] <= USUAL
+
+
+def test_few_places_name_epsilon_and_one_folder_computes_with_it():
+    naming = {path.relative_to(ROOT) for path in TREES if re.search(r"\bepsilon", path.read_text(encoding="utf-8"))}
+    strangers = {path.as_posix() for path in naming if path.parts[0] not in NAMES_EPSILON}
+    assert strangers - RECORDS_EPSILON == set()
+    accounting = re.compile(r"from rescene\.privacy\.(accounting|epsilon_bounds) import (.*)")
+    computing = {
+        path.relative_to(ROOT).as_posix(): found[2]
+        for path in TREES
+        if (found := accounting.search(path.read_text(encoding="utf-8")))
+        and path.relative_to(ROOT).parts[0] not in {"privacy", "audit", "config"}
+    }
+    assert {place: names for place, names in computing.items() if "epsilon_of" in names or "sigma_for" in names} == {}
+
+
+def _base_methods(tree, known):
+    """Names of the methods that each class of the file inherits from classes of the package: its overrides say nothing new."""
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
+            bases += [base.attr for base in node.bases if isinstance(base, ast.Attribute)]
+            yield node, set().union(*(known.get(base, set()) for base in bases))
+
+
+def _inherited():
+    """Class name -> the methods that it has or inherits, over the whole package."""
+    known = {"Module": {"forward"}, "Function": {"forward", "backward"}}  # of torch
+    for _ in range(6):  # as deep as classes derive from one another
+        for tree in TREES.values():
+            for node, inherited in _base_methods(tree, known):
+                own = {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
+                known[node.name] = known.get(node.name, set()) | own | inherited
+    return known
+
+
+def _is_setter_or_overload(node):
+    return any(ast.unparse(one).endswith((".setter", ".deleter", "overload")) for one in node.decorator_list)
+
+
+def public_things():
+    """Place and node of every module, and of every class, function and method without an underscore; not of overrides."""
+    known = _inherited()
+    for path, tree in TREES.items():
+        place = path.relative_to(ROOT).as_posix()
+        yield place, tree
+        overridden = {node.name: inherited for node, inherited in _base_methods(tree, known)}
+        for node in tree.body:
+            if not isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) or node.name.startswith("_"):
+                continue
+            yield f"{place}:{node.lineno} {node.name}", node
+            for part in node.body if isinstance(node, ast.ClassDef) else ():
+                is_public = isinstance(part, ast.FunctionDef) and not part.name.startswith("_")
+                if is_public and part.name not in overridden[node.name] and not _is_setter_or_overload(part):
+                    yield f"{place}:{part.lineno} {node.name}.{part.name}", part
+
+
+def test_what_is_public_has_a_docstring():
+    things = list(public_things())
+    bare = [place for place, node in things if not ast.get_docstring(node)]
+    assert len(bare) <= (1 - DOCUMENTED) * len(things), f"{len(bare)} of {len(things)} without: {bare}"
