@@ -147,6 +147,16 @@ def test_the_budget_holds_per_client_or_for_all_together(scope):
         assert memories[k].desk == {} and num_bytes(memories[k].desk) == 0
 
 
+def test_independent_draws_are_one_lottery_over_the_images_of_all_clients():
+    method = FedCBDR(budget=4, budget_scope="independent")
+    federation, task, images, state = world(method)
+    method.end_task(state, task, federation, Rng(7))
+    drawn = [payload["drawn"] for verb, _, payload, _ in federation.exchanges if verb == "keep_images"]
+    kept = torch.cat([federation.client_states[k].pixels for k in range(4)])
+    assert [len(part) for part in drawn] == [12, 0, 1, 20]
+    assert torch.equal(kept, images.pixels[torch.cat(drawn)]) and 1 < len(kept) <= 4 * len(task.classes)
+
+
 def test_both_forms_choose_the_same_images():
     chosen = []
     for form in ("gram", "svd"):

@@ -12,6 +12,7 @@ from rescene.functional.leverage import (
     form_leverage,
     gram_inverse,
     importance_weights,
+    independent_draws,
     left_vectors,
     random_orthogonal,
     row_leverage,
@@ -135,3 +136,10 @@ def test_an_empty_group_contributes_nothing(group):
     torch.testing.assert_close(value, (1.2 if group else 0.8) * F.cross_entropy(logits, labels))
     value.backward()
     assert torch.isfinite(logits.grad).all()
+
+
+def test_independent_draws_find_an_image_as_often_as_the_law_says():
+    scores, generator = torch.tensor([1.0, 2.0, 5.0]), torch.Generator().manual_seed(0)
+    found = torch.stack([independent_draws(scores, 3, generator) for _ in range(4000)]).double().mean(dim=0)
+    expected = 1 - (1 - scores.double() / 8) ** 3
+    torch.testing.assert_close(found, expected, rtol=0, atol=4 * 0.5 / 4000**0.5)

@@ -146,7 +146,7 @@ def test_a_model_that_stands_still_gives_the_harmonic_sum(pool):
 def test_the_model_is_trained_with_augmented_pictures_but_judged_on_plain_ones(pool, monkeypatch):
     shard, net = pool
     seen = []
-    monkeypatch.setattr(type(shard.transform), "augment", lambda self, x, generator: seen.append(len(x)) or x)
+    monkeypatch.setattr(type(shard.transform), "apply", lambda self, x, draws: seen.append(len(x)) or x)
     ReFed(pim_epochs=2, pim_batch_size=25)._importance(weights_of(net), shard, Rng(0))
     assert seen == [25, 25, 10] * 2  # the steps of two epochs, nothing for the scores
 

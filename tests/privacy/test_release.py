@@ -262,3 +262,6 @@ def test_batch_norm_in_train_mode_is_refused(tiny_world):
         with pytest.raises(ConfigError) as caught:
             look()
         assert caught.value.code == "E175" and "model.norm=group" in caught.value.fix
+    with pytest.raises(ConfigError) as caught:
+        embeddings(net.eval(), shard, [theta], SETTINGS.model_copy(update={"norm_statistics": "batch"}))
+    assert caught.value.code == "E175"

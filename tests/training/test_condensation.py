@@ -89,6 +89,25 @@ def test_first_step_is_the_clipped_gradient_of_eq_1(tiny_world):
     assert torch.allclose(made.images, expected, atol=1e-5)
 
 
+def test_in_train_mode_each_class_is_matched_with_the_statistics_of_its_own_batches(tiny_world):
+    shards, net = [tiny_world["shards"][k] for k in (0, 2)], tiny_world["net"].eval()
+    before, trained = copy.deepcopy(net.state_dict()), copy.deepcopy(net).train()
+    settings = Condensation(
+        ipc=3, num_steps=1, image_lr=0.7, radius=0.0, clip=None, real_batch="all", norm_statistics="batch"
+    )
+    together = condense(net, shards, [Rng(3), Rng(4)], settings, noise_seed=0)
+    for shard, made in zip(shards, together, strict=True):  # one class each
+        x, real = made.start.clone().requires_grad_(True), shard.pictures(shard.index)
+        loss = sum(
+            (f(x).mean(dim=0) - f(real).mean(dim=0).detach()).square().sum() for f in (trained.features, trained)
+        )
+        (g,) = torch.autograd.grad(loss, x)
+        torch.testing.assert_close(made.images, made.start - 0.7 * g, rtol=0, atol=1e-5)
+    assert all(torch.equal(value, before[key]) for key, value in net.state_dict().items()) and not net.training
+    plain = condense(net, shards, [Rng(3), Rng(4)], settings.model_copy(update={"norm_statistics": "server"}), 0)
+    assert not torch.allclose(plain[0].images, together[0].images, atol=1e-3)
+
+
 def test_the_perturbation_comes_from_the_seed_of_the_broadcast(tiny_world):
     args = (tiny_world["net"], tiny_world["shards"][:1], [Rng(0)], SETTINGS)
     a, b, c = condense(*args, noise_seed=1)[0], condense(*args, noise_seed=1)[0], condense(*args, noise_seed=2)[0]

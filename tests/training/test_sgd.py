@@ -7,8 +7,8 @@ from torch import nn
 
 from rescene.data import Transform
 from rescene.nets import Arch
-from rescene.training import Batch, Training, fit, fit_pool, fit_shard
-from rescene.training.sgd import FusedSgd
+from rescene.training import Batch, Training, fit, fit_pool, fit_shard, with_replay
+from rescene.training.sgd import FusedSgd, ShardEpochs
 
 PLAIN = Training(local_epochs=2, server_epochs=3, batch_size=8, lr=0.1, momentum=0.0, weight_decay=0.0, augment=False)
 LOOK = Transform((0.5, 0.5, 0.5), (0.25, 0.25, 0.25), 0)
@@ -87,6 +87,28 @@ def test_augmentation_can_be_switched_off_and_changes_training(tiny_world):
         fit_shard(net, tiny_world["shards"][2], settings, torch.Generator().manual_seed(0))
         results.append(net.head.weight.detach().clone())
     assert not torch.equal(results[0], results[1]) and torch.equal(results[1], results[2])
+
+
+def test_remembered_pictures_can_stay_as_they_are(tiny_world):
+    shard = tiny_world["shards"][2]
+    mixed = with_replay(shard, shard.images.pixels[:5], shard.images.labels[:5])
+    seen = {True: [], False: []}
+
+    def loss(net, batch):
+        for x, place in zip(batch.x, batch.index.tolist(), strict=True):
+            plain = mixed.pictures(torch.tensor([place]))[0]
+            seen[place >= len(shard)].append(torch.equal(x, plain))
+        return F.cross_entropy(net(batch.x), batch.y)
+
+    settings = PLAIN.model_copy(update={"augment": "new", "local_epochs": 4})
+    net = tiny_world["arch"].restore(tiny_world["net"].state_dict())
+    fit_shard(net, mixed, settings, torch.Generator().manual_seed(0), loss)
+    assert all(seen[True]) and len(seen[True]) == 4 * 5
+    assert not all(seen[False])
+    order, crops = ShardEpochs(mixed, settings, torch.Generator().manual_seed(0)).draw()  # the same on a GPU
+    pad = mixed.transform.pad
+    assert crops[:, order >= len(shard)].T.tolist() == [[pad, pad, 0]] * 5
+    assert crops[:, order < len(shard)].T.unique(dim=0).shape[0] > 1
 
 
 @pytest.mark.parametrize("momentum", [0.9, 0.0])

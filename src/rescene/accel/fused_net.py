@@ -37,8 +37,8 @@ class SgdSettings(Protocol):
         """``float32``, ``bfloat16``, or ``auto``: bfloat16 on a GPU."""
 
     @property
-    def augment(self) -> bool:
-        """Whether images are cropped and flipped at random."""
+    def augment(self) -> bool | str:
+        """Whether images are cropped and flipped at random; ``new``: those that are not remembered."""
 
 
 def is_half(settings: SgdSettings, device: torch.device) -> bool:

@@ -42,6 +42,7 @@ NEWER = {
     ("model", "frozen"): False,
     ("method", "step"): "fixed",
     ("method", "server_augment"): True,
+    ("method", "norm_statistics"): "server",
 }
 # how a record of a method that condenses, or sends raw pictures to such a server, is known: it names every setting
 RECORDED = ({"literal", "reduction", "precision"}, {"ipc", "surrogates_per_class", "budget", "recent_fraction", "tau"})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,12 +23,16 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """One client's part of one task. ``images`` is the whole training split, shared; only ``index`` is the client's."""
+    """One client's part of one task. ``images`` is the whole training split, shared; only ``index`` is the client's.
+
+    ``first_remembered``: from this position of ``images`` on they are pictures of earlier tasks; None: there are none.
+    """
 
     images: Images
     index: Tensor
     task: Task
     transform: Transform
+    first_remembered: int | None = field(default=None, kw_only=True)
 
     def __len__(self) -> int:
         return len(self.index)

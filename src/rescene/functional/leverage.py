@@ -78,6 +78,17 @@ def draw_keys(scores: Tensor, generator: torch.Generator) -> Tensor:
     return scores.double().clamp(min=SMALLEST_SCORE).log() + gumbel.to(scores.device)
 
 
+def independent_draws(scores: Tensor, num_draws: int, generator: torch.Generator) -> Tensor:
+    """Which images come up in ``num_draws`` draws with replacement, p ~ score: [n] -> bool [n].
+
+    >>> independent_draws(torch.tensor([1.0, 0.0, 1.0]), 50, torch.Generator().manual_seed(0)).tolist()
+    [True, False, True]
+    """
+    chances = scores.double().clamp(min=SMALLEST_SCORE).to(generator.device)
+    places = torch.multinomial(chances, num_draws, replacement=True, generator=generator)
+    return (torch.bincount(places, minlength=len(scores)) > 0).to(scores.device)
+
+
 class Cut(NamedTuple):
     """Per class: the smallest key that is still taken, the candidates, and the sum of their scores. All float64 [C]."""
 

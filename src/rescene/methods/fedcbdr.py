@@ -33,6 +33,7 @@ from rescene.functional.leverage import (
     form_leverage,
     gram_inverse,
     importance_weights,
+    independent_draws,
     left_vectors,
     random_orthogonal,
     row_leverage,
@@ -71,7 +72,7 @@ class FedCBDR(AveragingMethod):
     paper: ClassVar[str] = "Qi et al., NeurIPS 2025"
     leaves_site: ClassVar[str] = (
         "model weights and the number of images trained on; after each task the rotated second moments of the local "
-        "features (form=svd: all features, rotated), and with budget_scope=global each image's label, score and key"
+        "features (form=svd: all features, rotated), and with a budget for all clients each image's label, score and key"
     )
     compute: ClassVar[tuple[str, str] | None] = ("O(R K E (D_loc + D_mem) F + N D_loc F)", "O(R K P + N D_loc d^2)")
     remembers: ClassVar[str] = "real images of finished tasks: up to `budget` (150) of each class"
@@ -79,8 +80,11 @@ class FedCBDR(AveragingMethod):
     reuses_records: ClassVar[bool] = True
 
     budget: int = hyper(150, "-", "App. A", "exemplars kept per class of a finished task, see budget_scope", ge=1)
-    budget_scope: Literal["client", "global"] = hyper(
-        "client", "-", "App. D.3", "the budget holds on every client, or for all clients together"
+    budget_scope: Literal["client", "global", "independent"] = hyper(
+        "client",
+        "-",
+        "App. D.3",
+        "the budget holds on every client; or for all clients together; or for all, as independent draws over the task's images",
     )
     old_temperature: float = hyper(0.8, "tau_old", "App. A", "divides the outputs of earlier classes", gt=0)
     new_temperature: float = hyper(1.2, "tau_new", "App. A", "divides the outputs of this task's classes", gt=0)
@@ -120,7 +124,7 @@ class FedCBDR(AveragingMethod):
             return either(NOTHING, fields({"moments": moments}))
         if verb == "share_features":
             return either(NOTHING, fields({"features": tensor(torch.float64, images, size)}))
-        if verb == "score_images" and self.budget_scope == "global":
+        if verb == "score_images" and self.budget_scope != "client":
             row = tensor(torch.float64, images)
             return fields({"keys": row, "scores": row, "labels": labels(place.task.classes, MOST, images)})
         return super().expects(verb, payload, place)
@@ -133,12 +137,19 @@ class FedCBDR(AveragingMethod):
         if not shared:
             return state
         scored = self._scored(shared, federation)
+        if self.budget_scope == "client":
+            return state
+        keys, scores, labels = (
+            torch.cat([upload[name] for upload in scored.values()]) for name in ("keys", "scores", "labels")
+        )
+        cut = class_cut(keys, scores, labels, self.budget, task.num_seen)
         if self.budget_scope == "global":
-            keys, scores, labels = (
-                torch.cat([upload[name] for upload in scored.values()]) for name in ("keys", "scores", "labels")
-            )
-            cut = class_cut(keys, scores, labels, self.budget, task.num_seen)
             federation.ask(list(scored), "keep_images", {"cut": cut._asdict()})
+            return state
+        drawn = independent_draws(scores, self.budget * len(task.classes), rng.at("draws").generator())
+        parts = torch.split(drawn, [len(upload["scores"]) for upload in scored.values()])
+        for client, part in zip(scored, parts, strict=True):
+            federation.ask([client], "keep_images", {"cut": cut._asdict(), "drawn": part})
         return state
 
     def _scored(self, shared: Uploads, federation: Federation) -> Uploads:
@@ -184,18 +195,18 @@ class FedCBDR(AveragingMethod):
         return {"keys": keys, "scores": scores, "labels": shard.labels}, memory
 
     def keep_images(self, payload: Payload, shard: Client, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
-        """Global budget only: the server has found where to cut each class."""
-        return {}, self._kept(client_state, shard, Cut(**payload["cut"]))
+        """A budget for all clients: the server has found where to cut each class, or has drawn the images itself."""
+        return {}, self._kept(client_state, shard, Cut(**payload["cut"]), payload.get("drawn"))
 
     def _kept_blindly(self, memory: Memory, shard: Client, site: SitePrivacy) -> Memory:
         """Each image on its own with the same public chance: that costs no privacy, and no image makes room for another."""
         chosen = site.noise.chosen(len(shard), min(1.0, self.budget / site.mechanism.typical_count)).to(shard.device)
         return _with_images(memory, shard, chosen, memory.weights.new_ones(len(shard)))
 
-    def _kept(self, memory: Memory, shard: Client, cut: Cut) -> Memory:
-        """The memory with the images above the cut added, and an empty desk."""
+    def _kept(self, memory: Memory, shard: Client, cut: Cut, drawn: Tensor | None = None) -> Memory:
+        """The memory with the drawn images, or those above the cut, added, and an empty desk."""
         keys, scores, labels = memory.desk["keys"], memory.desk["scores"], shard.labels
-        chosen = keys >= cut.threshold[labels]
+        chosen = keys >= cut.threshold[labels] if drawn is None else drawn
         weights = memory.weights.new_ones(len(labels))
         if self.reweight:
             weights = importance_weights(scores, labels, self.budget, cut).to(weights)

@@ -61,8 +61,8 @@ class Line:
         recipe = self.cell.resolve().recipe
         method = method_class(recipe.method["name"])
         if issubclass(method, SurrogateMethod):
-            return recipe.train.augment and bool(recipe.method["server_augment"])
-        return recipe.train.augment if self.cell.method in KEEPERS else None
+            return bool(recipe.train.augment) and bool(recipe.method["server_augment"])
+        return recipe.train.augment is True if self.cell.method in KEEPERS else None
 
     @property
     def near_copies(self) -> float | None:

@@ -62,7 +62,7 @@ def identity(recipe: Recipe) -> str:
     flat = flatten(recipe.model_dump(mode="json"))
     flat["method.name"] = FAMILY.get(method.name, method.name)
     if condenses:
-        flat["train.augment"] &= flat.pop("method.server_augment")
+        flat["train.augment"] = flat.pop("method.server_augment") and bool(flat["train.augment"])
     return json.dumps({key: flat[key] for key in sorted(flat) if key not in VOLATILE and not unused.get(key)})
 
 

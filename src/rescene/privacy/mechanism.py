@@ -173,14 +173,18 @@ def digest(state: Iterable[tuple[str, Tensor]], *more: object) -> str:
     return found.hexdigest()
 
 
-def refuse_batch_statistics(net: nn.Module) -> None:
-    """BatchNorm in train mode mixes the images of a batch: no record has an embedding of its own, so no clip bounds it."""
+def refuse_batch_statistics(net: nn.Module, asked: bool = False) -> None:
+    """BatchNorm in train mode mixes the images of a batch: no record has an embedding of its own, so no clip bounds it.
+
+    ``asked``: whether a setting asks for train mode.
+    """
     for name, module in net.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and (module.training or module.running_mean is None):
+        in_train_mode = asked or module.training or getattr(module, "running_mean", None) is None
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and in_train_mode:
             raise ConfigError(
                 "E175",
                 "BatchNorm in train mode cannot be used under a privacy mechanism",
                 where=name,
                 why="an image's embedding would depend on the other images of its batch, so clipping bounds nobody's part",
-                fix="net.eval() with the server's statistics, or model.norm=group",
+                fix="net.eval() with the server's statistics (method.norm_statistics=server), or model.norm=group",
             )

@@ -87,7 +87,7 @@ def clipped_gradient_sum(
     own. pixels [m, 3, H, W], real [b, 3, H, W] -> as pixels, int64 in whole steps, each record rounded by itself; no record
     gives 0.
     """
-    refuse_batch_statistics(net)
+    refuse_batch_statistics(net, settings.norm_statistics == "batch")
     total = torch.zeros(pixels.numel(), dtype=torch.int64, device=pixels.device)
     if not len(real):
         return total.reshape(pixels.shape)

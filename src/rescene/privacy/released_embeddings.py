@@ -98,7 +98,7 @@ def condensed_embeddings(
 
 def embeddings(net: nn.Module, shard: Shard, thetas: Sequence[Sequence[Tensor]], settings: Condensation) -> Tensor:
     """psi of every record of the shard: [n, m (d + C)]."""
-    refuse_batch_statistics(net)
+    refuse_batch_statistics(net, settings.norm_statistics == "batch")
     parts = shard.index.split(CHUNK[shard.device.type])
     return embedded(net, lambda: map(shard.pictures, parts), thetas, settings)
 

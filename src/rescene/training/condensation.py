@@ -13,6 +13,7 @@ everything else that a client draws comes from its own stream.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -87,6 +88,12 @@ class Condensation(Hyperparameters):
     )
     guard: bool = hyper(
         True, "-", "[ours]", "of a class with n <= IPC images, a surrogate that is still its start image is withheld"
+    )
+    norm_statistics: Literal["server", "batch"] = hyper(
+        "server",
+        "-",
+        "[ours]",
+        "BatchNorm while condensing: the server's running statistics (eval mode), or those of each class's batch (train mode)",
     )
     precision: Literal["auto", "float32", "bfloat16"] = hyper(
         "auto", "-", "[ours]", "arithmetic of the network on a GPU; auto is bfloat16"
@@ -295,6 +302,8 @@ def _descend(
     if settings.match is not None and gradient is None:
         members = [group.members for group in groups]
         return descend_moments(net, shard, members, pixels, owner, settings, noise_seed)
+    if settings.norm_statistics == "batch" and gradient is None:
+        gradient = _group_by_group(shard, groups, settings, term)
     if pixels.is_cuda and is_recordable(net) and move is None and term is None and gradient is None:
         most_groups = len(shards) * len(shard.task.classes)
         return _descend_recorded(net, shard, groups, pixels, owner, settings, noise_seed, most_groups)
@@ -329,6 +338,36 @@ def matching_gradient(shard: Shard, groups: list[Group], settings: Condensation,
         return losses, settings.bounded(found, losses, owner)
 
     return gradient
+
+
+def _group_by_group(shard: Shard, groups: list[Group], settings: Condensation, term: Term | None) -> Gradient:
+    """The same with BatchNorm in train mode: each class passes alone, its real images and its surrogates apart."""
+    parts = [matching_gradient(shard, [group], settings, term) for group in groups]
+
+    def gradient(net: nn.Module, pixels: Tensor, owner: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        sizes = torch.bincount(owner, minlength=len(groups)).tolist()
+        with batch_statistics(net):
+            found = [
+                part(net, own, torch.zeros(len(own), dtype=torch.long, device=own.device), step)
+                for part, own in zip(parts, pixels.split(sizes), strict=True)
+            ]
+        return torch.cat([losses for losses, _ in found]), torch.cat([moves for _, moves in found])
+
+    return gradient
+
+
+@contextmanager
+def batch_statistics(net: nn.Module) -> Iterator[None]:
+    """BatchNorm takes mean and variance of each batch; the running statistics stay as they are."""
+    norms = [module for module in net.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    before = [(norm.training, norm.track_running_stats) for norm in norms]
+    for norm in norms:
+        norm.training, norm.track_running_stats = True, False
+    try:
+        yield
+    finally:
+        for norm, (training, tracked) in zip(norms, before, strict=True):
+            norm.training, norm.track_running_stats = training, tracked
 
 
 def _descend_recorded(

@@ -21,4 +21,14 @@ def with_replay(shard: Held, pixels: Tensor, labels: Tensor) -> Held:
     """
     own = shard.images.pixels[shard.index]
     images = Images(torch.cat([own, pixels.to(own)]), torch.cat([shard.labels, labels.to(shard.labels)]))
-    return replace(shard, images=images, index=torch.arange(len(images.labels), device=own.device))
+    index = torch.arange(len(images.labels), device=own.device)
+    return replace(shard, images=images, index=index, first_remembered=len(own))
+
+
+def crops_of(shard: Shard, index: Tensor, draws: Tensor, augment: bool | str) -> Tensor:
+    """The drawn crops and mirrors [3, n] of the pictures at these positions; with ``new`` remembered ones stay as they are."""
+    draws = draws.to(shard.device)
+    if augment != "new" or shard.first_remembered is None:
+        return draws
+    as_it_is = torch.tensor([[shard.transform.pad], [shard.transform.pad], [0]], device=draws.device)
+    return torch.where(index >= shard.first_remembered, as_it_is, draws)

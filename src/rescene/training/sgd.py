@@ -24,6 +24,7 @@ from rescene.functional import logit_adjusted_cross_entropy, sampling_probabilit
 from rescene.functional.balance import EXCLUDED, log_prior
 from rescene.functional.texture import soften
 from rescene.nets import alike, is_recordable, is_rehearsal, laps
+from rescene.training.replay import crops_of
 
 WORTH_RECORDING = 4  # epochs of a call at least: a recording costs about as much as a dozen plain steps
 
@@ -45,7 +46,12 @@ class Training(Hyperparameters):
     precision: Literal["auto", "float32", "bfloat16"] = hyper(
         "auto", "-", "[ours]", "arithmetic of recorded steps; auto is bfloat16 on a GPU and float32 on a CPU"
     )
-    augment: bool = hyper(True, "-", "App. A", "random crop and horizontal flip, on clients and (ours) on the server")
+    augment: bool | Literal["new"] = hyper(
+        True,
+        "-",
+        "App. A",
+        "random crop and horizontal flip, on clients and (ours) on the server; new: not of pictures that a client remembers",
+    )
     soften: float = hyper(
         0.0, "-", "[ours]", "blur, noise and contrast on the server, which hide fine texture; 0: none", ge=0
     )
@@ -175,8 +181,9 @@ class ShardEpochs:
         sizes = [len(part) for part in order.split(self.settings.batch_size)]
         if sizes[-1] == 1 and len(sizes) > 1:
             sizes.pop()  # such a batch is left out, and nothing drawn for it
-        crops = torch.cat([self.transform.draw(size, self.generator) for size in sizes], dim=1).to(device)
-        return order[: sum(sizes)], crops
+        order = order[: sum(sizes)]
+        draws = torch.cat([self.transform.draw(size, self.generator) for size in sizes], dim=1)
+        return order, crops_of(self.shard, self.shard.index[order], draws, self.settings.augment)
 
 
 def fit_shard(
@@ -208,7 +215,9 @@ def fit_shard(
 
     def fetch(index: Tensor) -> Batch:
         x = shard.pictures(index)
-        x = shard.transform.augment(x, generator) if settings.augment else x
+        if settings.augment:
+            draws = shard.transform.draw(len(index), generator)
+            x = shard.transform.apply(x, crops_of(shard, index, draws, settings.augment))
         return Batch(x, shard.images.labels[index], index, None if beside is None else beside())
 
     loss = loss or cross_entropy_from(first_class)
@@ -286,7 +295,7 @@ def fit_pool(
     On a GPU the step is replayed as a CUDA graph; elsewhere, where capture is refused, and for a loss of one's own, it
     runs as written here.
     """
-    epochs = PoolEpochs(images, labels, num_classes, alpha, transform, settings.augment, generator)
+    epochs = PoolEpochs(images, labels, num_classes, alpha, transform, bool(settings.augment), generator)
     if loss is None and is_recorded(net, images, labels) and not settings.soften:
         rates = [cosine_rate(settings.lr, epoch, settings.server_epochs) for epoch in range(settings.server_epochs)]
         return fit_captured(net, epochs, settings, rates, epochs.adjustment(tau))
