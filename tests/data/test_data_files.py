@@ -319,6 +319,19 @@ def test_domains_in_train_and_test_folders(tmp_path: Path) -> None:
     assert dataset.domains == ("day", "night") and dataset.classes == ("a", "b") and len(dataset.test) == 8
 
 
+def test_domains_with_their_own_train_and_test_folders(tmp_path: Path) -> None:
+    for i, domain in enumerate(("day", "night")):
+        write_classes(tmp_path / domain / "train", {"a": 3, "b": 3}, start=20 * i)
+        write_classes(tmp_path / domain / "test", {"a": 2, "b": 2}, start=20 * i + 10)
+    with pytest.raises(DataError) as caught:
+        load(path=tmp_path)
+    assert "--layout domains" in str(caught.value.fix) and "--layout classes" not in str(caught.value.fix)
+    dataset = load(path=tmp_path, layout="domains")
+    assert dataset.domains == ("day", "night") and dataset.classes == ("a", "b") and dataset.split == "given"
+    assert (len(dataset.train), len(dataset.test)) == (12, 8)
+    assert torch.bincount(dataset.test.domains).tolist() == [4, 4]
+
+
 def test_a_folder_images_in_every_class_is_no_second_reading(tmp_path: Path) -> None:
     write_classes(tmp_path, {"a/images": 5, "b/images": 5})
     dataset = load(path=tmp_path)

@@ -287,6 +287,12 @@ def test_a_pt2_file_needs_trust(tmp_path):
     assert found.exit_code == 2 and "error[E158]" in found.output
 
 
+def test_a_plug_in_is_loaded_before_the_model(file, tmp_path):
+    (tmp_path / "broken_network.py").write_text("1 / 0")
+    found = CliRunner().invoke(app, ["serve", str(file), "--plugin", str(tmp_path / "broken_network.py")])
+    assert found.exit_code == 2 and "ZeroDivisionError" in found.output
+
+
 KNOWN = {"FROM", "RUN", "COPY", "ENV", "USER", "WORKDIR", "EXPOSE", "HEALTHCHECK", "STOPSIGNAL", "ENTRYPOINT"}
 
 

@@ -94,6 +94,7 @@ def serve(
         typer.Option("--container", help="write a folder that builds the service as a container; serve nothing"),
     ] = None,
     trust: Trust = False,
+    plugin: Plugin = None,
     quiet: Quiet = False,
 ) -> None:
     """Answer pictures over HTTP: a page to drop a picture on, and JSON for programs."""
@@ -104,6 +105,7 @@ def serve(
         print(*write_container(model, container, trust), sep="\n")
         print("The first lines of the Containerfile say how to build and run it.")
         return
+    load_plugins(plugin)
     use_all_cores()
     service = Service(open_model(model, trust), int(max_mb * 2**20), max_pixels, frozenset(allow_host or ()))
     if host not in ("127.0.0.1", "localhost", "::1"):

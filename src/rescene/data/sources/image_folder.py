@@ -83,8 +83,7 @@ def list_files(place: Folder, layout: str = "auto") -> list[File]:
     A class folder without images is E204: it is more likely a half-copied class than no class. A site may lack a class. Where
     the folders alone do not tell classes from domains and sites, ``layout`` must (E214).
     """
-    train = _named(place, ("train",))
-    if train and train[0].folders:  # without: "train" is a class, beside "car" and "bus"
+    if _training_part(place) is not place:  # without folders in it "train" is a class, beside "car" and "bus"
         return list_splits(place, layout)
     if not any(folder.everything() for folder in place.folders):
         loose = f"; {len(place.images):,} pictures lie in no folder" if place.images else ""
@@ -177,25 +176,28 @@ def _list_split(place: Folder, split: str, layout: str) -> list[File]:
     if layout == "classes":
         return _list_classes(place, split)
     if layout == "domains":
-        names = [{folder.name for folder in domain.inner().folders} for domain in place.folders]
+        names = [{folder.name for folder in _training_part(domain.inner()).folders} for domain in place.folders]
         if len(names) > 1 and split != "test" and not set.intersection(*names):
             raise _unknown_layout(place.path, "read as <domain>/<class>, the domains have no class in common")
         return [
-            replace(file, domain=part.name)
-            for part in place.folders
-            for file in _list_split(part.inner(), split, "classes")
+            replace(file, domain=part.name) for part in place.folders for file in _list_part(part, split, "classes")
         ]
     below = "domains" if layout == "sites-domains" else "classes"
     return [replace(file, site=part.name) for part in place.folders for file in _list_part(part.filled(), split, below)]
 
 
 def _list_part(part: Folder, split: str, layout: str) -> list[File]:
-    """What one site holds; it may have its own train/ and test/."""
+    """What one site or domain holds; it may have its own train/ and test/."""
     inner = part.inner()
-    train = _named(inner, ("train",))
-    if not split and train and train[0].folders:
+    if not split and _training_part(inner) is not inner:
         return list_splits(inner, layout)
     return _list_split(inner, split, layout)
+
+
+def _training_part(place: Folder) -> Folder:
+    """train/ of a folder that is split into train/ and test/, else the folder itself."""
+    train = _named(place, ("train",))
+    return train[0] if train and train[0].folders else place
 
 
 def _layout_of(file: File) -> str:
@@ -248,7 +250,7 @@ def _two_readings(place: Folder, nested: Sequence[Folder]) -> DataError:
         "sites": f"{subs} are classes, and {tops} are sites (places that keep their images)",
     }
     if split:
-        del readings["classes"], readings["domains"]
+        del readings["classes"]
     if deeper:
         readings["sites-domains"] = f"{tops} are sites, {subs} are domains, and classes lie below"
     root = place.path.parent if place.name == "train" else place.path
