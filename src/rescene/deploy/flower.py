@@ -1,7 +1,7 @@
 """The two Flower apps and the post over Flower's grid. They only translate; what is said stands in ``letters``.
 
-Only this module, ``flower_app`` and ``executor`` import Flower. The bundle that Flower sends to the nodes is a shim that imports ``client`` and
-``server`` from here: rescene itself is installed at each site.
+Only this module, ``flower_app`` and ``executor`` import Flower. The bundle that Flower sends to the nodes is a shim that
+imports ``client`` and ``server`` from here: rescene itself is installed at each site.
 """
 
 from __future__ import annotations
