@@ -127,7 +127,7 @@ class Machine:
         found = self.folder / f"{part}.txt"
         torch = (ROOT / "constraints.txt").read_text()
         if self.releases == "locked":
-            parts = (ROOT / "locks" / f"{name}.txt" for name in ("base", "deploy", "dev", "all"))
+            parts = (ROOT / "locks" / f"{name}.txt" for name in ("base", "deploy", "dev", "check", "all"))
             pins = re.findall(r"^[a-z0-9-]+==[^\\\n]*", "".join(path.read_text() for path in parts), re.M)
             found.write_text("\n".join([*pins, torch]))
         else:
