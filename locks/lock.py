@@ -20,7 +20,10 @@ PARTS = {
     "base": ((), "what `pip install rescene` brings, and what builds a checkout (make demo)"),
     "deploy": (("deploy",), "for a server or a site (the Containerfile that `rescene deploy init` writes)"),
     "dev": (("deploy", "dev"), "for tests and documentation (make test)"),
-    "check": (("deploy", "dev", "check"), "for linters of workflows and containers and for Flower's simulation (make check)"),
+    "check": (
+        ("deploy", "dev", "check"),
+        "for linters of workflows and containers and for Flower's simulation (make check)",
+    ),
     "all": (EVERY_EXTRA, "for every extra (make fresh, make audit)"),
 }
 HEADER = """\

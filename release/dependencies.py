@@ -77,9 +77,16 @@ def bill() -> dict[str, Any]:
     for part in PARTS:
         for name, (number, hashes) in locked(part).items():
             one = _component(name, number, licence(name))
-            files = [{"type": "distribution", "url": one["purl"], "hashes": [{"alg": "SHA-256", "content": value}]} for value in hashes]
+            files = [
+                {"type": "distribution", "url": one["purl"], "hashes": [{"alg": "SHA-256", "content": value}]}
+                for value in hashes
+            ]
             parts.append(one | {"scope": "required" if part == "base" else "optional", "externalReferences": files})
-    body = {"version": 1, "metadata": {"component": here}, "components": sorted(parts, key=lambda one: str(one["name"]))}
+    body = {
+        "version": 1,
+        "metadata": {"component": here},
+        "components": sorted(parts, key=lambda one: str(one["name"])),
+    }
     return {"bomFormat": "CycloneDX", "specVersion": "1.6", **body}
 
 

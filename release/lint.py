@@ -24,7 +24,19 @@ JOB = {
     "name", "permissions", "needs", "if", "runs-on", "environment", "concurrency", "outputs", "env", "defaults", "steps",
     "timeout-minutes", "strategy", "continue-on-error", "container", "services", "uses", "with", "secrets",
 }  # fmt: skip
-STEP = {"id", "if", "name", "uses", "run", "working-directory", "shell", "with", "env", "continue-on-error", "timeout-minutes"}
+STEP = {
+    "id",
+    "if",
+    "name",
+    "uses",
+    "run",
+    "working-directory",
+    "shell",
+    "with",
+    "env",
+    "continue-on-error",
+    "timeout-minutes",
+}
 
 
 def workflow_problems(text: str, targets: set[str]) -> list[str]:
@@ -91,7 +103,9 @@ def problems_of(path: Path) -> list[str]:
     """All that is wrong with one file."""
     if path.suffix not in (".yml", ".yaml"):
         return [found] if (found := says("hadolint", str(path))) else []
-    found = says("zizmor", "--offline", "--no-progress", "--quiet", "--config", str(ROOT / ".github/zizmor.yml"), str(path))
+    found = says(
+        "zizmor", "--offline", "--no-progress", "--quiet", "--config", str(ROOT / ".github/zizmor.yml"), str(path)
+    )
     return [*workflow_problems(path.read_text(), makefile_targets()), *([found] if found else [])]
 
 
