@@ -1,6 +1,7 @@
 """Does the package work on a bare machine? The wheel, alone and with each extra, in new environments; needs a package index.
 
     python benchmarks/fresh.py [newest] [onnx] ...     without words everything (make fresh), and the tables go to results/fresh/
+    python benchmarks/fresh.py pythons                 the base with every Python that is on the path: seconds to the first result
 
 locked: the versions of locks/, the base with hashes. newest: whatever the ranges in pyproject.toml allow today. oldest: the lower
 ends of these ranges. torch is always the one of constraints.txt. In each environment the commands below run, away from the
@@ -22,6 +23,7 @@ ROOT = Path(__file__).parents[1]
 OUT = ROOT / "results" / "fresh"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 RELEASES = ("locked", "newest", "oldest")
+PYTHONS = ("python3.11", "python3.12", "python3.13")
 SMALL = "tasks.limit=1 federation.num_rounds=1"
 PRIVATE = "smoke method=fedavg privacy.mechanism=dp-sgd privacy.epsilon=8 privacy.sampling_rate=0.25 model.norm=group"
 NOTEBOOK = (
@@ -127,7 +129,7 @@ class Machine:
         found = self.folder / f"{part}.txt"
         torch = (ROOT / "constraints.txt").read_text()
         if self.releases == "locked":
-            parts = (ROOT / "locks" / f"{name}.txt" for name in ("base", "deploy", "dev", "all"))
+            parts = (ROOT / "locks" / f"{name}.txt" for name in ("base", "deploy", "dev", "check", "all"))
             pins = re.findall(r"^[a-z0-9-]+==[^\\\n]*", "".join(path.read_text() for path in parts), re.M)
             found.write_text("\n".join([*pins, torch]))
         else:
@@ -182,16 +184,61 @@ def check(releases: str, parts: list[str], wheel: Path) -> bool:
     return not any("FAIL" in line for line in lines)
 
 
+def first_result(python: str, wheel: Path) -> str:
+    """From nothing to a report with one Python, as somebody does who has only the wheel. One line of the table."""
+    with tempfile.TemporaryDirectory() as folder:
+        env, seconds, begin = Path(folder) / "env", dict[str, float](), time.monotonic()
+        steps = {
+            "install": f"python -m pip install --quiet -c {ROOT}/constraints.txt {wheel}",
+            "help": "rescene --help",
+            "run": "rescene run smoke --quiet --out run && test -s run/report.html",
+        }
+        try:
+            say(f"{python} -m venv {env}", env, Path(folder))
+            for name, command in steps.items():
+                say(command, env, Path(folder))
+                seconds[name] = time.monotonic() - begin - sum(seconds.values())
+            say("python -m pip check", env, Path(folder))
+            result = "PASS"
+        except Failed as failure:
+            print(f"\n{python}: {failure}\n", file=sys.stderr)
+            result = "FAIL"
+        ask = "import platform, torch; print(platform.python_version(), torch.__version__)"
+        version, torch = say(f"python -c '{ask}'", env, Path(folder)).split() if "install" in seconds else (python, "-")
+        parts = ", ".join(f"{name} {value:.0f} s" for name, value in seconds.items())
+        return f"{version:8} {result}  {sum(seconds.values()):4.0f} s  ({parts})  torch {torch}"
+
+
+def each_python(wheel: Path) -> bool:
+    """The table of all Pythons that are here."""
+    size = wheel.stat().st_size / 1e6
+    lines = [
+        f"from the wheel ({size:.2f} MB) to the first result: {platform.system()} {platform.machine()}, {os.cpu_count()} cores"
+    ]
+    print(lines[0], flush=True)
+    for python in filter(None, map(shutil.which, PYTHONS)):
+        lines.append(first_result(python, wheel))
+        print(lines[-1], flush=True)
+    OUT.mkdir(parents=True, exist_ok=True)
+    (OUT / "pythons.txt").write_text("\n".join(lines) + "\n")
+    return not any("FAIL" in line for line in lines)
+
+
 def main() -> int:
     words = set(sys.argv[1:])
-    unknown = words - {*RELEASES, *CHECKS}
+    only_pythons = words == {"pythons"}
+    unknown = words - {*RELEASES, *CHECKS, "pythons"}
     if unknown:
-        sys.exit(f"{', '.join(sorted(unknown))}: not one of {', '.join([*RELEASES, *CHECKS])}")
+        sys.exit(f"{', '.join(sorted(unknown))}: not one of {', '.join([*RELEASES, *CHECKS, 'pythons'])}")
     parts = [part for part in CHECKS if part == "base" or part in words or not words & {*CHECKS}]
     good = True
     with tempfile.TemporaryDirectory() as built:
         say(f"{sys.executable} -m pip wheel --quiet --no-deps --wheel-dir {built} {ROOT}", Path(built), Path(built))
         [wheel] = Path(built).glob("*.whl")
+        if not words or "pythons" in words:
+            good &= each_python(wheel)
+        if only_pythons:
+            return 0 if good else 1
         for releases in [one for one in RELEASES if one in words or not words & {*RELEASES}]:
             good &= check(releases, [part for part in parts if part != "all" or releases == "locked"], wheel)
     return 0 if good else 1

@@ -2,7 +2,7 @@
 
     make lock        takes the newest releases that pyproject.toml allows; needs a package index
 
-The packages are chosen together, for Python 3.11 and newer on Linux (x86-64, arm64) and macOS (arm64), and written in four parts. Each part
+The packages are chosen together, for Python 3.11 and newer on Linux (x86-64, arm64) and macOS (arm64), and written in five parts. Each part
 begins with the part before it, so that whoever installs less still has the versions that were tested.
 """
 
@@ -20,6 +20,10 @@ PARTS = {
     "base": ((), "what `pip install rescene` brings, and what builds a checkout (make demo)"),
     "deploy": (("deploy",), "for a server or a site (the Containerfile that `rescene deploy init` writes)"),
     "dev": (("deploy", "dev"), "for tests and documentation (make test)"),
+    "check": (
+        ("deploy", "dev", "check"),
+        "for linters of workflows and containers and for Flower's simulation (make check)",
+    ),
     "all": (EVERY_EXTRA, "for every extra (make fresh, make audit)"),
 }
 HEADER = """\

@@ -9,7 +9,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
-PARTS = ["base", "deploy", "dev", "all"]
+PARTS = ["base", "deploy", "dev", "check", "all"]
 LINES = {part: (ROOT / "locks" / f"{part}.txt").read_text().splitlines() for part in PARTS}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = PROJECT["project"]["optional-dependencies"]
@@ -29,6 +29,7 @@ def locked(*parts):
         (PARTS[:1], [*PROJECT["project"]["dependencies"], *PROJECT["build-system"]["requires"]]),
         (PARTS[:2], EXTRAS["deploy"]),
         (PARTS[:3], [text for extra in ("privacy", "docs", "notebooks", "dev") for text in EXTRAS[extra]]),
+        (PARTS[:4], EXTRAS["check"]),
         (PARTS, [text for extra in EXTRAS.values() for text in extra]),
     ],
     ids=PARTS,

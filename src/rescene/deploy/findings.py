@@ -15,7 +15,7 @@ from pathlib import Path
 from rescene.deploy.federation_folder import broken_apps
 
 Row = dict[str, str]
-FLOWER = "1.41."  # its parts must share major.minor; the extra pins it
+FLOWER = ("1.41.", "1.42.")  # those that were tried; server and sites must share major.minor
 ENOUGH_DISK_GB = 2.0
 ENOUGH_TEMPORARY_GB = 0.1  # Flower unpacks the app there
 ENOUGH_MEMORY_GB = 1.0  # a node and its app hold about 0.8 GB before any work
@@ -33,7 +33,7 @@ def machine_rows(folder: Path) -> list[Row]:
 
 def _flower() -> Row:
     found = _version("flwr")
-    wrong = "" if found.startswith(FLOWER) else f"needs {FLOWER}*" if found else "Flower is not installed"
+    wrong = "" if found.startswith(FLOWER) else f"needs {'* or '.join(FLOWER)}*" if found else "Flower is not installed"
     return row("Flower", found, wrong, 'pip install "rescene[deploy]"')
 
 

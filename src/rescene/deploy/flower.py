@@ -1,7 +1,7 @@
 """The two Flower apps and the post over Flower's grid. They only translate; what is said stands in ``letters``.
 
-Only this module and ``executor`` import Flower. The bundle that Flower sends to the nodes is a shim that imports ``client`` and
-``server`` from here: rescene itself is installed at each site.
+Only this module, ``flower_app`` and ``executor`` import Flower. The bundle that Flower sends to the nodes is a shim that
+imports ``client`` and ``server`` from here: rescene itself is installed at each site.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import httpx
 from flwr.app import Array, ArrayRecord, Context, Message, MessageType, RecordDict
@@ -18,6 +18,9 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from rescene.deploy.exchange import Letter, Patience, Undelivered
+
+if TYPE_CHECKING:
+    from rescene.deploy.site import Site
 
 T = TypeVar("T")
 RETRIES = 6  # Flower itself does not retry a plain HTTP 500, and a busy database gives one
@@ -31,7 +34,11 @@ def answer(message: Message, context: Context) -> Message:
     """Flower starts a new process for every message; everything a site remembers lies in its folder."""
     from rescene.deploy.site import Site  # not before there is work, and never what only the server needs
 
-    site = Site.open(Path(str(context.node_config["folder"])))
+    return reply_from(Site.open(Path(str(context.node_config["folder"]))), message)
+
+
+def reply_from(site: Site, message: Message) -> Message:
+    """The site's answer to a letter that came in a message of Flower's."""
     reply = site.answer(Letter(_bytes(message, "head"), _bytes(message, "body")))
     return Message(_content(Letter(reply)), reply_to=message)
 
