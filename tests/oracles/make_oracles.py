@@ -165,7 +165,7 @@ def glfc_herding(clones: Clones) -> Tensors:
 
 
 def glfc_pictures(clones: Clones) -> Tensors:
-    """A prototype is perturbed and encoded at a site; the proxy reads its label and searches for it (two calls of L-BFGS)."""
+    """A prototype is perturbed and encoded at a site; the proxy reads its label and searches for it (one call of L-BFGS)."""
 
     class Tools:
         """Stands in for torchvision: pictures stay arrays, and what the proxy would store is kept as it is."""
@@ -189,7 +189,7 @@ def glfc_pictures(clones: Clones) -> Tensors:
     client.compute_class_mean = lambda *_: (z.numpy().mean(axis=0), z.numpy())
     gradients = got.GLFC_model.prototype_mask(client)
     server = clones.take(GLFC, "src/ProxyServer.py", "proxyServer", **tools).proxyServer
-    proxy = SimpleNamespace(Iteration=2, num_image=1, device="cpu", encode_model=lenet, pool_grad=gradients)
+    proxy = SimpleNamespace(Iteration=1, num_image=1, device="cpu", encode_model=lenet, pool_grad=gradients)
     proxy.gradient2label = lambda: server.gradient2label(proxy)
     torch.manual_seed(9)
     server.reconstruction(proxy)
@@ -215,7 +215,15 @@ def glfc_average(clones: Clones) -> Tensors:
 
 def target_search(clones: Clones) -> Tensors:
     """Two rounds of a search, the second with the student: the images found, and what the generator learned."""
-    names = ("fomaml_grad", "reptile_grad", "DeepInversionHook", "Generator", "kldiv", "GlobalSynthesizer", "Normalizer")
+    names = (
+        "fomaml_grad",
+        "reptile_grad",
+        "DeepInversionHook",
+        "Generator",
+        "kldiv",
+        "GlobalSynthesizer",
+        "Normalizer",
+    )
     still = {"RandomCrop": lambda **_: lambda x: x, "RandomHorizontalFlip": lambda: lambda x: x}
     tools = {"augmentation": SimpleNamespace(**still), "transforms": SimpleNamespace(Compose=_after_each_other)}
     tools |= {"ImagePool": lambda root: SimpleNamespace(add=lambda images: found.append(images.clone()))}
@@ -311,7 +319,7 @@ def lwf_step(clones: Clones) -> Tensors:
 def ewc_step(clones: Clones) -> Tensors:
     """Fisher and penalty of a client after its first task, and one step in its second one."""
     got = clones.take(TARGET, "methods/ewc.py", "lamda", "fishermax", "EWC", BaseLearner=object)
-    first, x, labels = _linear(2, 80), drawn(82, 12, 4), torch.arange(12) % 2
+    first, x, labels = _linear(2, 80), 0.03 * drawn(82, 12, 4), torch.arange(12) % 2
     batches = [(None, part, y) for part, y in zip(x.split(4), labels.split(4), strict=True)]
     learner = SimpleNamespace(args={"local_ep": 1}, _known_classes=2, _total_classes=4, mean_list={}, fisher_list={})
     learner.getFisherDiagonal = lambda *a: got.EWC.getFisherDiagonal(learner, *a)
@@ -378,7 +386,7 @@ def fedcgs_head(clones: Clones) -> Tensors:
     found = clones.run_inside(CGS, "main_fedcgs.py", "cs_l = ", "A, B, Aj", given)
     heads: list[nn.Module] = []
     scored = clones.take(CGS, "utils_fl.py", "eval", test=lambda model, _: heads.append(model))
-    inverse = torch.tensor(np.linalg.inv(found["S"]))
+    inverse = torch.as_tensor(np.linalg.inv(found["S"].numpy()))
     scored.eval(SimpleNamespace(fc=nn.Linear(5, 3)), found["Aj"], inverse, found["N"], found["Nj"], None, "cpu")
     head = heads[0].fc
     return {"z": z, "y": y, "covariance": found["S"], "weight": head.weight.detach(), "bias": head.bias.detach()}
@@ -427,7 +435,11 @@ NOTES: dict[str, dict[str, Any]] = {
         "Ours picks an image once (GLFC-5). Both agree up to the first repetition.",
     },
     "glfc_pictures": {
-        "source": (GLFC, "src/GLFC.py:294-341, src/ProxyServer.py:67-132", "prototype_mask, gradient2label, reconstruction"),
+        "source": (
+            GLFC,
+            "src/GLFC.py:294-341, src/ProxyServer.py:67-132",
+            "prototype_mask, gradient2label, reconstruction",
+        ),
         "difference": "None up to rounding. Ours clamps the pictures to 0..1 before they are stored; line 128 of ProxyServer.py "
         "hands values outside of it to a conversion to bytes.",
     },
@@ -489,7 +501,9 @@ def main(folder: Path) -> None:
     for name, note in NOTES.items():
         with on_the_cpu(), redirect_stdout(io.StringIO()):
             tensors = globals()[name](clones)
-        save_file({key: value.contiguous() for key, value in tensors.items()}, HERE / "fixtures" / f"{name}.safetensors")
+        save_file(
+            {key: value.contiguous() for key, value in tensors.items()}, HERE / "fixtures" / f"{name}.safetensors"
+        )
         repository, place, function = note["source"]
         commit, licence = SOURCES[repository]
         records[name] = {

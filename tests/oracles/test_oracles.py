@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from torch.func import functional_call
 
 from rescene.data import Transform
 from rescene.functional import group_means, herd, matching_loss, weighted_average
@@ -117,10 +116,10 @@ def test_glfc_prototype_is_perturbed_encoded_and_found_again():
         layer, _, kind = name.rpartition(".")
         assert close(ours[f"{names[layer]}.{kind}"][0], theirs, 1e-4 * float(theirs.abs().max()))
     assert labels_from_gradients(ours).tolist() == t["label"].tolist() == [1]
-    settings = Inversion(num_inversions=2, num_iterates=1)
+    settings = Inversion(num_inversions=1, num_iterates=1)
     found = reconstruct(encoder, ours, (32, 32), settings, torch.Generator().manual_seed(9))
-    # 40 steps of L-BFGS amplify the rounding of the gradients: 1e-3 of a value that is about 1
-    assert close(found.images[0, 0], t["found"].clamp(0, 1), 1e-3)
+    # 20 steps of L-BFGS amplify the rounding of the gradients: 2e-4 of a value that is about 1
+    assert close(found.images[0, 0], t["found"].clamp(0, 1), 2e-4)
     assert bool(((t["found"] < 0) | (t["found"] > 1)).any())  # what ours clamps
 
 
@@ -175,12 +174,10 @@ def test_target_search_finds_the_same_images_and_teaches_the_generator_the_same(
     search = Search(teacher, student, 3, 8, transform, Synthesis(**sizes, meta_update=meta), Streams())
     search.generator.load_state_dict(generator_state(part(t, "before")))
     images = torch.stack([search.round(r)[0] for r in range(2)])
-    assert close(images, t[f"{meta}.images"], 1e-4)
+    assert close(images, t[f"{meta}.images"], 1e-5)
     after = generator_state(part(t, f"{meta}.after"))
     state = search.generator.state_dict()
-    # Adam's first steps are signs: where a gradient is rounding alone, a weight may go either way by its learning rate
-    wrong = torch.cat([(state[name] - after[name]).abs().flatten() for name in after if "running" not in name])
-    assert float((wrong < 1e-4).double().mean()) > 0.99
+    assert all(close(state[name], after[name], 1e-5) for name in after if "running" not in name)
 
 
 def test_target_constants_never_train_the_student():
@@ -240,6 +237,8 @@ def test_fedewc_fisher_and_penalty():
     t = stored("ewc_step")
     first, limit, theirs = part(t, "first"), float(t["limit"]), part(t, "fisher")
     of_batches = fisher_diagonal(mean_loss, first, batches_of(t), per_sample=False)
+    cut = torch.cat([value.flatten() for value in theirs.values()]) == limit
+    assert bool(cut.any()) and not bool(cut.all())
     assert all(close(of_batches[name].clamp(max=limit), theirs[name], 1e-6 * limit) for name in theirs)
     assert close(quadratic_penalty(part(t, "before"), theirs, first), t["penalty"], 1e-6)
     of_images = fisher_diagonal(mean_loss, first, batches_of(t))
