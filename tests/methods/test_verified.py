@@ -21,7 +21,7 @@ ORACLES = "tests/oracles/test_oracles.py"
 
 
 @cache
-def tests_in(file):
+def functions_of(file):
     tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
@@ -30,7 +30,7 @@ def tests_in(file):
 def test_the_place_exists(name, one):
     file, _, test = one.where.partition("::")
     if test:
-        assert test in tests_in(file)
+        assert test in functions_of(file)
     else:
         assert (ROOT / file / "results.json").is_file()
     assert one.close
