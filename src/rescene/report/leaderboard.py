@@ -164,7 +164,9 @@ def _leaves(run: RunRecord) -> str:
 
 def worst_task(run: RunRecord) -> float | None:
     """The lowest accuracy of a task after the last one, in percent."""
-    final = [value for value in run.results.accuracy_matrix[-1] if value is not None] if run.results.accuracy_matrix else []
+    final = (
+        [value for value in run.results.accuracy_matrix[-1] if value is not None] if run.results.accuracy_matrix else []
+    )
     return min(final, default=None)
 
 
