@@ -29,6 +29,7 @@ from rescene.cli.experiment_verbs import (
     sweep,
 )
 from rescene.cli.help import ABOUT, FirstScreen, show_help, use_plain_help
+from rescene.cli.leaderboard_verbs import leaderboard_app
 from rescene.cli.look_verbs import plot, report, runs, show, sites, table
 from rescene.cli.model_verbs import export, predict, serve
 from rescene.cli.paper_verbs import paper_app, theory
@@ -99,7 +100,10 @@ for one in (scale, export, predict, serve, privacy, audit, forget):
 app.command("list")(list_things)
 app.command("continue")(continue_run)
 app.command("help")(show_help)
-GROUPED = {"data": data_app, "method": method_app, "lens": lens_app, "deploy": deploy_app, "paper": paper_app}
+GROUPED = {
+    **{"data": data_app, "method": method_app, "lens": lens_app, "deploy": deploy_app},
+    **{"leaderboard": leaderboard_app, "paper": paper_app},
+}
 for name, group in GROUPED.items():
     app.add_typer(group, name=name)
 use_plain_help({"": app, **GROUPED})

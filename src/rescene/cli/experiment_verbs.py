@@ -276,6 +276,7 @@ def explain(method: MethodName, as_json: AsJson = False, plugin: Plugin = None) 
 
 def explain_method(name: str) -> tuple[dict[str, str], list[dict[str, Any]]]:
     """Facts about a method, and a row for each of its hyperparameters."""
+    from rescene.core.verification import NOT_VERIFIED
     from rescene.methods import method_class
     from rescene.methods.nominal_cost import compute_facts
 
@@ -285,6 +286,7 @@ def explain_method(name: str) -> tuple[dict[str, str], list[dict[str, Any]]]:
         "paper": method.paper,
         "leaves the site": method.leaves_site,
         "client remembers": method.remembers,
+        "verified": "; ".join(f"{v.against}: {v.close} ({v.where})" for v in method.verifications()) or NOT_VERIFIED,
         **compute_facts(method.compute),
         "about": (sys.modules[method.__module__].__doc__ or "").strip(),
     }

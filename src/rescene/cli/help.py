@@ -22,7 +22,7 @@ ABOUT = "Federated continual learning with server-side replay."
 GROUPS: Mapping[str, tuple[str, Sequence[str]]] = {  # title: what it is for, its verbs
     "start": ("begin here", ("demo", "list", "data", "doctor")),
     "experiment": ("compare", ("run", "sweep", "resume", "continue", "rerun", "cost", "method", "lens")),
-    "look": ("results", ("runs", "show", "report", "table", "plot", "sites")),
+    "look": ("results", ("runs", "show", "report", "table", "plot", "sites", "leaderboard")),
     "deploy": ("real sites", ("deploy", "scale", "export", "predict", "serve")),
     "privacy": ("guarantees", ("privacy", "audit", "forget")),
     "paper": ("its tables", ("paper",)),

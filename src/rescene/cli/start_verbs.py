@@ -86,12 +86,15 @@ def list_things(
         raise ConfigError(
             "E109", f"cannot list {what!r}" + (f"; did you mean {close}?" if close else ""), why=", ".join(LISTS)
         )
-    print_rows(LISTS[what](), as_json)
+    rows = LISTS[what]()
+    print_rows(rows if as_json else map(_short, rows), as_json)
     if what == "recipes" and not as_json:
         print("The paper's tables are recipes of many cells: rescene paper list")
 
 
 def _methods() -> list[Row]:
+    from dataclasses import asdict
+
     from rescene.methods import method_class, method_names
 
     classes = [method_class(name) for name in method_names()]
@@ -102,9 +105,17 @@ def _methods() -> list[Row]:
             "paper": c.paper,
             "leaves the site": c.leaves_site,
             "client remembers": c.remembers,
+            "verified": [asdict(one) for one in c.verifications()],
         }
         for c in classes
     ]
+
+
+def _short(row: Row) -> Row:
+    """For a table: of what a method was verified against the kinds alone. ``method explain`` and --json have the rest."""
+    from rescene.core.verification import Verified, in_short
+
+    return row | {"verified": in_short([Verified(**one) for one in row["verified"]])} if "verified" in row else row
 
 
 def _recipes() -> list[Row]:

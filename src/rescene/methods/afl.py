@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rescene.core.method_style import GREEN
+from rescene.core.verification import Verified
 from rescene.functional.discriminant import regularised_solve
 from rescene.methods.moments import Moments
 from rescene.methods.registry import register
@@ -30,6 +31,15 @@ class AFL(Moments):
     colour: ClassVar[str] = GREEN
     marker: ClassVar[str] = "^"
     paper: ClassVar[str] = "He et al., CVPR 2025; Zhuang et al. (ACIL), NeurIPS 2022"
+    verified: ClassVar[tuple[Verified, ...]] = (
+        Verified(
+            "official code", "tests/oracles/test_oracles.py::test_afl_joined_sites_and_the_ridge_taken_out", "1e-5"
+        ),
+        Verified("official code", "tests/oracles/test_oracles.py::test_acil_recursion", "1e-9"),
+        Verified(
+            "hand computation", "tests/methods/test_neighbours.py::test_afl_is_ridge_regression_on_all_images", "1e-9"
+        ),
+    )
 
     def _head(
         self, counts: Tensor, sums: Tensor, second: Tensor, ridge: float, floor: float, noise: Tensor | None

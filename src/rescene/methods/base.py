@@ -36,6 +36,7 @@ from rescene.core.method_style import MethodStyle, derived_colour, derived_marke
 from rescene.core.method_style import Uploads as Sent
 from rescene.core.record import Tree, num_bytes, record
 from rescene.core.rng import Rng
+from rescene.core.verification import Verified
 from rescene.data import Shard, Task, Transform
 from rescene.methods.nominal_cost import NominalBytes, NominalReplay, Setting
 from rescene.methods.upload_schema import Form, Place, anything
@@ -143,6 +144,7 @@ class Method(Hyperparameters):
     scenarios: ClassVar[tuple[str, ...]] = ("class", "domain")  # what kinds of task sequence it can learn
     open_ended: ClassVar[bool] = False  # learns from a stream whose tasks nobody announces (tasks.drift)
     compute: ClassVar[tuple[str, str] | None] = None  # O(...) of all clients and of the server per task, for `explain`
+    verified: ClassVar[tuple[Verified, ...]] = ()  # what it was compared with; a class speaks for itself alone
 
     train: Training = Training()
 
@@ -158,6 +160,11 @@ class Method(Hyperparameters):
             reference=cls.reference,
             cost_unit=cls.cost_unit,
         )
+
+    @classmethod
+    def verifications(cls) -> tuple[Verified, ...]:
+        """What this very class was compared with: a method that extends another one inherits no comparison."""
+        return tuple(cls.__dict__.get("verified", ()))
 
     @classmethod
     def leaving(cls, mechanism: Mechanism | None) -> str:

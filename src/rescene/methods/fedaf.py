@@ -26,6 +26,7 @@ from rescene.core.hyperparameters import hyper
 from rescene.core.method_style import YELLOW
 from rescene.core.record import Tree
 from rescene.core.rng import Rng, seeded_generator
+from rescene.core.verification import Verified
 from rescene.data.shard import Shard
 from rescene.functional import group_means, perturbed
 from rescene.functional.sliced import knowledge_matching, mixed, owners_average, sliced_distance
@@ -48,6 +49,14 @@ class FedAF(SurrogateMethod):
     marker: ClassVar[str] = ">"
     open_ended: ClassVar[bool] = True
     paper: ClassVar[str] = "Wang et al., CVPR 2024"
+    verified: ClassVar[tuple[Verified, ...]] = (
+        Verified("paper figure", "results/cifar10/fedaf-beta0.5-s0", "AA 17.66 against 17.70 (n = 1)"),
+        Verified(
+            "hand computation",
+            "tests/methods/test_fedaf_mathematics.py::test_knowledge_matching_is_half_of_both_divergences",
+            "to rounding",
+        ),
+    )
     compute: ClassVar[tuple[str, str] | None] = (
         "O(R K (S IPC |C_t| + D_loc) F) [ours: not in the paper's table]",
         "O(R E_srv |S_r| F) [ours: not in the paper's table]",

@@ -13,6 +13,7 @@ from rescene.core.hyperparameters import hyper
 from rescene.core.method_style import SLATE
 from rescene.core.record import Tree
 from rescene.core.rng import Rng
+from rescene.core.verification import Verified
 from rescene.methods.averaging import AveragingMethod, trained
 from rescene.methods.base import Client, Payload
 from rescene.methods.registry import register
@@ -29,6 +30,16 @@ class FedAvg(AveragingMethod):
     cost_unit: ClassVar[bool] = True
     open_ended: ClassVar[bool] = True
     paper: ClassVar[str] = "McMahan et al., AISTATS 2017"
+    verified: ClassVar[tuple[Verified, ...]] = (
+        Verified(
+            "official code",
+            "tests/oracles/test_oracles.py::test_glfc_average_is_ours_with_equal_weights",
+            "1e-6, the average",
+        ),
+        Verified(
+            "hand computation", "tests/methods/test_rounds_by_hand.py::test_a_round_of_fedavg", "a round, to rounding"
+        ),
+    )
     mechanisms: ClassVar[tuple[str, ...]] = ("none", "dp-sgd", "paper-experiment")
 
     local_ce: Literal["all", "new"] = hyper(

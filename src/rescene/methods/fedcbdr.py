@@ -25,6 +25,7 @@ from rescene.core.hyperparameters import hyper
 from rescene.core.method_style import VERMILLION
 from rescene.core.record import Tree, record
 from rescene.core.rng import Rng, seeded_generator
+from rescene.core.verification import Verified
 from rescene.data import Task
 from rescene.functional.leverage import (
     Cut,
@@ -70,6 +71,19 @@ class FedCBDR(AveragingMethod):
     colour: ClassVar[str] = VERMILLION
     marker: ClassVar[str] = "X"
     paper: ClassVar[str] = "Qi et al., NeurIPS 2025"
+    verified: ClassVar[tuple[Verified, ...]] = (
+        Verified(
+            "hand computation",
+            "tests/methods/test_fedcbdr.py::"
+            "test_the_masked_federated_pipeline_gives_the_leverage_of_the_concatenated_features",
+            "the leverage of all features together",
+        ),
+        Verified(
+            "hand computation",
+            "tests/methods/test_fedcbdr.py::test_one_step_of_a_later_task_by_hand",
+            "a step, to rounding",
+        ),
+    )
     leaves_site: ClassVar[str] = (
         "model weights and the number of images trained on; after each task the rotated second moments of the local "
         "features (form=svd: all features, rotated), and with a budget for all clients each image's label, score and key"

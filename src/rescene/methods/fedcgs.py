@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rescene.core.method_style import PURPLE
+from rescene.core.verification import Verified
 from rescene.functional.discriminant import regularised_solve
 from rescene.methods.moments import Moments
 from rescene.methods.registry import register
@@ -29,6 +30,18 @@ class FedCGS(Moments):
     colour: ClassVar[str] = PURPLE
     marker: ClassVar[str] = "s"
     paper: ClassVar[str] = "Guan et al., AAAI 2025"
+    verified: ClassVar[tuple[Verified, ...]] = (
+        Verified(
+            "official code",
+            "tests/oracles/test_oracles.py::test_fedcgs_scores_differ_by_one_number_per_image",
+            "1e-4 of the scores, up to what all classes share",
+        ),
+        Verified(
+            "hand computation",
+            "tests/methods/test_neighbours.py::test_fedcgs_is_a_gaussian_per_class_with_the_covariance_of_all",
+            "to rounding",
+        ),
+    )
 
     def _head(
         self, counts: Tensor, sums: Tensor, second: Tensor, ridge: float, floor: float, noise: Tensor | None

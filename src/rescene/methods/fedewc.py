@@ -30,6 +30,7 @@ from rescene.core.hyperparameters import hyper
 from rescene.core.method_style import SKY
 from rescene.core.record import Tree, record
 from rescene.core.rng import Rng
+from rescene.core.verification import Verified
 from rescene.data import Task
 from rescene.functional.fisher import MeanLoss, blend_fisher, fisher_diagonal, quadratic_penalty
 from rescene.methods.averaging import AveragingMethod
@@ -62,6 +63,12 @@ class FedEWC(AveragingMethod):
     colour: ClassVar[str] = SKY
     marker: ClassVar[str] = "^"
     paper: ClassVar[str] = "Kirkpatrick et al., PNAS 2017"
+    verified: ClassVar[tuple[Verified, ...]] = (
+        Verified("official code", "tests/oracles/test_oracles.py::test_fedewc_fisher_and_penalty", "1e-6"),
+        Verified(
+            "hand computation", "tests/methods/test_fedewc.py::test_one_step_equals_the_formula", "a step, to rounding"
+        ),
+    )
     remembers: ClassVar[str] = "importance of every weight (Fisher diagonal), and the weights it pulls back to"
 
     unprotected: ClassVar[str] = (

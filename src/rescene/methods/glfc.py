@@ -29,6 +29,7 @@ from rescene.core.hyperparameters import hyper
 from rescene.core.method_style import GREEN
 from rescene.core.record import Tree, record, to_device
 from rescene.core.rng import Rng
+from rescene.core.verification import Verified
 from rescene.data import Task
 from rescene.functional import herd
 from rescene.functional.compensation import compensation_loss, compensation_weights, mean_entropy, relation_loss
@@ -95,6 +96,15 @@ class GLFC(Inversion, AveragingMethod):
     colour: ClassVar[str] = GREEN
     marker: ClassVar[str] = "P"
     paper: ClassVar[str] = "Dong et al., CVPR 2022"
+    verified: ClassVar[tuple[Verified, ...]] = (
+        Verified("official code", "tests/oracles/test_oracles.py::test_glfc_losses_and_their_gradients", "1e-6"),
+        Verified(
+            "official code",
+            "tests/oracles/test_oracles.py::test_glfc_prototype_is_perturbed_encoded_and_found_again",
+            "1e-4 of the gradient, 2e-4 of the picture",
+        ),
+        Verified("paper figure", "results/controls/glfc-beta0.5-noaug-s0", "AA 37.13 against 35.38 +- 1.60 (n = 1)"),
+    )
     leaves_site: ClassVar[str] = (
         "model weights and the number of local images; once per task, for one image per class, a gradient from which the "
         "server reconstructs that image on purpose"

@@ -19,6 +19,7 @@ from rescene.core.method_style import GREY
 from rescene.core.method_style import Uploads as Sent
 from rescene.core.record import Tree, record
 from rescene.core.rng import Rng
+from rescene.core.verification import Verified
 from rescene.data import Task
 from rescene.methods.base import Client, Federation, Method, Model, Payload, Uploads, weights_of
 from rescene.methods.registry import register
@@ -54,6 +55,13 @@ class Joint(Method):
     uploads: ClassVar[Sent] = "images"
     reference: ClassVar[str] = "upper bound"
     paper: ClassVar[str] = "reference line, not a method to use: central training on all real images"
+    verified: ClassVar[tuple[Verified, ...]] = (
+        Verified(
+            "hand computation",
+            "tests/methods/test_references.py::test_joint_step_is_plain_gradient_descent_on_all_real_images",
+            "a step, to rounding",
+        ),
+    )
     leaves_site: ClassVar[str] = "every training image with its label, unchanged"
 
     def init(self, net: nn.Module, rng: Rng) -> JointState:

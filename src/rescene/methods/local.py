@@ -24,6 +24,7 @@ from rescene.core.method_style import GREY
 from rescene.core.method_style import Uploads as Sent
 from rescene.core.record import Tree, record
 from rescene.core.rng import Rng
+from rescene.core.verification import Verified
 from rescene.data import Task
 from rescene.methods.base import Client, Federation, Method, Model, Payload, Uploads, weights_of
 from rescene.methods.registry import register
@@ -51,6 +52,13 @@ class Local(Method):
     uploads: ClassVar[Sent] = "nothing"
     reference: ClassVar[str] = "lower bound"
     paper: ClassVar[str] = "reference line: one site alone"
+    verified: ClassVar[tuple[Verified, ...]] = (
+        Verified(
+            "hand computation",
+            "tests/methods/test_references.py::test_a_lone_site_trains_like_a_fedavg_client",
+            "the same bits",
+        ),
+    )
     leaves_site: ClassVar[str] = "nothing, were it not for the measurement, which fetches the weights of the one site"
     remembers: ClassVar[str] = "its own model (held for it by the simulation)"
 

@@ -30,6 +30,7 @@ from rescene.core.method_style import VERMILLION
 from rescene.core.method_style import Uploads as Sent
 from rescene.core.record import Tree, num_bytes, record
 from rescene.core.rng import Rng
+from rescene.core.verification import Verified
 from rescene.data import Task
 from rescene.functional.discriminant import cross_validated_ridge, discriminant_head
 from rescene.methods.base import Client, Federation, Kept, Method, Model, Payload, Uploads, weights_of
@@ -83,6 +84,13 @@ class Moments(Method):
     marker: ClassVar[str] = "D"
     uploads: ClassVar[Sent] = "sums"
     paper: ClassVar[str] = "[ours] closed-form discriminant on a frozen lens; neighbours: AFL, ACIL, FedCGS"
+    verified: ClassVar[tuple[Verified, ...]] = (
+        Verified(
+            "hand computation",
+            "tests/methods/test_method_moments.py::test_the_head_is_the_discriminant_of_the_pooled_images",
+            "the head of all images together, to rounding",
+        ),
+    )
     leaves_site: ClassVar[str] = (
         "for each class a count and a sum of features, and one second moment of all; exact, so only in a simulation"
     )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from rescene.core.hyperparameters import hyper
 from rescene.core.method_style import GREY
 from rescene.core.method_style import Uploads as Sent
+from rescene.core.verification import Verified
 from rescene.methods.registry import register
 from rescene.methods.rescene import ReSCENE
 
@@ -28,6 +29,13 @@ class RawUpload(ReSCENE):
     uploads: ClassVar[Sent] = "images"
     reference: ClassVar[str] = "control"
     paper: ClassVar[str] = "control, not a method to use: what sharing a few real images would give"
+    verified: ClassVar[tuple[Verified, ...]] = (
+        Verified(
+            "hand computation",
+            "tests/methods/test_references.py::test_raw_upload_is_rescene_without_condensation",
+            "the same bits",
+        ),
+    )
     compute: ClassVar[tuple[str, str] | None] = None
     leaves_site: ClassVar[str] = "real training images with their labels, unchanged"
     mechanisms: ClassVar[tuple[str, ...]] = ("none",)

@@ -24,6 +24,7 @@ from rescene.core.hyperparameters import hyper
 from rescene.core.method_style import ORANGE
 from rescene.core.record import Tree, record
 from rescene.core.rng import Rng
+from rescene.core.verification import Verified
 from rescene.data import Task
 from rescene.functional.importance import (
     last_layer_gradient_norms,
@@ -60,6 +61,13 @@ class ReFed(AveragingMethod):
     colour: ClassVar[str] = ORANGE
     marker: ClassVar[str] = "*"
     paper: ClassVar[str] = "Li et al., CVPR 2024"
+    verified: ClassVar[tuple[Verified, ...]] = (
+        Verified(
+            "hand computation",
+            "tests/methods/test_refed.py::test_importance_follows_the_update_rule_and_the_weights_one_over_p",
+            "the importance, to rounding",
+        ),
+    )
     leaves_site: ClassVar[str] = "model weights and the number of images trained on"
     compute: ClassVar[tuple[str, str] | None] = ("O(R K E (D_loc + D_mem) F + N E_PIM D_pool F)", "O(R K P)")
     remembers: ClassVar[str] = "real images of earlier tasks: as many as its storage leaves beside the current ones"

@@ -23,6 +23,7 @@ from rescene.core.hyperparameters import hyper
 from rescene.core.method_style import BLUE
 from rescene.core.record import record
 from rescene.core.rng import Rng
+from rescene.core.verification import Verified
 from rescene.data import Shard, Task
 from rescene.functional import herd_classes, recent_window
 from rescene.methods.base import Federation, Model, Uploads, weights_of
@@ -63,6 +64,24 @@ class ReSCENE(ReSCENEExtensions):
     colour: ClassVar[str] = BLUE
     marker: ClassVar[str] = "o"
     paper: ClassVar[str] = "Kang, Tu, Lee: ReSCENE, server-side replay for federated continual learning"
+    verified: ClassVar[tuple[Verified, ...]] = (
+        Verified(
+            "official code",
+            "tests/oracles/test_oracles.py::test_matching_loss_and_its_pixel_gradient",
+            "1e-5, the features' term of Eq. 1",
+        ),
+        Verified("official code", "tests/oracles/test_oracles.py::test_icarl_herding", "the same picks"),
+        Verified(
+            "paper figure",
+            "results/controls/rescene-beta0.1-esrv10-noaug-min-s0",
+            "AA 54.71 against 53.45, AIA 66.00 against 65.03 (n = 1)",
+        ),
+        Verified(
+            "hand computation",
+            "tests/methods/test_rounds_by_hand.py::test_a_server_round_of_rescene_trains_on_buffers_and_pool",
+            "a round, to rounding",
+        ),
+    )
     compute: ClassVar[tuple[str, str] | None] = ("O(R K S IPC |C_t| F)", "O(R E_srv |B u S| F)")
     open_ended: ClassVar[bool] = True
     sends_pictures_only: ClassVar[bool] = True

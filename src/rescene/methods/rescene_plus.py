@@ -13,6 +13,7 @@ from typing import ClassVar, Literal
 
 from rescene.core.hyperparameters import hyper
 from rescene.core.method_style import BLUE
+from rescene.core.verification import Verified
 from rescene.methods.registry import register
 from rescene.methods.rescene import ReSCENE
 
@@ -24,6 +25,14 @@ class ReSCENEPlus(ReSCENE):
     colour: ClassVar[str] = BLUE
     marker: ClassVar[str] = "*"
     paper: ClassVar[str] = "ours: Kang, Tu, Lee's ReSCENE with other settings"
+    verified: ClassVar[tuple[Verified, ...]] = (
+        Verified(
+            "hand computation",
+            "tests/functional/test_balance_and_matching.py::"
+            "test_polyaks_bound_takes_a_quadratic_loss_half_way_and_a_small_gradient_as_it_is",
+            "its steps on pixels",
+        ),
+    )
 
     step: Literal["fixed", "polyak"] = hyper(
         "polyak",

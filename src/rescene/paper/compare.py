@@ -19,6 +19,7 @@ from rescene.paper.recipes import FAST_LABEL, PaperCell, PaperRecipe, paper_reci
 from rescene.paper.store import Store, Stored
 from rescene.paper.table_columns import BYTES, COSTS, FLOPS, NOMINAL, REPLAY, over_seeds, read, relative
 from rescene.report.groups import Spread, spread
+from rescene.report.leaderboard import InPaper
 
 # The paper's B=2000 is its full accumulation by its own words, and prints 68.36 against 69.19 (App. D.4, Table 4b).
 RUN_TO_RUN = 0.83
@@ -113,6 +114,20 @@ def printed_beside(folders: Iterable[Path]) -> dict[Path, dict[str, str]]:
             told = {} if line.other_epochs else {m: n.text for m, n in line.paper.items() if m in ("aa", "aia")}
             for run in line.runs if told else ():
                 found[run.folder.resolve()] = told | found.get(run.folder.resolve(), {})  # the first table counts
+    return found
+
+
+def places_in_paper(folders: Iterable[Path]) -> dict[Path, InPaper]:
+    """How these runs' settings read the paper, and the AA that it prints for them; a run that is in no table is not here."""
+    store, found = Store(folders), dict[Path, InPaper]()
+    for recipe in map(paper_recipe, recipe_names(lite=False)):
+        for line in compare(recipe, store, costs=False):
+            number = None if line.other_epochs or line.reading else line.paper.get("aa")
+            place = InPaper(line.reading or "paper's", number.text if number else "")
+            for run in line.runs:  # the first table counts, unless a later one prints a number
+                before = found.get(run.folder.resolve())
+                if before is None or (place.aa and not before.aa):
+                    found[run.folder.resolve()] = place
     return found
 
 

@@ -1,0 +1,47 @@
+"""What a method was compared with, where, and how close it came. Each method class says it of itself; nothing said is not verified."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from rescene.core.errors import ConfigError
+
+Against = Literal["paper figure", "official code", "hand computation"]
+NOT_VERIFIED = "not verified"
+
+
+@dataclass(frozen=True)
+class Verified:
+    """One comparison. ``where`` is a test (``tests/file.py::test_name``) or a results folder; ``close`` says how near, with n.
+
+    >>> Verified("official code", "tests/oracles/test_oracles.py::test_acil_recursion", "1e-9").against
+    'official code'
+    """
+
+    against: Against
+    where: str
+    close: str
+
+    def __post_init__(self) -> None:
+        if self.against not in get_args(Against):
+            raise ConfigError(
+                "E540",
+                f"a method cannot be verified against {self.against!r}",
+                where=self.where,
+                why=f"known are {', '.join(get_args(Against))}",
+                fix="choose one of them in the class's `verified`",
+            )
+
+
+def in_short(found: Sequence[Verified]) -> str:
+    """Each kind once, strongest first, or that there is none.
+
+    >>> in_short([Verified("hand computation", "a", "b"), Verified("official code", "c", "d")])
+    'official code, hand computation'
+    """
+    kinds = [
+        kind for kind in ("official code", "paper figure", "hand computation") if kind in {v.against for v in found}
+    ]
+    return ", ".join(kinds) or NOT_VERIFIED

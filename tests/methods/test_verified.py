@@ -1,0 +1,77 @@
+"""What methods say they were compared with exists, and a method that says nothing is shown as not verified."""
+
+import ast
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rescene.cli.app import app
+from rescene.core.errors import ConfigError
+from rescene.core.verification import NOT_VERIFIED, Verified, in_short
+from rescene.methods import method_class, method_names
+from rescene.methods.fedavg import FedAvg
+from rescene.methods.moments import Moments
+
+ROOT = Path(__file__).parents[2]
+DECLARED = [(name, one) for name in method_names() for one in method_class(name).verifications()]
+ORACLES = "tests/oracles/test_oracles.py"
+
+
+@cache
+def functions_of(file):
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize(("name", "one"), DECLARED, ids=lambda value: value if isinstance(value, str) else value.where)
+def test_the_place_exists(name, one):
+    file, _, test = one.where.partition("::")
+    if test:
+        assert test in functions_of(file)
+    else:
+        assert (ROOT / file / "results.json").is_file()
+    assert one.close
+
+
+def test_what_a_method_says_of_a_paper_is_what_its_run_holds():
+    for _, one in DECLARED:
+        if one.against == "paper figure":
+            held = json.loads((ROOT / one.where / "results.json").read_text(encoding="utf-8"))
+            assert one.close.startswith(f"AA {held['aa']:.2f} against "), one
+
+
+def test_five_methods_and_more_are_compared_with_official_code():
+    names = {name for name, one in DECLARED if one.against == "official code" and one.where.startswith(ORACLES)}
+    assert {"glfc", "target"} <= names and len(names) >= 5
+
+
+def test_a_comparison_is_not_inherited():
+    class Heir(Moments):
+        pass
+
+    assert Moments.verifications() and Heir.verifications() == ()
+    assert in_short(Heir.verifications()) == NOT_VERIFIED
+
+
+def test_a_kind_that_nobody_knows_is_refused():
+    with pytest.raises(ConfigError, match="hearsay") as caught:
+        Verified("hearsay", "tests/x.py::test_y", "close")
+    assert caught.value.code == "E540"
+
+
+def test_the_list_is_short_for_people_and_whole_for_programs():
+    rows = {row["name"]: row for row in json.loads(CliRunner().invoke(app, ["list", "methods", "--json"]).output)}
+    first = FedAvg.verifications()[0]
+    assert {"against": first.against, "where": first.where, "close": first.close} in rows["fedavg"]["verified"]
+    shown = CliRunner().invoke(app, ["list", "methods"]).output
+    assert "official code, hand computation" in " ".join(shown.split()) and first.where not in shown
+    assert first.where in CliRunner().invoke(app, ["method", "explain", "fedavg"]).output
+
+
+def test_a_plug_in_that_says_nothing_is_not_verified(tmp_path):
+    CliRunner().invoke(app, ["method", "new", "silent_idea", "--in", str(tmp_path)])
+    told = CliRunner().invoke(app, ["method", "explain", "silent_idea", "--plugin", str(tmp_path / "silent_idea.py")])
+    assert f"verified: {NOT_VERIFIED}" in told.output, told.output

@@ -1,0 +1,332 @@
+"""Ours against the outputs of published code on the same tensors, and each difference that ``fixtures/oracles.json`` states.
+
+The fixtures were written by ``make_oracles.py``. Tolerances are stated beside each comparison; float32 throughout where it says 1e-5.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+from rescene.data import Transform
+from rescene.functional import group_means, herd, matching_loss, weighted_average
+from rescene.functional.compensation import compensation_loss, compensation_weights, mean_entropy, relation_loss
+from rescene.functional.discriminant import regularised_solve
+from rescene.functional.distillation import distillation_loss
+from rescene.functional.fisher import fisher_diagonal, quadratic_penalty
+from rescene.methods.afl import ridge_head
+from rescene.methods.fedcgs import gaussian_head
+from rescene.nets import Arch
+from rescene.training.reconstruction import Inversion, encoder_gradients, labels_from_gradients, perturb, reconstruct
+from rescene.training.synthesis import Search, Synthesis
+
+FIXTURES = Path(__file__).parent / "fixtures"
+RECORDS = json.loads((FIXTURES / "oracles.json").read_text(encoding="utf-8"))
+
+
+def stored(name):
+    return load_file(FIXTURES / f"{name}.safetensors")
+
+
+def part(tensors, prefix):
+    return {key.removeprefix(f"{prefix}."): value for key, value in tensors.items() if key.startswith(f"{prefix}.")}
+
+
+def close(ours, theirs, tolerance):
+    return torch.allclose(ours.double(), theirs.double(), rtol=tolerance, atol=tolerance)
+
+
+def gradient_of(loss, *inputs):
+    leaves = [value.clone().requires_grad_() for value in inputs]
+    return torch.autograd.grad(loss(*leaves), leaves)
+
+
+def test_every_fixture_says_where_it_comes_from():
+    assert set(RECORDS) == {path.stem for path in FIXTURES.glob("*.safetensors")}
+    for record in RECORDS.values():
+        assert re.fullmatch("[0-9a-f]{40}", record["commit"]) and re.search(r":\d+", record["place"])
+        assert record["repository"].startswith("https://") and record["licence"] and record["difference"]
+    assert sum(path.stat().st_size for path in FIXTURES.iterdir()) < 200_000
+
+
+# --- GLFC
+
+
+def glfc_loss(z, t, old):
+    weights = compensation_weights(z, t["labels"], torch.isin(t["labels"], t["learned"]))
+    compensation = compensation_loss(z, t["labels"], weights)
+    return 0.5 * compensation + 0.5 * relation_loss(z, t["labels"], t["u"]) if old else compensation
+
+
+def test_glfc_losses_and_their_gradients():
+    t = stored("glfc_losses")
+    old = torch.isin(t["labels"], t["learned"])
+    assert close(compensation_weights(t["z"], t["labels"], old), t["weights"], 1e-5)
+    for name, with_old in (("", True), ("_without_old", False)):
+        assert close(glfc_loss(t["z"], t, with_old), t[f"loss{name}"], 1e-6)
+        (gradient,) = gradient_of(lambda z, with_old=with_old: glfc_loss(z, t, with_old), t["z"])
+        assert close(gradient, t[f"gradient{name}"], 1e-6)
+
+
+def test_glfc_weights_stay_finite_where_the_published_ones_do_not():
+    t = stored("glfc_losses")
+    old = torch.isin(t["labels"], t["learned"])
+    assert t["weights_fitted"].isnan().all()  # NaN in the old group's part is NaN in the sum of both
+    ours = compensation_weights(t["fitted"], t["labels"], old)
+    assert ours.isfinite().all() and close(ours[~old], t["weights"][~old], 1e-5)
+
+
+def test_glfc_entropy_is_higher_than_the_published_one_by_less_than_its_epsilon():
+    t = stored("glfc_losses")
+    excess = mean_entropy(t["z"]) - float(t["entropy"].mean())
+    assert 0 < excess <= 1e-5 * t["z"].shape[1]
+
+
+def test_glfc_herding_agrees_until_the_published_one_repeats_itself():
+    t = stored("glfc_herding")
+    assert herd(t["z"], t["z"].mean(dim=0), 5).tolist() == t["picks"].tolist()
+    theirs = t["picks_near"].tolist()
+    repeated = next(i for i, pick in enumerate(theirs) if pick in theirs[:i])
+    ours = herd(t["near"], t["near"].mean(dim=0), 5).tolist()
+    assert ours[:repeated] == theirs[:repeated] and len(set(ours)) == 5
+
+
+def glfc_encoder(t):
+    weights = {name: value / 256 for name, value in part(t, "encoder").items()}
+    names = {"body.0": "conv0", "body.2": "conv1", "body.4": "conv2", "fc.0": "head"}
+    return {f"{names[n.rpartition('.')[0]]}.{n.rpartition('.')[2]}": value for n, value in weights.items()}, names
+
+
+def test_glfc_prototype_is_perturbed_encoded_and_found_again():
+    t = stored("glfc_pictures")
+    net = Arch("convnet", 32, "batch", 4).build(3, torch.Generator())
+    net.load_state_dict(part(t, "net"))
+    nearest = (t["features"] - t["features"].mean(dim=0)).norm(dim=1).argmin()
+    picture = t["pictures"][nearest].permute(2, 0, 1).unsqueeze(0).float() / 255
+    moved = perturb(net, picture, t["label"], None, num_steps=50, lr=0.2, weight_decay=1e-5)
+    encoder, names = glfc_encoder(t)
+    ours = encoder_gradients(encoder, moved, t["label"])
+    for name, theirs in part(t, "gradient").items():
+        layer, _, kind = name.rpartition(".")
+        assert close(ours[f"{names[layer]}.{kind}"][0], theirs, 1e-4 * float(theirs.abs().max()))
+    assert labels_from_gradients(ours).tolist() == t["label"].tolist() == [1]
+    settings = Inversion(num_inversions=1, num_iterates=1)
+    found = reconstruct(encoder, ours, (32, 32), settings, torch.Generator().manual_seed(9))
+    # 20 steps of L-BFGS amplify the rounding of the gradients: 2e-4 of a value that is about 1
+    assert close(found.images[0, 0], t["found"].clamp(0, 1), 2e-4)
+    assert bool(((t["found"] < 0) | (t["found"] > 1)).any())  # what ours clamps
+
+
+def test_glfc_average_is_ours_with_equal_weights():
+    t = stored("glfc_average")
+    states = [{key: t[f"{key}{i}"] for key in ("w", "num_batches_tracked")} for i in range(3)]
+    ours = weighted_average(states, [1, 1, 1])
+    assert close(ours["w"], t["average.w"], 1e-6)
+    assert float(t["average.num_batches_tracked"]) == pytest.approx(10 / 3) and int(ours["num_batches_tracked"]) == 5
+
+
+# --- TARGET
+
+
+class Unmoved(Transform):
+    """Normalises and neither crops nor mirrors: the fixture was made without either."""
+
+    def augment(self, x, source):
+        return x
+
+
+class Streams:
+    """Gives the search the seeds that the fixture used."""
+
+    def at(self, *address):
+        return Streams.Fixed(50 + address[1] if address[0] == "search" else 0)
+
+    class Fixed:
+        def __init__(self, seed):
+            self.seed = seed
+
+        def generator(self, device=None):
+            return torch.Generator().manual_seed(self.seed)
+
+
+def generator_state(tensors):
+    names = {"l1.0": "first"}
+    return {
+        (names["l1.0"] + key[len("l1.0") :]) if key.startswith("l1.0") else key.replace("conv_blocks", "rest"): value
+        for key, value in tensors.items()
+    }
+
+
+@pytest.mark.parametrize("meta", ["fomaml", "reptile"])
+def test_target_search_finds_the_same_images_and_teaches_the_generator_the_same(meta):
+    t = stored("target_search")
+    teacher, student = (Arch("convnet", 8, "batch", 4).build(3, torch.Generator()) for _ in range(2))
+    teacher.load_state_dict(part(t, "teacher"))
+    student.load_state_dict(part(t, "student"))
+    sizes = {"latent_size": 5, "generator_width": 3, "generator_steps": 3, "synthesis_batch": 4, "warmup_rounds": 2}
+    transform = Unmoved(mean=(0.5, 0.4, 0.3), std=(0.25, 0.2, 0.3), pad=0)
+    search = Search(teacher, student, 3, 8, transform, Synthesis(**sizes, meta_update=meta), Streams())
+    search.generator.load_state_dict(generator_state(part(t, "before")))
+    images = torch.stack([search.round(r)[0] for r in range(2)])
+    assert close(images, t[f"{meta}.images"], 1e-5)
+    after = generator_state(part(t, f"{meta}.after"))
+    state = search.generator.state_dict()
+    assert all(close(state[name], after[name], 1e-5) for name in after if "running" not in name)
+
+
+def test_target_constants_never_train_the_student():
+    t = stored("target_search")
+    assert int(t["published.syn_round"]) < int(t["published.warmup"])
+    ours = Synthesis()
+    assert ours.synthesis_rounds > ours.warmup_rounds
+
+
+def test_target_distillation():
+    t = stored("target_distillation")
+    z, u = t["student"], t["teacher"]
+    assert close(distillation_loss(z, u, 2.0), t["client.loss"], 1e-6)
+    assert close(gradient_of(lambda x: distillation_loss(x, u, 2.0), z)[0], t["client.gradient"], 1e-6)
+    soft = (u.double() / 20).softmax(dim=1)
+    entropy = -(soft * soft.log()).sum(dim=1).mean()
+    ours = distillation_loss(z.double(), u.double(), 20.0, t2=True)
+    assert float(ours - 400 * entropy) == pytest.approx(float(t["server.loss"]), rel=1e-3)
+    assert close(gradient_of(lambda x: distillation_loss(x, u, 20.0, t2=True), z)[0], t["server.gradient"], 1e-5)
+
+
+def linear(state, x):
+    return F.linear(x, state["weight"], state["bias"])
+
+
+def gradient_taken(t, decay):
+    """The gradient of a first SGD step at rate 0.01, from the weights before and after it."""
+    before, after = part(t, "before"), part(t, "after")
+    return {name: (before[name] - after[name]) / 0.01 - decay * before[name] for name in before}
+
+
+def test_fedlwf_takes_the_published_step():
+    t = stored("lwf_step")
+    targets = linear(part(t, "old"), t["x"])
+
+    def loss(weight, bias):
+        z = linear({"weight": weight, "bias": bias}, t["x"])
+        distilled = distillation_loss(z, targets, float(t["temperature"]))
+        return F.cross_entropy(z[:, 2:], t["labels"] - 2) + float(t["weight"]) * distilled
+
+    before = part(t, "before")
+    ours = gradient_of(loss, before["weight"], before["bias"])
+    theirs = gradient_taken(t, 5e-4)
+    # weights of about 1 are stored in float32 and their difference is divided by the rate: 1e-7 / 0.01
+    assert close(ours[0], theirs["weight"], 3e-5) and close(ours[1], theirs["bias"], 3e-5)
+
+
+def batches_of(t):
+    return list(zip(t["x"].split(4), t["labels"].split(4), strict=True))
+
+
+def mean_loss(theta, x, y):
+    return F.cross_entropy(linear(theta, x), y)
+
+
+def test_fedewc_fisher_and_penalty():
+    t = stored("ewc_step")
+    first, limit, theirs = part(t, "first"), float(t["limit"]), part(t, "fisher")
+    of_batches = fisher_diagonal(mean_loss, first, batches_of(t), per_sample=False)
+    cut = torch.cat([value.flatten() for value in theirs.values()]) == limit
+    assert bool(cut.any()) and not bool(cut.all())
+    assert all(close(of_batches[name].clamp(max=limit), theirs[name], 1e-6 * limit) for name in theirs)
+    assert close(quadratic_penalty(part(t, "before"), theirs, first), t["penalty"], 1e-6)
+    of_images = fisher_diagonal(mean_loss, first, batches_of(t))
+    assert float(sum(v.sum() for v in of_images.values())) > float(sum(v.sum() for v in of_batches.values()))
+
+
+def test_fedewc_penalty_moves_the_weights_and_the_published_one_does_not():
+    t = stored("ewc_step")
+    before, fisher, first = part(t, "before"), part(t, "fisher"), part(t, "first")
+
+    def plain(weight, bias):
+        return F.cross_entropy(linear({"weight": weight, "bias": bias}, t["x"])[:, 2:], t["labels"])
+
+    def penalised(weight, bias):
+        return plain(weight, bias) + 1000 * quadratic_penalty({"weight": weight, "bias": bias}, fisher, first)
+
+    theirs = gradient_taken(t, 0.0)
+    without, ours = (gradient_of(f, before["weight"], before["bias"]) for f in (plain, penalised))
+    assert close(without[0], theirs["weight"], 3e-5) and close(without[1], theirs["bias"], 3e-5)
+    assert float((ours[0] - theirs["weight"]).abs().max()) > 0.01
+
+
+# --- closed forms
+
+
+def sums_of(t):
+    z, onehot = t["z"].double(), F.one_hot(t["y"], 3).double()
+    return onehot.sum(dim=0), onehot.T @ z, z.T @ z
+
+
+def ridge_for(t, penalty):
+    """Our ridge is in units of the mean variance and of S / n."""
+    return penalty / (len(t["z"]) * float(t["z"].double().var(dim=0, correction=0).mean()))
+
+
+def test_afl_joined_sites_and_the_ridge_taken_out():
+    t = stored("afl_aggregation")
+    joined, _ = ridge_head(*sums_of(t), ridge=ridge_for(t, 3.0))  # three sites with a ridge of 1 each
+    cleaned, _ = ridge_head(*sums_of(t), ridge=0.0)
+    assert close(joined.T, t["joined"], 1e-5) and close(cleaned.T, t["cleaned"], 1e-5)
+
+
+def test_acil_recursion():
+    t = stored("acil_recursion")
+    weight, _ = ridge_head(*sums_of(t), ridge=ridge_for(t, 0.5))
+    assert close(weight.T, t["weight"], 1e-9)
+    second = t["z"].double().T @ t["z"].double()
+    eye = torch.eye(5, dtype=torch.float64)
+    assert close(regularised_solve(second, eye, 0.5), t["inverse"], 1e-9)
+
+
+def test_fedcgs_scores_differ_by_one_number_per_image():
+    t = stored("fedcgs_head")
+    weight, bias = gaussian_head(*sums_of(t), ridge=0.0)
+    ours, theirs = t["z"].double() @ weight.T + bias, (t["z"] @ t["weight"].T + t["bias"]).double()
+    shift = ours - theirs
+    assert close(shift, shift[:, :1].expand_as(shift), 1e-4) and float(shift.abs().max()) > 0.1
+    assert ours.argmax(dim=1).tolist() == theirs.argmax(dim=1).tolist()
+
+
+# --- condensation and herding
+
+
+def published_features(t, x):
+    """ConvNet.embed in plain operations: twice conv, instance norm, ReLU, average pooling."""
+    for i in (0, 4):
+        x = F.conv2d(x, t[f"net.features.{i}.weight"], t[f"net.features.{i}.bias"], padding=1)
+        x = F.group_norm(x, 4, t[f"net.features.{i + 1}.weight"], t[f"net.features.{i + 1}.bias"])
+        x = F.avg_pool2d(F.relu(x), 2)
+    return x.flatten(1)
+
+
+def test_matching_loss_and_its_pixel_gradient():
+    t = stored("matching")
+    assert close(published_features(t, t["surrogates"]), t["features"], 1e-5)
+    groups = torch.tensor([0, 0, 0, 1, 1, 1])
+    real = group_means(published_features(t, t["real"].flatten(0, 1)), torch.arange(2).repeat_interleave(6), 2)
+
+    def loss(x):
+        return matching_loss(group_means(published_features(t, x), groups, 2), real).sum()
+
+    assert close(loss(t["surrogates"]), t["loss"], 1e-5)
+    assert close(gradient_of(loss, t["surrogates"])[0], t["gradient"], 1e-5)
+
+
+def test_icarl_herding():
+    t = stored("icarl_herding")
+    z = F.normalize(t["z"], dim=1)
+    rank = t["rank"]
+    theirs = [int((rank == place).nonzero()) for place in range(1, 7)]
+    assert herd(z, z.mean(dim=0), 6).tolist() == theirs
