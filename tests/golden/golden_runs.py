@@ -75,6 +75,7 @@ def _methods(add) -> None:
         "refed",
         "feddm",
         "fedaf",
+        "fedprox",
         "joint",
     )
     for method in (*plain, "local", "raw-upload"):
@@ -192,7 +193,7 @@ def _mechanisms(add) -> None:
     add("paper-experiment-fedavg", "fedavg", **paper, **seeded, **GROUP)
     sgd = {"privacy__mechanism": "dp-sgd", "privacy__noise_multiplier": 0.5, "privacy__sampling_rate": 0.5,
            "privacy__typical_count": 10.0, "privacy__clip": 1.0}  # fmt: skip
-    for method in ("fedavg", "fedlwf", "fedcbdr", "refed"):
+    for method in ("fedavg", "fedlwf", "fedcbdr", "refed", "fedprox"):
         add(f"dp-sgd-{method}", method, **sgd, **seeded, **GROUP)
     add("dp-sgd-capped", "fedavg", **sgd, **seeded, **MLP, privacy__max_participations=1)
     add("os-release", "moments", **release, **LINEAR, noisy=True)
@@ -245,7 +246,7 @@ def _tasks_and_networks(add) -> None:
 
 SLOW = {  # left out of `make test`: variants whose base is in it
     "lens-leaves", "buffer-full-pool", "buffer-earliest", "buffer-latest", "buffer-keep-all", "buffer-none",
-    "dp-sgd-fedlwf", "dp-sgd-fedcbdr", "dp-sgd-refed", "os-dp-sgd", "paper-experiment-fedavg", "domain-glfc",
+    "dp-sgd-fedlwf", "dp-sgd-fedcbdr", "dp-sgd-refed", "dp-sgd-fedprox", "os-dp-sgd", "paper-experiment-fedavg", "domain-glfc",
     "domain-target", "domain-fedcbdr", "release-feddm", "release-centre", "per-example-feddm", "rescene-literal",
     "rescene-noise-start", "rescene-leaves-start", "rescene-neighbours", "rescene-random-nets", "drift-closing",
     "plain-pictures", "wire-float16", "one-by-one", "group-norm", "glfc-entropy", "target-reptile", "fedaf-ball",
