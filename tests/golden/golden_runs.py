@@ -76,6 +76,7 @@ def _methods(add) -> None:
         "feddm",
         "fedaf",
         "fedprox",
+        "scaffold",
         "joint",
     )
     for method in (*plain, "local", "raw-upload"):
@@ -97,6 +98,8 @@ def _options_of_methods(add) -> None:
     add("fedavg-uniform", "fedavg", method__weighting="uniform", method__local_ce="new")
     add("fedewc-batch", "fedewc", method__anchor="last_round", method__fisher="batch_mean", method__fisher_decay=0.5)
     add("fedlwf-all", "fedlwf", method__kd_t2=True, method__local_ce="all")
+    add("scaffold-keep", "scaffold", method__new_task="keep", method__momentum_steps="plain", method__server_lr=0.5,
+        method__weighting="size")  # fmt: skip
     add("target-reptile", "target", method__meta_update="reptile", method__images_per_client=4)
     add("glfc-entropy", "glfc", method__trigger="entropy", method__entropy_threshold=0.01, method__reduction="sum",
         method__prototype_classes="previous", method__perturbation_input="normalised")  # fmt: skip
@@ -193,7 +196,7 @@ def _mechanisms(add) -> None:
     add("paper-experiment-fedavg", "fedavg", **paper, **seeded, **GROUP)
     sgd = {"privacy__mechanism": "dp-sgd", "privacy__noise_multiplier": 0.5, "privacy__sampling_rate": 0.5,
            "privacy__typical_count": 10.0, "privacy__clip": 1.0}  # fmt: skip
-    for method in ("fedavg", "fedlwf", "fedcbdr", "refed", "fedprox"):
+    for method in ("fedavg", "fedlwf", "fedcbdr", "refed", "fedprox", "scaffold"):
         add(f"dp-sgd-{method}", method, **sgd, **seeded, **GROUP)
     add("dp-sgd-capped", "fedavg", **sgd, **seeded, **MLP, privacy__max_participations=1)
     add("os-release", "moments", **release, **LINEAR, noisy=True)
@@ -246,7 +249,7 @@ def _tasks_and_networks(add) -> None:
 
 SLOW = {  # left out of `make test`: variants whose base is in it
     "lens-leaves", "buffer-full-pool", "buffer-earliest", "buffer-latest", "buffer-keep-all", "buffer-none",
-    "dp-sgd-fedlwf", "dp-sgd-fedcbdr", "dp-sgd-refed", "dp-sgd-fedprox", "os-dp-sgd", "paper-experiment-fedavg", "domain-glfc",
+    "dp-sgd-fedlwf", "dp-sgd-fedcbdr", "dp-sgd-refed", "dp-sgd-fedprox", "dp-sgd-scaffold", "scaffold-keep", "os-dp-sgd", "paper-experiment-fedavg", "domain-glfc",
     "domain-target", "domain-fedcbdr", "release-feddm", "release-centre", "per-example-feddm", "rescene-literal",
     "rescene-noise-start", "rescene-leaves-start", "rescene-neighbours", "rescene-random-nets", "drift-closing",
     "plain-pictures", "wire-float16", "one-by-one", "group-norm", "glfc-entropy", "target-reptile", "fedaf-ball",

@@ -5,9 +5,9 @@ at each of E / q steps (E epochs in expectation):
     g <- sum of clip_C(grad of the record's loss) + N(0, sigma^2 C^2 I)
     SGD with g / (q x typical count x classes of the task)          the true number of records is private
 
-Weight decay, momentum and a method's penalty on weights act after the noise: they see no record. The loss of a record is the method's loss on a batch that
-holds this record alone, so no loss can mix records, whatever it averages over. Norms of single records' gradients
-come from Opacus. What is released is the trained network, once per participation, through the site's ledger.
+Weight decay, momentum and a method's penalty on weights act after the noise: they see no record. The loss of a record is the
+method's loss on a batch that holds this record alone, so no loss can mix records, whatever it averages over. Norms of single
+records' gradients come from Opacus. What is released is the trained network, once per participation, through the site's ledger.
 
 The paper's experiment (App. F.2) takes shuffled minibatches of b records and divides by b: it certifies nothing.
 """
