@@ -77,6 +77,7 @@ def _methods(add) -> None:
         "fedaf",
         "fedprox",
         "scaffold",
+        "fot",
         "joint",
     )
     for method in (*plain, "local", "raw-upload"):
@@ -100,6 +101,7 @@ def _options_of_methods(add) -> None:
     add("fedlwf-all", "fedlwf", method__kd_t2=True, method__local_ce="all")
     add("scaffold-keep", "scaffold", method__new_task="keep", method__momentum_steps="plain", method__server_lr=0.5,
         method__weighting="size")  # fmt: skip
+    add("fot-free", "fot", method__others="free", method__sketch_columns=8, method__local_ce="all")
     add("target-reptile", "target", method__meta_update="reptile", method__images_per_client=4)
     add("glfc-entropy", "glfc", method__trigger="entropy", method__entropy_threshold=0.01, method__reduction="sum",
         method__prototype_classes="previous", method__perturbation_input="normalised")  # fmt: skip
@@ -230,7 +232,7 @@ def _tasks_and_networks(add) -> None:
     add("drift-fedavg", "fedavg", **drift)
     add("drift-moments", "moments", **drift, **LINEAR)
     domain = {"data__path": "domains", "tasks__scenario": "domain", "tasks__per_task": None}
-    for method in ("fedavg", "glfc", "target", "fedcbdr"):
+    for method in ("fedavg", "glfc", "target", "fedcbdr", "fot"):
         add(f"domain-{method}", method, **domain)
     add("domain-rescene", PLUS, **domain)
     add("domain-moments", "moments", **domain, **LINEAR)
@@ -249,7 +251,7 @@ def _tasks_and_networks(add) -> None:
 
 SLOW = {  # left out of `make test`: variants whose base is in it
     "lens-leaves", "buffer-full-pool", "buffer-earliest", "buffer-latest", "buffer-keep-all", "buffer-none",
-    "dp-sgd-fedlwf", "dp-sgd-fedcbdr", "dp-sgd-refed", "dp-sgd-fedprox", "dp-sgd-scaffold", "scaffold-keep", "os-dp-sgd", "paper-experiment-fedavg", "domain-glfc",
+    "dp-sgd-fedlwf", "dp-sgd-fedcbdr", "dp-sgd-refed", "os-dp-sgd", "paper-experiment-fedavg", "domain-glfc",
     "domain-target", "domain-fedcbdr", "release-feddm", "release-centre", "per-example-feddm", "rescene-literal",
     "rescene-noise-start", "rescene-leaves-start", "rescene-neighbours", "rescene-random-nets", "drift-closing",
     "plain-pictures", "wire-float16", "one-by-one", "group-norm", "glfc-entropy", "target-reptile", "fedaf-ball",
@@ -257,6 +259,7 @@ SLOW = {  # left out of `make test`: variants whose base is in it
     "paper-experiment", "release-coloured", "rescene-fixed", "exclude", "secure-sum-afl", "secure-sum-fedcgs",
     "release-afl", "release-fedcgs", "rescene-forgetful", "fedavg-uniform",
     "fedlwf-all", "refed-last-layer", "tasks-sizes", "tasks-plan", "small-pictures", "debug-engine", "trigger",
+    "dp-sgd-fedprox", "dp-sgd-scaffold", "scaffold-keep", "fot-free", "domain-fot",
     "local-site", "rescene-match", "fedaf-plus", "rescene-paper-experiment",
 }  # fmt: skip
 RUNS = {run.name: run for run in _all_runs()}
