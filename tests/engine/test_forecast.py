@@ -65,6 +65,13 @@ def assert_foreseen(found, measured, loose=()):
 
 LOOSE = {  # in a network of a few hundred weights what a rehearsal counts by its shape alone weighs more
     "fedewc": {"client_state_bytes", "downlink_bytes"},  # BatchNorm's statistics, which the Fisher does not have
+    "scaffold": {  # nor a control variate
+        "uplink_bytes",
+        "uplink_bytes_per_message",
+        "downlink_bytes",
+        "downlink_bytes_per_message",
+        "client_state_bytes",
+    },
     "glfc": {
         "uplink_bytes",
         "uplink_bytes_per_message",

@@ -75,6 +75,9 @@ def _methods(add) -> None:
         "refed",
         "feddm",
         "fedaf",
+        "fedprox",
+        "scaffold",
+        "fot",
         "joint",
     )
     for method in (*plain, "local", "raw-upload"):
@@ -96,6 +99,9 @@ def _options_of_methods(add) -> None:
     add("fedavg-uniform", "fedavg", method__weighting="uniform", method__local_ce="new")
     add("fedewc-batch", "fedewc", method__anchor="last_round", method__fisher="batch_mean", method__fisher_decay=0.5)
     add("fedlwf-all", "fedlwf", method__kd_t2=True, method__local_ce="all")
+    add("scaffold-keep", "scaffold", method__new_task="keep", method__momentum_steps="plain", method__server_lr=0.5,
+        method__weighting="size")  # fmt: skip
+    add("fot-free", "fot", method__others="free", method__sketch_columns=8, method__local_ce="all")
     add("target-reptile", "target", method__meta_update="reptile", method__images_per_client=4)
     add("glfc-entropy", "glfc", method__trigger="entropy", method__entropy_threshold=0.01, method__reduction="sum",
         method__prototype_classes="previous", method__perturbation_input="normalised")  # fmt: skip
@@ -192,7 +198,7 @@ def _mechanisms(add) -> None:
     add("paper-experiment-fedavg", "fedavg", **paper, **seeded, **GROUP)
     sgd = {"privacy__mechanism": "dp-sgd", "privacy__noise_multiplier": 0.5, "privacy__sampling_rate": 0.5,
            "privacy__typical_count": 10.0, "privacy__clip": 1.0}  # fmt: skip
-    for method in ("fedavg", "fedlwf", "fedcbdr", "refed"):
+    for method in ("fedavg", "fedlwf", "fedcbdr", "refed", "fedprox", "scaffold"):
         add(f"dp-sgd-{method}", method, **sgd, **seeded, **GROUP)
     add("dp-sgd-capped", "fedavg", **sgd, **seeded, **MLP, privacy__max_participations=1)
     add("os-release", "moments", **release, **LINEAR, noisy=True)
@@ -226,7 +232,7 @@ def _tasks_and_networks(add) -> None:
     add("drift-fedavg", "fedavg", **drift)
     add("drift-moments", "moments", **drift, **LINEAR)
     domain = {"data__path": "domains", "tasks__scenario": "domain", "tasks__per_task": None}
-    for method in ("fedavg", "glfc", "target", "fedcbdr"):
+    for method in ("fedavg", "glfc", "target", "fedcbdr", "fot"):
         add(f"domain-{method}", method, **domain)
     add("domain-rescene", PLUS, **domain)
     add("domain-moments", "moments", **domain, **LINEAR)
@@ -253,6 +259,7 @@ SLOW = {  # left out of `make test`: variants whose base is in it
     "paper-experiment", "release-coloured", "rescene-fixed", "exclude", "secure-sum-afl", "secure-sum-fedcgs",
     "release-afl", "release-fedcgs", "rescene-forgetful", "fedavg-uniform",
     "fedlwf-all", "refed-last-layer", "tasks-sizes", "tasks-plan", "small-pictures", "debug-engine", "trigger",
+    "dp-sgd-fedprox", "dp-sgd-scaffold", "scaffold-keep", "fot-free", "domain-fot",
     "local-site", "rescene-match", "fedaf-plus", "rescene-paper-experiment",
 }  # fmt: skip
 RUNS = {run.name: run for run in _all_runs()}

@@ -28,6 +28,7 @@ from rescene.methods.base import Client
 from rescene.nets import FLOAT_BYTES, Arch, body_cost, flops_to, forward_flops, model_bytes, rehearsal
 from rescene.privacy.mechanism import Mechanism
 from rescene.privacy.totals import Total, added
+from rescene.training.layer_inputs import input_layers
 
 SIDE = 4  # pixels of a rehearsed picture
 FEATURES = 37  # of a rehearsed image: a number that nothing else is likely to have, so that shapes tell what they count
@@ -251,6 +252,10 @@ class Sizes:
         self._body = (FEATURES, small.channels * small.image_size**2)  # shape of the miniature's only body weight
         whole = num_bytes(real.skeleton(1).body.state_dict())  # BatchNorm's counters included, as they travel
         self._body_values = whole // FLOAT_BYTES - features  # its bias is counted as features are
+        inputs = [layer.weight[0].numel() for layer in input_layers(real.skeleton(1).body).values()]  # type: ignore[index]
+        columns = getattr(experiment.method, "sketch_columns", None) or max([self._body[1], *inputs])
+        self._sketch = (self._body[1], min(self._body[1], columns))  # a matrix over the inputs of the only layer,
+        self._sketch_values = sum(d * min(d, columns) for d in inputs)  # which stands for those of all layers
         self._values = {FEATURES: used, FEATURES * (FEATURES + 1) // 2: used * (used + 1) // 2}
 
     def num_bytes(self, tree: Tree) -> int:
@@ -261,6 +266,8 @@ class Sizes:
         shape = tuple(tensor.shape)
         if shape == self._body:
             return self._body_values
+        if shape == self._sketch:
+            return self._sketch_values
         if shape[-3:] == self._picture:
             return tensor[..., 0, 0, 0].numel() * self._picture_values
         num = 1

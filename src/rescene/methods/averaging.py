@@ -19,7 +19,7 @@ from rescene.methods.nominal_cost import TRAINING_PASSES, NominalBytes, Setting
 from rescene.methods.upload_schema import NOTHING, Form, Place, either, fields, like, notes, whole
 from rescene.nets import Arch, model_bytes
 from rescene.privacy.dp_sgd import fit_privately
-from rescene.training import Loss, Training, fit_shard
+from rescene.training import Loss, Penalty, Training, cross_entropy_from, fit_shard, penalised
 
 
 def trained(
@@ -30,20 +30,26 @@ def trained(
     loss: Loss | None = None,
     *,
     first_class: int = 0,
+    penalty: Penalty | None = None,
     notes: Mapping[str, float] | None = None,
 ) -> Payload:
     """Local training and what the site answers: its weights and how many images they come from; nothing without images.
 
     Behind a mechanism its loss stays at home; behind one with a guarantee it answers whether it has images or not, and their
-    number stays at home too.
+    number stays at home too. ``penalty`` is a term that sees the weights of ``net`` alone; behind a mechanism its gradient is
+    added after the noise.
     """
     hidden = shard.site is not None and shard.site.mechanism.formal
     if len(shard) == 0 and not hidden:
         return {"num_images": 0}
     if shard.site is not None:
-        if not fit_privately(net, shard, settings, generator, shard.site, loss, first_class=first_class):
+        if not fit_privately(
+            net, shard, settings, generator, shard.site, loss, first_class=first_class, penalty=penalty
+        ):
             return {"num_images": 0, "notes": {"num_declined": 1}}
         return {"model": weights_of(net), "num_images": 1 if hidden else len(shard)}
+    if penalty is not None:
+        loss = penalised(loss or cross_entropy_from(first_class), penalty)
     final = fit_shard(net, shard, settings, generator, loss, first_class=first_class)
     told = {"local_loss": final, **(notes or {})}
     return {"model": weights_of(net), "num_images": len(shard), "notes": told}

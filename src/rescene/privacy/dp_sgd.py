@@ -5,9 +5,9 @@ at each of E / q steps (E epochs in expectation):
     g <- sum of clip_C(grad of the record's loss) + N(0, sigma^2 C^2 I)
     SGD with g / (q x typical count x classes of the task)          the true number of records is private
 
-Weight decay and momentum act after the noise: they see no record. The loss of a record is the method's loss on a batch that
-holds this record alone, so no loss can mix records, whatever it averages over. Norms of single records' gradients
-come from Opacus. What is released is the trained network, once per participation, through the site's ledger.
+Weight decay, momentum and a method's penalty on weights act after the noise: they see no record. The loss of a record is the
+method's loss on a batch that holds this record alone, so no loss can mix records, whatever it averages over. Norms of single
+records' gradients come from Opacus. What is released is the trained network, once per participation, through the site's ledger.
 
 The paper's experiment (App. F.2) takes shuffled minibatches of b records and divides by b: it certifies nothing.
 """
@@ -27,7 +27,7 @@ from rescene.nets import count_passes
 from rescene.privacy.class_sums import in_steps
 from rescene.privacy.mechanism import SitePrivacy, digest, refuse_batch_statistics
 from rescene.training.replay import crops_of
-from rescene.training.sgd import Loss, Training, cross_entropy_from
+from rescene.training.sgd import Loss, Penalty, Training, cross_entropy_from
 
 HELD = 2**26  # numbers at most in gradients of single records: convolutions hold those of one layer
 
@@ -41,17 +41,20 @@ def fit_privately(
     loss: Loss | None = None,
     *,
     first_class: int = 0,
+    penalty: Penalty | None = None,
 ) -> bool:
     """As :func:`rescene.training.fit_shard`, behind the site's mechanism; False if the site declines.
 
     Takes place whatever the site holds: a site without images trains on noise. ``generator`` draws crops only.
+    ``penalty`` must depend on the weights and on nothing that was computed from images of this site, unless it was released.
     """
     refuse_batch_statistics(net.train())
 
     looked: list[Tensor] = []
 
     def draw() -> dict[str, Tensor]:
-        looked.append(_descend(net, shard, settings, generator, site, loss or cross_entropy_from(first_class)))
+        base = loss or cross_entropy_from(first_class)
+        looked.append(_descend(net, shard, settings, generator, site, base, penalty))
         return {**net.state_dict(), "num_sampled": looked[0]}
 
     found = site.answer(digest(net.state_dict().items(), site.mechanism, settings), draw)
@@ -66,7 +69,13 @@ def fit_privately(
 
 
 def _descend(
-    net: nn.Module, shard: Shard, settings: Training, generator: torch.Generator, site: SitePrivacy, loss: Loss
+    net: nn.Module,
+    shard: Shard,
+    settings: Training,
+    generator: torch.Generator,
+    site: SitePrivacy,
+    loss: Loss,
+    penalty: Penalty | None,
 ) -> Tensor:
     """Train ``net`` in place; returns how many records were sampled in all, which stays at the site."""
     mechanism, noise = site.mechanism, site.noise
@@ -82,6 +91,8 @@ def _descend(
             total = (total + mechanism.deviation * noise.normal(len(total))) / expected
         for p, part in zip(parameters, total.split([p.numel() for p in parameters]), strict=True):
             p.grad = part.reshape(p.shape).to(p)
+        if penalty is not None:
+            penalty().backward()  # adds its gradient to the noised one
         optimiser.step()
     watched.to_standard_module()  # type: ignore[operator]
     return torch.tensor(sampled)

@@ -5,22 +5,38 @@ from rescene.data import Batch
 from rescene.training.condensation import Condensation, Surrogates, condense
 from rescene.training.embed import class_scores, embed
 from rescene.training.replay import with_replay
-from rescene.training.sgd import Loss, Training, cross_entropy, fit, fit_pool, fit_shard, repeatable
+from rescene.training.sgd import (
+    Loss,
+    Penalty,
+    Training,
+    cross_entropy,
+    cross_entropy_from,
+    fit,
+    fit_pool,
+    fit_shard,
+    num_local_steps,
+    penalised,
+    repeatable,
+)
 
 __all__ = [
     "Batch",
     "Condensation",
     "Loss",
+    "Penalty",
     "Surrogates",
     "Training",
     "class_scores",
     "condense",
     "cross_entropy",
+    "cross_entropy_from",
     "embed",
     "fit",
     "fit_pool",
     "fit_shard",
     "frozen",
+    "num_local_steps",
+    "penalised",
     "repeatable",
     "with_replay",
 ]

@@ -31,6 +31,7 @@ WORTH_RECORDING = 4  # epochs of a call at least: a recording costs about as muc
 Plan = Callable[[], Tensor]
 Fetch = Callable[[Tensor], Batch]
 Loss = Callable[[nn.Module, Batch], Tensor]
+Penalty = Callable[[], Tensor]  # a term of the objective that sees the weights alone: no image enters it
 AfterEpoch = Callable[[int], None]  # called with 1, 2, ..., the network in eval mode
 
 
@@ -84,6 +85,16 @@ def cross_entropy_from(first_class: int) -> Loss:
         return F.cross_entropy(net(batch.x)[:, first_class:], batch.y - first_class)
 
     return loss
+
+
+def penalised(loss: Loss, penalty: Penalty) -> Loss:
+    """The loss plus the penalty. It can be recorded on a GPU, so the penalty may close over constant tensors only."""
+
+    @repeatable
+    def total(net: nn.Module, batch: Batch) -> Tensor:
+        return loss(net, batch) + penalty()
+
+    return total
 
 
 class FusedSgd:
@@ -222,6 +233,17 @@ def fit_shard(
 
     loss = loss or cross_entropy_from(first_class)
     return fit(net, plan, fetch, loss, settings, epochs=settings.local_epochs, after_epoch=after_epoch)
+
+
+def num_local_steps(num_images: int, settings: Training) -> int:
+    """How many steps :func:`fit_shard` takes on so many images: a trailing batch of one image is dropped.
+
+    >>> settings = Training(local_epochs=2, batch_size=4)
+    >>> [num_local_steps(n, settings) for n in (0, 1, 4, 5, 6, 8)]
+    [0, 2, 2, 2, 4, 4]
+    """
+    whole, rest = divmod(num_images, settings.batch_size)
+    return settings.local_epochs * (whole + (rest > 1 or (rest == 1 and whole == 0)))
 
 
 def is_recorded(net: nn.Module, images: Tensor, labels: Tensor) -> bool:
