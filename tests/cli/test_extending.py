@@ -67,7 +67,7 @@ def test_a_grid_is_every_combination(tmp_path):
 def test_all_stands_for_every_method():
     rows = json.loads(invoke(app, ["sweep", "smoke", "method=all", "--plan", "--json"]).output)
     methods = [row["cell"].split()[0].removeprefix("method=") for row in rows]
-    assert methods == ["rescene", "fedavg", "fedewc", "fedlwf", "target", "glfc", "fedcbdr", "refed", "feddm", "fedaf", "joint", "local",
+    assert methods == ["rescene", "fedavg", "fedewc", "fedlwf", "target", "glfc", "fedcbdr", "refed", "feddm", "fedaf", "icarl", "joint", "local",
                        "raw-upload"]  # fmt: skip
 
 

@@ -19,6 +19,7 @@ QUESTIONS = {
     "refed": {"client_round", "refresh_cache", "set_aside"},
     "fedcbdr": {"client_round", "share_features", "score_images"},
     "glfc": {"client_round", "receive_old_model", "keep_exemplars"},
+    "icarl": {"client_round", "keep_exemplars"},
 }
 FAST = ("rescene", "fedavg", "fedcbdr")
 PER_ANSWER = {"rescene": 180, "fedavg": 180, "fedcbdr": 45}

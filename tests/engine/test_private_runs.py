@@ -190,6 +190,7 @@ def test_methods_that_cannot_be_private_are_refused_with_the_reason(overrides, s
         pytest.param("fedlwf", 1, marks=pytest.mark.slow),
         pytest.param("fedcbdr", 2, marks=pytest.mark.slow),
         ("refed", 2),
+        pytest.param("icarl", 2, marks=pytest.mark.slow),
     ],
 )
 def test_methods_that_send_weights_state_what_their_most_used_record_spends(tmp_path, method, tasks):

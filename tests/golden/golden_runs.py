@@ -79,6 +79,7 @@ def _methods(add) -> None:
         "scaffold",
         "fot",
         "joint",
+        "icarl",
     )
     for method in (*plain, "local", "raw-upload"):
         add(method, method)
@@ -106,6 +107,7 @@ def _options_of_methods(add) -> None:
     add("glfc-entropy", "glfc", method__trigger="entropy", method__entropy_threshold=0.01, method__reduction="sum",
         method__prototype_classes="previous", method__perturbation_input="normalised")  # fmt: skip
     add("fedcbdr-global", "fedcbdr", method__budget_scope="global", method__form="svd", method__reweight=True)
+    add("icarl-softmax", "icarl", method__objective="softmax", method__classifier="head")
     add("refed-last-layer", "refed", method__importance="last-layer", method__locality=0.2)
     add(
         "fedaf-ball",
@@ -198,7 +200,7 @@ def _mechanisms(add) -> None:
     add("paper-experiment-fedavg", "fedavg", **paper, **seeded, **GROUP)
     sgd = {"privacy__mechanism": "dp-sgd", "privacy__noise_multiplier": 0.5, "privacy__sampling_rate": 0.5,
            "privacy__typical_count": 10.0, "privacy__clip": 1.0}  # fmt: skip
-    for method in ("fedavg", "fedlwf", "fedcbdr", "refed", "fedprox", "scaffold"):
+    for method in ("fedavg", "fedlwf", "fedcbdr", "refed", "icarl", "fedprox", "scaffold"):
         add(f"dp-sgd-{method}", method, **sgd, **seeded, **GROUP)
     add("dp-sgd-capped", "fedavg", **sgd, **seeded, **MLP, privacy__max_participations=1)
     add("os-release", "moments", **release, **LINEAR, noisy=True)
@@ -251,7 +253,7 @@ def _tasks_and_networks(add) -> None:
 
 SLOW = {  # left out of `make test`: variants whose base is in it
     "lens-leaves", "buffer-full-pool", "buffer-earliest", "buffer-latest", "buffer-keep-all", "buffer-none",
-    "dp-sgd-fedlwf", "dp-sgd-fedcbdr", "dp-sgd-refed", "os-dp-sgd", "paper-experiment-fedavg", "domain-glfc",
+    "dp-sgd-fedlwf", "dp-sgd-fedcbdr", "dp-sgd-refed", "dp-sgd-icarl", "icarl-softmax", "os-dp-sgd", "paper-experiment-fedavg", "domain-glfc",
     "domain-target", "domain-fedcbdr", "release-feddm", "release-centre", "per-example-feddm", "rescene-literal",
     "rescene-noise-start", "rescene-leaves-start", "rescene-neighbours", "rescene-random-nets", "drift-closing",
     "plain-pictures", "wire-float16", "one-by-one", "group-norm", "glfc-entropy", "target-reptile", "fedaf-ball",

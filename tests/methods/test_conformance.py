@@ -28,6 +28,7 @@ SMALL = {
     "glfc": {"num_inversions": 2, "inversion_steps": 2, "num_iterates": 2, "num_perturbations": 2, "num_exemplars": 3},
     "fedcbdr": {"budget": 4},
     "refed": {"storage": 16, "pim_epochs": 2},
+    "icarl": {"memory": 12},
 }
 TRAIN = Training(local_epochs=1, server_epochs=1, batch_size=8, lr=0.05)
 

@@ -14,7 +14,12 @@ from rescene.privacy.mechanism import Mechanism, SitePrivacy
 from rescene.privacy.noise import Noise
 
 PRIVATE = Mechanism("dp-sgd", 1.0, 1.0, Composition(2, 1, 0.5), typical_count=8.0)
-FILLING = {"refed": ("set_aside",), "fedcbdr": ("share_features", "score_images"), "glfc": ("keep_exemplars",)}
+FILLING = {
+    "refed": ("set_aside",),
+    "fedcbdr": ("share_features", "score_images"),
+    "glfc": ("keep_exemplars",),
+    "icarl": ("keep_exemplars",),
+}
 
 
 def setting(world, name, hidden):
@@ -34,7 +39,15 @@ def setting(world, name, hidden):
     return method, payload, shard, fill
 
 
-CASES = [("refed", True), ("refed", False), ("fedcbdr", True), ("fedcbdr", False), ("glfc", False)]
+CASES = [
+    ("refed", True),
+    ("refed", False),
+    ("fedcbdr", True),
+    ("fedcbdr", False),
+    ("glfc", False),
+    ("icarl", True),
+    ("icarl", False),
+]
 
 
 @pytest.mark.parametrize(("name", "hidden"), CASES)
@@ -52,7 +65,7 @@ def test_asking_five_times_is_asking_once(tiny_world, name, hidden):
         assert len(fill(both).labels) == len(both.labels), "an earlier task has had its own"
 
 
-@pytest.mark.parametrize("name", ["refed", "fedcbdr"])
+@pytest.mark.parametrize("name", ["refed", "fedcbdr", "icarl"])
 def test_images_that_are_in_the_memory_are_not_trained_on_beside_it(tiny_world, name):
     """One image would be in twice, and weigh twice what is accounted."""
     method, payload, shard, fill = setting(tiny_world, name, hidden=True)

@@ -48,6 +48,20 @@ def herd(z: Tensor, target: Tensor, budget: int) -> Tensor:
     return torch.tensor(picks, device=z.device)
 
 
+def herding_order(z: Tensor) -> Tensor:
+    """All of z [n, d] in the order in which herding towards their mean picks them (iCaRL, Algorithm 4): LongTensor [n].
+
+    The first m entries are the exemplars of a budget of m, so a set is reduced by dropping its end.
+
+    >>> herding_order(torch.tensor([[0.0], [1.0], [5.0]])).tolist()  # the mean is 2
+    [1, 2, 0]
+    """
+    picks = herd(z, z.mean(dim=0), len(z) - 1) if len(z) > 1 else torch.zeros(0, dtype=torch.int64, device=z.device)
+    left = torch.ones(len(z), dtype=torch.bool, device=z.device)
+    left[picks] = False
+    return torch.cat([picks, left.nonzero().squeeze(1)])
+
+
 def herd_classes(z: Sequence[Tensor], targets: Sequence[Tensor], budget: int) -> list[Tensor]:
     """``herd`` for several classes; on a GPU one pick of every class at a time, so that the device is asked B times in all.
 
