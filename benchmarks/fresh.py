@@ -11,6 +11,7 @@ checkout. An extra gets an environment of its own, so that none lends its packag
 import os
 import platform
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -187,7 +188,7 @@ def check(releases: str, parts: list[str], wheel: Path) -> bool:
 def first_result(python: str, wheel: Path) -> str:
     """From nothing to a report with one Python, as somebody does who has only the wheel. One line of the table."""
     with tempfile.TemporaryDirectory() as folder:
-        env, seconds, begin = Path(folder) / "env", dict[str, float](), time.monotonic()
+        env, seconds, begin, worked = Path(folder) / "env", dict[str, float](), time.monotonic(), _cpu()
         steps = {
             "install": f"python -m pip install --quiet -c {ROOT}/constraints.txt {wheel}",
             "help": "rescene --help",
@@ -206,7 +207,14 @@ def first_result(python: str, wheel: Path) -> str:
         ask = "import platform, torch; print(platform.python_version(), torch.__version__)"
         version, torch = say(f"python -c '{ask}'", env, Path(folder)).split() if "install" in seconds else (python, "-")
         parts = ", ".join(f"{name} {value:.0f} s" for name, value in seconds.items())
-        return f"{version:8} {result}  {sum(seconds.values()):4.0f} s  ({parts})  torch {torch}"
+        total = f"{sum(seconds.values()):4.0f} s, {_cpu() - worked:.0f} CPU-seconds, load {os.getloadavg()[1]:.1f}"
+        return f"{version:8} {result}  {total}  ({parts})  torch {torch}"
+
+
+def _cpu() -> float:
+    """CPU-seconds of all commands so far: they tell more than the clock on a machine with other work."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def each_python(wheel: Path) -> bool:

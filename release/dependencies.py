@@ -42,7 +42,7 @@ def locked(part: str) -> dict[str, tuple[str, list[str]]]:
 
 def torch_version() -> str:
     """The version that is tested."""
-    return re.findall(r"^torch==(\S+)", (ROOT / "constraints.txt").read_text(), re.M)[0]
+    return str(re.findall(r"^torch==(\S+)", (ROOT / "constraints.txt").read_text(), re.M)[0])
 
 
 def licence_of(package: Distribution) -> str:
@@ -50,12 +50,12 @@ def licence_of(package: Distribution) -> str:
 
     The expression counts, then a short text of the licence field, then the classifiers.
     """
-    said = package.metadata
-    if expression := said.get("License-Expression"):
+    said = package.metadata.json
+    if expression := said.get("license_expression"):
         return str(expression)
-    named = [line.split(" :: ")[-1] for line in said.get_all("Classifier", []) if line.startswith("License ::")]
+    named = [line.split(" :: ")[-1] for line in said.get("classifier", []) if line.startswith("License ::")]
     named = [name for name in named if name != "OSI Approved"]
-    short = (said.get("License") or "").strip()
+    short = str(said.get("license", "")).strip()
     if short and short != "UNKNOWN" and "\n" not in short and len(short) < 60:
         return SPDX.get(short, short)
     return " OR ".join(dict.fromkeys(SPDX.get(name, name) for name in named)) or UNKNOWN

@@ -74,7 +74,7 @@ def test_an_error_in_a_workflow_is_found(before, after, said):
     [
         (WORKFLOW, r"@[0-9a-f]{40} # v5.0.0", "@v5", "unpinned-uses"),
         (WORKFLOW, r"make test PYTHON=python", "make test && echo ${{ github.event.pull_request.title }}", "template-injection"),
-        (CONTAINER, r"^FROM \S+", "FROM", "unexpected"),
+        (CONTAINER, r"^FROM \S+", "FROM", "missing whitespace"),
         (CONTAINER, r"^USER 10003", "USER root", "DL3002"),
         (CONTAINER, r"^WORKDIR /work", "WORKDIR work", "DL3000"),
     ],

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tarfile
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -76,10 +77,16 @@ def test_the_wheel_brings_the_conformance_suite(installed, tmp_path):
     assert "2 passed" in shown
 
 
+def test_the_wheel_is_small_and_typed(built):
+    [wheel] = built.glob("*.whl")
+    assert wheel.stat().st_size < 12e6
+    assert "rescene/py.typed" in zipfile.ZipFile(wheel).namelist()
+
+
 def test_the_sdist_is_whole(built):
     [archive] = built.glob("*.tar.gz")
     with tarfile.open(archive) as opened:
         names = {name.split("/", 1)[-1] for name in opened.getnames()}
     assert {"README.md", "LICENSE", "Makefile", "constraints.txt", "locks/base.txt", "pyproject.toml", "docs/conf.py", "tests/conftest.py",
-            "src/rescene/data/embedded/fashion-mini.npz", "examples/anchored.py"} <= names  # fmt: skip
+            "src/rescene/data/embedded/fashion-mini.npz", "examples/anchored.py", "release/lint.py", "containers/cpu.Containerfile"} <= names  # fmt: skip
     assert not [name for name in names if name.startswith((".venv", "runs/", "docs/_build", "docs/generated"))]

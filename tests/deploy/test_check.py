@@ -197,8 +197,10 @@ def test_a_proxy_is_used_as_the_node_would_use_it(ours, monkeypatch):
 
 
 def test_another_flower_a_full_disk_and_little_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(findings, "version", lambda name: "1.42.0")
-    assert findings._flower() == findings.row("Flower", "1.42.0", "needs 1.41.*", 'pip install "rescene[deploy]"')
+    monkeypatch.setattr(findings, "version", lambda name: "1.43.0")
+    assert findings._flower() == findings.row(
+        "Flower", "1.43.0", "needs 1.41.* or 1.42.*", 'pip install "rescene[deploy]"'
+    )
     monkeypatch.setattr(findings.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))
     assert "less than 2 GB" in problems(findings.machine_rows(tmp_path))["disk"][0]
     monkeypatch.setattr(findings.tempfile, "gettempdir", lambda: "/proc")  # another disk than the folder's

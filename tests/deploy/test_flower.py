@@ -210,7 +210,7 @@ def test_a_process_is_ended_with_its_children(tmp_path):
     assert [p.name for p in running(tmp_path)] == ["parent"]
     assert stop(tmp_path) == ["parent"] and not running(tmp_path) and stop(tmp_path) == []
     found = subprocess.run(["ps", "-o", "stat=", "-p", str(child)], capture_output=True, text=True).stdout.strip()
-    assert found in ("", "Z")
+    assert found[:1] in ("", "Z")  # a second letter is its priority
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="needs /proc")

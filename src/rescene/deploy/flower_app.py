@@ -52,7 +52,8 @@ def main(grid: Grid, context: Context) -> None:
 
     use_all_cores()
     config, out = context.run_config, run_folder(context)
-    patience = Patience(*(float(config[key]) for key in ("gather-s", "deadline-s", "poll-s")))
+    gather_s, deadline_s, poll_s = (float(config[key]) for key in ("gather-s", "deadline-s", "poll-s"))
+    patience = Patience(gather_s, deadline_s, poll_s)
     post = FlowerPost(grid, ttl_s=patience.deadline_s)
     resolved = recipe_of(context, int(config["sites"]) or _connected(post, patience))
     sys.argv = ["flwr", "run", "."]  # the run folder keeps the command, and Flower's own holds a token
