@@ -1,5 +1,6 @@
 """The site. Everything it says about commands, keys, methods, results and errors is made from the program when it is built."""
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -37,5 +38,12 @@ autodoc_typehints = "signature"
 pages.write(HERE / "generated")  # before Sphinx looks for pages
 
 
+def copy_leaderboard(app, error):
+    """The leaderboard is a page of its own: it goes beside the others as it is."""
+    if error is None and app.builder.format == "html":
+        shutil.copytree(HERE / "leaderboard", Path(app.outdir) / "leaderboard", dirs_exist_ok=True)
+
+
 def setup(app):
     app.add_html_math_renderer("mathml", (mathml.inline, None), (mathml.block, None))
+    app.connect("build-finished", copy_leaderboard)

@@ -100,8 +100,14 @@ def _fields(kind: Any) -> list[tuple[Field[Any], str, Any]]:
     return [(field, field.metadata.get("key", field.name), hints[field.name]) for field in fields(kind)]
 
 
+@cache
+def _shape(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Origin and arguments of a hint; asked a million times for a few hundred runs."""
+    return get_origin(hint), get_args(hint)
+
+
 def _value(hint: Any, value: Any, damaged: list[str], where: str) -> Any:
-    origin, inner = get_origin(hint), get_args(hint)
+    origin, inner = _shape(hint)
     if origin in (Union, types.UnionType):
         return _value(next(one for one in inner if one is not type(None)), value, damaged, where)
     if origin is tuple:
@@ -143,9 +149,11 @@ def _items(hint: Any, values: Any, damaged: list[str], where: str) -> tuple[Any,
     """The items of a list. A damaged one is None where that is allowed, and else left out."""
     if not isinstance(values, list):
         raise _Misfit(where)
+    if Any in (kinds := _shape(hint)[1]):
+        return tuple(values)
     if (numbers := _numbers(hint, values)) is not None:
         return numbers
-    nullable, found = type(None) in get_args(hint), []
+    nullable, found = type(None) in kinds, []
     for i, value in enumerate(values):
         try:
             if value is None and not nullable:
@@ -163,7 +171,7 @@ def _numbers(hint: Any, values: list[Any]) -> tuple[Any, ...] | None:
     >>> _numbers(float, [0.5, 1]), _numbers(float | None, [0.5, None]), _numbers(float, [None]), _numbers(float, [math.nan])
     ((0.5, 1.0), (0.5, None), None, None)
     """
-    kinds = set(get_args(hint)) or {hint}
+    kinds = set(_shape(hint)[1]) or {hint}
     number = next((kind for kind in (float, int) if kind in kinds), None)
     if number is None or not kinds <= {number, type(None)}:
         return None

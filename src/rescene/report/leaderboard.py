@@ -215,10 +215,17 @@ def _under(folder: Path, root: Path) -> str:
 def write_leaderboard(rows: Sequence[Entry], out: Path, root: Path) -> list[Path]:
     """index.html and leaderboard.csv in the folder ``out``. ``root`` is what the folders' names begin under."""
     out.mkdir(parents=True, exist_ok=True)
+    table = out / "leaderboard.csv"
+    table.write_text(csv_of(rows, root), "utf-8", newline="")
+    return [put_page(page_of(rows, out, root), out / "index.html"), table]
+
+
+def page_of(rows: Sequence[Entry], out: Path, root: Path) -> str:
+    """The page, as it lies in ``out``: its links lead from there to the run folders."""
     script = (files("rescene.report") / "leaderboard.js").read_text("utf-8")
     names = ("data", "split", "setting", "leaves", "guarantee", "reading")
     shown = [_shown(row, out, root) for row in rows]
-    html = render_page(
+    return render_page(
         "leaderboard.html.j2",
         script=script,
         script_hash=base64.b64encode(hashlib.sha256(f"\n{script}".encode()).digest()).decode(),
@@ -226,10 +233,6 @@ def write_leaderboard(rows: Sequence[Entry], out: Path, root: Path) -> list[Path
         filters={name: sorted({row[name] for row in shown}) for name in names},
         num_runs=sum(row.n for row in rows),
     )
-    page = put_page(html, out / "index.html")
-    table = out / "leaderboard.csv"
-    table.write_text(csv_of(rows, root), "utf-8", newline="")
-    return [page, table]
 
 
 def _shown(row: Entry, out: Path, root: Path) -> dict[str, Any]:

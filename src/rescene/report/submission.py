@@ -45,11 +45,14 @@ def check_record(folder: Path) -> RunRecord:
     return run
 
 
-def check_hashes(folder: Path, digest: str, environment: Mapping[str, Any] | None = None) -> None:
-    """E542 if the folder's name has the hash of another recipe, or ``environment`` was made from other images."""
+def check_hashes(folder: Path, digest: str | None, environment: Mapping[str, Any] | None = None) -> None:
+    """E542 if the folder's name has the hash of another recipe, or ``environment`` was made from other images.
+
+    ``digest`` is the recipe's, None where it cannot be compared: a recipe of an older version has fewer keys.
+    """
     told = folder.resolve().name.rpartition("-")
     found = []
-    if _is_digest(told[2]) and told[2] != digest:
+    if digest and _is_digest(told[2]) and told[2] != digest:
         found.append(f"hash of the recipe: the folder's name says {told[2]}, config.yaml gives {digest}")
     before = json_object(folder / "env.json", [])
     if environment is not None and before.get("data_fingerprint") != environment.get("data_fingerprint"):
