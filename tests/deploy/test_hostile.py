@@ -19,6 +19,10 @@ QUESTIONS = {
     "refed": {"client_round", "refresh_cache", "set_aside"},
     "fedcbdr": {"client_round", "share_features", "score_images"},
     "glfc": {"client_round", "receive_old_model", "keep_exemplars"},
+    "fedprox": {"client_round"},
+    "scaffold": {"client_round"},
+    "fot": {"client_round", "sketch_inputs"},
+    "fedssi": {"client_round", "consolidate"},
 }
 FAST = ("rescene", "fedavg", "fedcbdr")
 PER_ANSWER = {"rescene": 180, "fedavg": 180, "fedcbdr": 45}

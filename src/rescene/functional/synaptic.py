@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 Parameters = Mapping[str, Tensor]
@@ -21,6 +20,7 @@ Parameters = Mapping[str, Tensor]
 def surrogate_step(v: Tensor, g: Tensor, w: Tensor, eta: float, q: float) -> Tensor:
     """dv = -eta (g + q (v - w)), where a step goes at most the whole way to w (eta q is taken as 1 where it is more).
 
+    >>> import torch
     >>> surrogate_step(torch.tensor(3.0), torch.tensor(2.0), torch.tensor(1.0), eta=0.1, q=0.5).item()
     -0.30000001192092896
     """
@@ -30,6 +30,7 @@ def surrogate_step(v: Tensor, g: Tensor, w: Tensor, eta: float, q: float) -> Ten
 def synaptic_importance(s: Parameters, moved: Parameters, damping: float) -> dict[str, Tensor]:
     """max(0, s) / (Delta^2 + xi): a weight whose movement raised the loss is free.
 
+    >>> import torch
     >>> s, moved = {"a": torch.tensor([4.0, -4.0])}, {"a": torch.tensor([1.0, 1.0])}
     >>> synaptic_importance(s, moved, damping=1.0)["a"].tolist()
     [2.0, 0.0]
@@ -40,6 +41,7 @@ def synaptic_importance(s: Parameters, moved: Parameters, damping: float) -> dic
 def accumulated(old: Parameters, new: Parameters) -> dict[str, Tensor]:
     """Omega of finished tasks plus that of one more, in the shapes of ``new``: rows of new classes are taken as they are.
 
+    >>> import torch
     >>> accumulated({"head": torch.tensor([1.0])}, {"head": torch.tensor([2.0, 5.0])})["head"].tolist()
     [3.0, 5.0]
     """

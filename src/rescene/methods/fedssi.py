@@ -114,14 +114,14 @@ class FedSSI(AveragingMethod):
         """Site: close the task. Without images in it Omega stays as it is, and the anchor moves."""
         global_net = shard.net(payload["model"])
         anchor = {name: value.detach().clone() for name, value in global_net.named_parameters()}  # w^t
-        importance = {} if client_state is None else client_state.importance
+        importance: Model = {} if client_state is None else client_state.importance
         if len(shard) > 0:
             importance = accumulated(importance, self._measured(payload, anchor, shard, rng))
         return {}, Synapses(importance, anchor)
 
     def _measured(self, payload: Payload, w: Model, shard: Client, rng: Rng) -> Model:
         """s / (Delta^2 + xi) of this task, on the path of the surrogate model."""
-        surrogate = shard.net(payload.get("start", payload["model"]))
+        surrogate = shard.net(payload["start"] if "start" in payload else payload["model"])
         start = {name: value.detach().clone() for name, value in surrogate.named_parameters()}
         s = contributions(
             surrogate,

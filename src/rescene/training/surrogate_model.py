@@ -45,6 +45,6 @@ def contributions(
                 for (name, p), g in zip(v.items(), gradients, strict=True):
                     step = surrogate_step(p, g, w[name], settings.lr, q)
                     s[name] -= g * step
-                    p += step
+                    p.add_(step)
     net.eval()
     return {name: value.detach() for name, value in s.items()}
