@@ -20,6 +20,10 @@ QUESTIONS = {
     "fedcbdr": {"client_round", "share_features", "score_images"},
     "glfc": {"client_round", "receive_old_model", "keep_exemplars"},
     "icarl": {"client_round", "keep_exemplars"},
+    "fedprox": {"client_round"},
+    "scaffold": {"client_round"},
+    "fot": {"client_round", "sketch_inputs"},
+    "fedssi": {"client_round", "consolidate"},
 }
 FAST = ("rescene", "fedavg", "fedcbdr")
 PER_ANSWER = {"rescene": 180, "fedavg": 180, "fedcbdr": 45}

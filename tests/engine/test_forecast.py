@@ -65,6 +65,7 @@ def assert_foreseen(found, measured, loose=()):
 
 LOOSE = {  # in a network of a few hundred weights what a rehearsal counts by its shape alone weighs more
     "fedewc": {"client_state_bytes", "downlink_bytes"},  # BatchNorm's statistics, which the Fisher does not have
+    "fedssi": {"client_state_bytes"},  # nor synaptic importance
     "scaffold": {  # nor a control variate
         "uplink_bytes",
         "uplink_bytes_per_message",

@@ -78,6 +78,7 @@ def _methods(add) -> None:
         "fedprox",
         "scaffold",
         "fot",
+        "fedssi",
         "joint",
         "icarl",
     )
@@ -103,6 +104,8 @@ def _options_of_methods(add) -> None:
     add("scaffold-keep", "scaffold", method__new_task="keep", method__momentum_steps="plain", method__server_lr=0.5,
         method__weighting="size")  # fmt: skip
     add("fot-free", "fot", method__others="free", method__sketch_columns=8, method__local_ce="all")
+    add("fedssi-end", "fedssi", method__psm_start="task_end", method__locality=0.2, method__psm_epochs=2,
+        method__local_ce="new")  # fmt: skip
     add("target-reptile", "target", method__meta_update="reptile", method__images_per_client=4)
     add("glfc-entropy", "glfc", method__trigger="entropy", method__entropy_threshold=0.01, method__reduction="sum",
         method__prototype_classes="previous", method__perturbation_input="normalised")  # fmt: skip
@@ -261,7 +264,7 @@ SLOW = {  # left out of `make test`: variants whose base is in it
     "paper-experiment", "release-coloured", "rescene-fixed", "exclude", "secure-sum-afl", "secure-sum-fedcgs",
     "release-afl", "release-fedcgs", "rescene-forgetful", "fedavg-uniform",
     "fedlwf-all", "refed-last-layer", "tasks-sizes", "tasks-plan", "small-pictures", "debug-engine", "trigger",
-    "dp-sgd-fedprox", "dp-sgd-scaffold", "scaffold-keep", "fot-free", "domain-fot",
+    "dp-sgd-fedprox", "dp-sgd-scaffold", "scaffold-keep", "fot-free", "domain-fot", "fedssi-end",
     "local-site", "rescene-match", "fedaf-plus", "rescene-paper-experiment",
 }  # fmt: skip
 RUNS = {run.name: run for run in _all_runs()}

@@ -24,7 +24,8 @@ def sketch(gram: Tensor, omega: Tensor) -> Tensor:
     [2.0, 3.0]
     """
     values, vectors = torch.linalg.eigh(gram)
-    return (vectors * values.clamp(min=0).sqrt()) @ omega
+    found: Tensor = (vectors * values.clamp(min=0).sqrt()) @ omega
+    return found
 
 
 def extended_subspace(basis: Tensor, total: Tensor, energy: float) -> Tensor:
@@ -45,7 +46,7 @@ def extended_subspace(basis: Tensor, total: Tensor, energy: float) -> Tensor:
     held = sigma.square().cumsum(0)
     room = total.shape[0] - basis.shape[1]  # no more directions than the space has
     num = min(int((held < wanted).sum()) + 1, int((sigma > sigma[0] * 1e-6).sum()), room)
-    joined, _ = torch.linalg.qr(torch.cat([basis, u[:, :num]], dim=1))
+    joined: Tensor = torch.linalg.qr(torch.cat([basis, u[:, :num]], dim=1)).Q
     return joined
 
 
