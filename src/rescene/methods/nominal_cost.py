@@ -25,6 +25,7 @@ LEGEND = {
     "E_PIM": "epochs of Re-Fed's personalised informative model",
     "D_loc": "local images of a client",
     "D_mem": "replay images it stores",
+    "D_sur": "surrogate pictures of a party",
     "D_pool": "previous images that Re-Fed scores at a task boundary",
     "F": "forward and backward cost of one image",
     "F_enc": "the same for GLFC's encoder",
