@@ -111,7 +111,7 @@ def test_learning_is_fedavg(tiny_world):
 
 
 def test_one_review_step_equals_the_formula(tiny_world, grown):
-    teacher, model = weights_of(tiny_world["net"]), far(grown)
+    teacher, model = grown, far(grown)
     shard = replace(
         tiny_world["shards"][0], task=second_task(), index=torch.zeros(0, dtype=torch.int64)
     )  # no image needed
@@ -126,7 +126,16 @@ def test_one_review_step_equals_the_formula(tiny_world, grown):
     for key in model:
         if "running" in key or "tracked" in key:
             assert torch.equal(upload["model"][key], model[key]), "surrogates leave no trace in what images left there"
-    assert torch.equal(upload["model"]["head.weight"][2:], model["head.weight"][2:]), "new outputs take no part"
+
+
+def test_the_teacher_has_the_grown_head_and_goes_to_everybody(tiny_world):
+    method = CFeD(server_distillation=False)
+    world = World(method, tiny_world, second_task(), [0])
+    state = method.begin_task(state_of(weights_of(tiny_world["net"])), tiny_world["task"], world, Rng(0))
+    assert world.calls == []
+    state = method.begin_task(state, second_task(), world, Rng(0))
+    assert world.calls == [("keep_teacher", [0, 1, 2])] and len(state.model["head.weight"]) == 4
+    assert torch.equal(world.states[2]["teacher"]["head.weight"], state.model["head.weight"])
 
 
 def test_who_has_not_moved_has_nothing_to_review_unless_pictures_bring_their_own_statistics(tiny_world):

@@ -1,11 +1,11 @@
 """CFeD (Ma et al., IJCAI 2022): some sites learn the new task, others review old ones on unlabelled surrogate pictures.
 
 start of task t > 0:
-    server: send the global model of task t-1 to every client, once; it is the teacher
+    server: send the global model, its head grown, to every client, once; it is the teacher
 each round:
     server: divide the participants: a share alpha learns, the rest reviews (in the first task all learn)
     learner:  E epochs of SGD on its images, cross-entropy; send theta_k
-    reviewer: E epochs of SGD on surrogate pictures, KD(student, teacher) over the old outputs; send theta_k
+    reviewer: E epochs of SGD on surrogate pictures, KD(student, teacher) over all outputs; send theta_k
     server: theta' <- the mean of all theta_k
             each surrogate picture has one teacher in turn, of all theta_k and the theta of the last round;
             E epochs of SGD on surrogate pictures from theta', KD(student, that teacher) over all outputs; theta <- the result
@@ -91,9 +91,9 @@ class CFeD(PaintingMethod):
     def begin_task(self, state: ServerState, task: Task, federation: Federation, rng: Rng) -> ServerState:
         if self.server_distillation and not state.image_size:
             state = replace(state, image_size=self.asked_size(federation))
-        if task.index > 0:  # before the head grows: the teacher knows the old classes only
-            federation.ask(federation.clients, "keep_teacher", {"teacher": state.model})
         grown: ServerState = super().begin_task(state, task, federation, rng)
+        if task.index > 0:  # its new outputs are untrained: reviewers hold them back as they hold old ones up
+            federation.ask(federation.clients, "keep_teacher", {"teacher": grown.model})
         return grown
 
     def keep_teacher(self, payload: Payload, shard: Client, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:

@@ -36,6 +36,7 @@ LEGEND = {
     "R_syn": "synthesis rounds",
     "S_kd": "distillation steps per synthesis round",
     "B_syn": "synthesis batch",
+    "S_gen": "steps of MFCL's generator",
     "P": "model parameters",
     "S": "condensation steps",
     "IPC": "surrogates per class and client",
