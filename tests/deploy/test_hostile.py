@@ -19,6 +19,7 @@ QUESTIONS = {
     "refed": {"client_round", "refresh_cache", "set_aside"},
     "fedcbdr": {"client_round", "share_features", "score_images"},
     "glfc": {"client_round", "receive_old_model", "keep_exemplars"},
+    "cfed": {"client_round", "picture_size", "keep_teacher", "learn", "review"},
     "icarl": {"client_round", "keep_exemplars"},
     "fedprox": {"client_round"},
     "scaffold": {"client_round"},

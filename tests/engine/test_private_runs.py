@@ -190,6 +190,7 @@ def test_methods_that_cannot_be_private_are_refused_with_the_reason(overrides, s
         pytest.param("fedlwf", 1, marks=pytest.mark.slow),
         pytest.param("fedcbdr", 2, marks=pytest.mark.slow),
         ("refed", 2),
+        pytest.param("cfed", 1, marks=pytest.mark.slow),
         pytest.param("icarl", 2, marks=pytest.mark.slow),
     ],
 )
@@ -199,7 +200,9 @@ def test_methods_that_send_weights_state_what_their_most_used_record_spends(tmp_
     stated = found.values["privacy"]
     assert stated["private"] and stated["releases_per_record"] == 2 * 2 * tasks  # steps x rounds x tasks
     rows = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
-    assert all(row.get("notes", {}) == {} for row in rows), "losses and sizes of memories stay at the sites"
+    made_by_the_server = {"num_reviewers", "distillation_loss"}
+    told = {key for row in rows for key in row.get("notes", {})}
+    assert told <= made_by_the_server, "losses and sizes of memories stay at the sites"
 
 
 def test_an_interrupted_dp_sgd_run_ends_with_the_bytes_it_would_have_had(tmp_path, monkeypatch):

@@ -81,6 +81,7 @@ def _methods(add) -> None:
         "fedssi",
         "joint",
         "icarl",
+        "cfed",
     )
     for method in (*plain, "local", "raw-upload"):
         add(method, method)
@@ -110,6 +111,7 @@ def _options_of_methods(add) -> None:
     add("glfc-entropy", "glfc", method__trigger="entropy", method__entropy_threshold=0.01, method__reduction="sum",
         method__prototype_classes="previous", method__perturbation_input="normalised")  # fmt: skip
     add("fedcbdr-global", "fedcbdr", method__budget_scope="global", method__form="svd", method__reweight=True)
+    add("cfed-batch", "cfed", method__statistics="batch", method__weighting="size", method__server_distillation=False)
     add("icarl-softmax", "icarl", method__objective="softmax", method__classifier="head")
     add("refed-last-layer", "refed", method__importance="last-layer", method__locality=0.2)
     add(
@@ -256,7 +258,7 @@ def _tasks_and_networks(add) -> None:
 
 SLOW = {  # left out of `make test`: variants whose base is in it
     "lens-leaves", "buffer-full-pool", "buffer-earliest", "buffer-latest", "buffer-keep-all", "buffer-none",
-    "dp-sgd-fedlwf", "dp-sgd-fedcbdr", "dp-sgd-refed", "dp-sgd-icarl", "icarl-softmax", "os-dp-sgd", "paper-experiment-fedavg", "domain-glfc",
+    "dp-sgd-fedlwf", "dp-sgd-fedcbdr", "dp-sgd-refed", "dp-sgd-icarl", "os-dp-sgd", "paper-experiment-fedavg", "domain-glfc",
     "domain-target", "domain-fedcbdr", "release-feddm", "release-centre", "per-example-feddm", "rescene-literal",
     "rescene-noise-start", "rescene-leaves-start", "rescene-neighbours", "rescene-random-nets", "drift-closing",
     "plain-pictures", "wire-float16", "one-by-one", "group-norm", "glfc-entropy", "target-reptile", "fedaf-ball",
@@ -265,7 +267,7 @@ SLOW = {  # left out of `make test`: variants whose base is in it
     "release-afl", "release-fedcgs", "rescene-forgetful", "fedavg-uniform",
     "fedlwf-all", "refed-last-layer", "tasks-sizes", "tasks-plan", "small-pictures", "debug-engine", "trigger",
     "dp-sgd-fedprox", "dp-sgd-scaffold", "scaffold-keep", "fot-free", "domain-fot", "fedssi-end",
-    "local-site", "rescene-match", "fedaf-plus", "rescene-paper-experiment",
+    "cfed-batch", "icarl-softmax", "local-site", "rescene-match", "fedaf-plus", "rescene-paper-experiment",
 }  # fmt: skip
 RUNS = {run.name: run for run in _all_runs()}
 

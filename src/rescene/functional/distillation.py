@@ -27,3 +27,16 @@ def distillation_loss(student_logits: Tensor, teacher_logits: Tensor, temperatur
     targets = (teacher_logits.detach() / temperature).softmax(dim=1)
     loss = F.cross_entropy(student_logits[:, :num_old] / temperature, targets)
     return loss * temperature**2 if t2 else loss
+
+
+def feature_distillation_loss(features: Tensor, old_features: Tensor, old_weight: Tensor) -> Tensor:
+    """MFCL's L_KD: (1/n) sum_n ||W (f_n - u_n)||^2 / C with f, u [n, d] of student and teacher, W [C, d] the teacher's head.
+
+    Features may change where the old head does not look. Biases would cancel.
+
+    >>> import torch
+    >>> feature_distillation_loss(torch.tensor([[3.0, 7.0]]), torch.zeros(1, 2), torch.tensor([[1.0, 0.0]])).item()
+    9.0
+    """
+    moved = F.linear(features - old_features.detach(), old_weight.detach())
+    return moved.square().mean()

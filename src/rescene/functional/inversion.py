@@ -3,15 +3,22 @@
 m, v    mean and variance per channel of what flows into a BatchNorm layer     m^, v^   its running statistics
 mu      momentum of the average of m and v over synthesis rounds               p, q     outputs of teacher and student
 L_bn  = sum over layers of ||v^ - v||_2 + ||m^ - m||_2
+L_div = mean over layers and channels of KL(N(m^, v^) || N(m, v))              MFCL (Babakniya et al., NeurIPS 2023)
+L_ie  = 1 - H(mean of p over the batch) / ln C                                 0: every class is painted equally often
+L_pr  = mean (x - Gaussian blur of x)^2                                        0: no fine noise
 L_adv = -(1/n) sum_n KL(p_n || q_n) [argmax p_n = argmax q_n]
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+TINY = 1e-8  # added to variances
+BLUR = 2  # pixels to each side that a blur looks at
 Moments = tuple[Tensor, Tensor]  # mean [c] and variance [c]
 
 
@@ -43,6 +50,43 @@ def statistics_loss(moments: Moments, running: Moments) -> Tensor:
     norm = torch.linalg.vector_norm
     distance: Tensor = norm(running[0] - moments[0]) + norm(running[1] - moments[1])
     return distance
+
+
+def divergence_loss(moments: Moments, running: Moments) -> Tensor:
+    """One layer's part of L_div: how far the batch's Gaussians are from the remembered ones, mean over channels.
+
+    >>> still, wide = (torch.zeros(1), torch.ones(1)), (torch.zeros(1), torch.full((1,), 4.0))
+    >>> divergence_loss(still, still).item(), round(divergence_loss(wide, still).item(), 4)  # ln 2 - (1 - 1 / 4) / 2
+    (0.0, 0.3181)
+    """
+    (mean, variance), (kept_mean, kept_variance) = moments, running
+    variance, kept_variance = variance + TINY, kept_variance + TINY
+    spread = 0.5 * (variance / kept_variance).log()
+    distance: Tensor = spread - 0.5 * (1 - (kept_variance + (kept_mean - mean).square()) / variance)
+    return distance.mean()
+
+
+def evenness_loss(logits: Tensor) -> Tensor:
+    """L_ie of a batch: logits [n, C] -> one number from 0 (all classes alike) to 1 (one class only); 0 for a single class.
+
+    >>> evenness_loss(torch.tensor([[50.0, 0.0], [0.0, 50.0]])).abs().item() < 1e-6
+    True
+    """
+    if logits.shape[1] == 1:
+        return logits.sum() * 0.0
+    share = logits.softmax(dim=1).mean(dim=0)
+    return 1 + torch.xlogy(share, share).sum() / math.log(logits.shape[1])
+
+
+def roughness_loss(x: Tensor) -> Tensor:
+    """L_pr: the mean squared difference of pictures [n, c, h, w] (sides of 3 at least) and their blur of deviation 1."""
+    places = torch.arange(-BLUR, BLUR + 1, dtype=x.dtype, device=x.device)
+    line = torch.exp(-places.square() / 2)
+    kernel = torch.outer(line, line) / line.sum() ** 2
+    channels = x.shape[1]
+    weight = kernel.expand(channels, 1, -1, -1)
+    blurred = F.conv2d(F.pad(x, (BLUR,) * 4, mode="reflect"), weight, groups=channels)
+    return F.mse_loss(x, blurred)
 
 
 def adversarial_loss(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import nn
 
 from rescene.core.errors import RunError
 from rescene.core.hyperparameters import hyper
+from rescene.core.record import Tree
 from rescene.core.rng import Rng
 from rescene.data import Task
 from rescene.functional import weighted_average
@@ -118,3 +119,23 @@ class AveragingMethod(Method):
     def nominal_server_flops(self, setting: Setting, task: int) -> float:
         """A weighted average is 2P per model."""
         return 2.0 * setting.turns * setting.parameters
+
+
+class PaintingMethod(AveragingMethod):
+    """Not a method of its own: the server makes pictures, and asks the sites how large theirs are."""
+
+    paints: ClassVar[bool] = True
+
+    def expects(self, verb: str, payload: Payload, place: Place) -> Form:
+        if verb == "picture_size":
+            return fields({"image_size": whole(place.image_size, place.image_size)})
+        return super().expects(verb, payload, place)
+
+    def picture_size(self, payload: Payload, shard: Client, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
+        """Site: tell the side of its pictures in pixels."""
+        return {"image_size": shard.images.pixels.shape[-1]}, client_state
+
+    def asked_size(self, federation: Federation) -> int:
+        """The side of the sites' pictures in pixels: the server has none to look at."""
+        sizes = federation.ask(federation.clients, "picture_size", {})
+        return max(int(answer["image_size"]) for answer in sizes.values())

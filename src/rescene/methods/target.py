@@ -26,11 +26,10 @@ from rescene.core.rng import Rng
 from rescene.core.verification import Verified
 from rescene.data import Task
 from rescene.functional.distillation import distillation_loss
-from rescene.methods.averaging import AveragingMethod
+from rescene.methods.averaging import PaintingMethod
 from rescene.methods.base import Client, Federation, ModelState, Payload, weights_of
 from rescene.methods.nominal_cost import TRAINING_PASSES, NominalBytes, NominalReplay, Setting, image_bytes
 from rescene.methods.registry import register
-from rescene.methods.upload_schema import Form, Place, fields, whole
 from rescene.nets import Arch, model_bytes
 from rescene.training import Batch, fit_shard, frozen, repeatable
 from rescene.training.generator import generator_flops
@@ -38,11 +37,10 @@ from rescene.training.synthesis import Synthesis, shuffled_batches, synthesise
 
 
 @register
-class TARGET(Synthesis, AveragingMethod):
+class TARGET(Synthesis, PaintingMethod):
     """FedAvg with images that the server synthesises from the global model after each task."""
 
     name: ClassVar[str] = "target"
-    paints: ClassVar[bool] = True
     title: ClassVar[str] = "TARGET"
     colour: ClassVar[str] = PURPLE
     marker: ClassVar[str] = "D"
@@ -82,27 +80,18 @@ class TARGET(Synthesis, AveragingMethod):
         return super().begin_task(state, task, federation, rng)  # type: ignore[no-any-return]
 
     def _send_past(self, state: ModelState, federation: Federation, rng: Rng) -> ModelState:
-        sizes = federation.ask(federation.clients, "picture_size", {})  # the server has no picture to look at
+        image_size = self.asked_size(federation)
         made = synthesise(
             federation.net(state.model),
             federation.net(state.model),
             num_classes=len(state.model["head.weight"]),
-            image_size=max(answer["image_size"] for answer in sizes.values()),
+            image_size=image_size,
             transform=federation.transform,
             settings=self,
             rng=rng,
         )
         federation.ask(federation.clients, "receive_past", {"teacher": state.model, "pixels": made.pixels})
         return replace(state, notes=made.notes)
-
-    def expects(self, verb: str, payload: Payload, place: Place) -> Form:
-        if verb == "picture_size":
-            return fields({"image_size": whole(place.image_size, place.image_size)})
-        return super().expects(verb, payload, place)
-
-    def picture_size(self, payload: Payload, shard: Client, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
-        """Site: tell the side of its pictures in pixels."""
-        return {"image_size": shard.images.pixels.shape[-1]}, client_state
 
     def receive_past(self, payload: Payload, shard: Client, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
         """The new teacher and images replace the old ones: they speak for all classes seen so far."""

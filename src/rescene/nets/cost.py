@@ -128,6 +128,17 @@ def is_rehearsal() -> bool:
     return _rehearsal.get() is not None
 
 
+def real_side(side: int) -> int:
+    """The side in pixels of the pictures that those of a rehearsal stand for; outside of one, ``side`` itself.
+
+    >>> with rehearsal(pixels=64):
+    ...     real_side(4)
+    32
+    """
+    now = _rehearsal.get()
+    return side if now is None else round(side * now.pixels**0.5)
+
+
 def laps(num: int) -> Iterator[int]:
     """0 .. num-1, for a loop whose laps cost the same. In a rehearsal only the first lap is made; its work counts ``num`` times.
 

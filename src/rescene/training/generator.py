@@ -7,12 +7,13 @@ gradients (first-order MAML) or the way it went (Reptile).
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
 
-from rescene.nets import layer_flops
+from rescene.nets import layer_flops, real_side, tell_flops
 
 LEAK = 0.2
 REDUCTION = 4  # two doublings: the generator starts at a quarter of the image's side
@@ -61,6 +62,27 @@ def fresh_generator(latent_size: int, width: int, image_size: int, source: torch
                 bound = 1 / math.sqrt(module.weight[0].numel())
                 nn.init.uniform_(module.bias, -bound, bound, generator=source)
     return made
+
+
+def restored_generator(weights: Mapping[str, Tensor], latent_size: int, width: int, image_size: int) -> ImageGenerator:
+    """The generator with (a copy of) these weights, in eval mode on their device."""
+    with torch.device("meta"):
+        made = ImageGenerator(latent_size, width, image_size)
+    made.load_state_dict({name: value.clone() for name, value in weights.items()}, assign=True)
+    return made.eval()
+
+
+def tell_painting(num_images: int, passes: int, latent_size: int, width: int, image_size: int) -> None:
+    """Count ``passes`` passes of so many latent vectors through a generator; in a rehearsal, through one of the real size."""
+    flops = generator_flops(latent_size, width, real_side(image_size))
+    tell_flops(num_images * passes * flops, otherwise=lambda flops: None)
+
+
+def generator_parameters(latent_size: int, width: int, image_size: int) -> int:
+    """How many weights a generator has."""
+    with torch.device("meta"):
+        made = ImageGenerator(latent_size, width, image_size)
+    return sum(p.numel() for p in made.parameters())
 
 
 @lru_cache(maxsize=16)

@@ -10,7 +10,7 @@ for each synthesis round:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Literal
@@ -215,8 +215,10 @@ class Search:
 class Statistics:
     """A network whose pass also tells how far the inputs of its BatchNorm layers are from what the layers remember."""
 
-    def __init__(self, net: nn.Module, momentum: float) -> None:
-        self.net, self.momentum = net, momentum
+    def __init__(
+        self, net: nn.Module, momentum: float, distance: Callable[[Moments, Moments], Tensor] = statistics_loss
+    ) -> None:
+        self.net, self.momentum, self.distance = net, momentum, distance
         self.layers = [module for module in net.modules() if isinstance(module, nn.BatchNorm2d)]
         self.averages: list[Moments | None] = [None] * len(self.layers)
         self.latest: list[Moments] = []
@@ -238,7 +240,7 @@ class Statistics:
         loss = logits.new_zeros(())
         for layer, moments, average in zip(self.layers, self.latest, self.averages, strict=True):
             running = (layer.running_mean, layer.running_var)
-            loss = loss + statistics_loss(blend(moments, average, self.momentum), running)  # type: ignore[arg-type]
+            loss = loss + self.distance(blend(moments, average, self.momentum), running)  # type: ignore[arg-type]
         return logits, loss
 
     def remember(self) -> None:
