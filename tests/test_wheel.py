@@ -88,5 +88,6 @@ def test_the_sdist_is_whole(built):
     with tarfile.open(archive) as opened:
         names = {name.split("/", 1)[-1] for name in opened.getnames()}
     assert {"README.md", "LICENSE", "Makefile", "constraints.txt", "locks/base.txt", "pyproject.toml", "docs/conf.py", "tests/conftest.py",
-            "src/rescene/data/embedded/fashion-mini.npz", "examples/anchored.py", "release/lint.py", "containers/cpu.Containerfile"} <= names  # fmt: skip
+            "src/rescene/data/embedded/fashion-mini.npz", "examples/anchored.py",
+            "release/lint.py", "containers/cpu.Containerfile"} <= names  # fmt: skip
     assert not [name for name in names if name.startswith((".venv", "runs/", "docs/_build", "docs/generated"))]
