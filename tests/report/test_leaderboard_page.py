@@ -111,7 +111,9 @@ def test_filters_and_sorting_in_a_browser(kept, tmp_path):
     names = (
         "[...document.querySelector('.board').tBodies[0].rows].filter(r => !r.hidden).map(r => r.cells[0].textContent)"
     )
-    choose = "{{const f = document.querySelector('form'); f.elements.{}.value = '{}'; f.dispatchEvent(new Event('input'));}}"
+    choose = (
+        "{{const f = document.querySelector('form'); f.elements.{}.value = '{}'; f.dispatchEvent(new Event('input'));}}"
+    )
     with browser() as tab:
         for width in (1280, 390):
             tab.open(page, width=width)
