@@ -26,21 +26,33 @@ def check_record(folder: Path) -> RunRecord:
     _refuse_incomplete(folder)
     run = load_run(folder)
     if run.problems:
-        raise _refused(
-            "E545", "files of this folder are damaged", folder, run.problems, "hand in the folder as the run left it"
+        raise ConfigError(
+            "E545",
+            "files of this folder are damaged",
+            where=str(folder),
+            why=_listed(run.problems),
+            fix="hand in the folder as the run left it",
         )
     results, recipe = json_object(folder / "results.json", []), yaml_object(folder / "config.yaml", [])
     recipes = differences(
         flatten(recipe), flatten(results.get("config") or {}), "config.yaml", "results.json", {"device"}
     )
     if recipes:
-        raise _refused(
-            "E541", "the recipe is not the one that was run", folder, recipes, "hand in the folder as the run left it"
+        raise ConfigError(
+            "E541",
+            "the recipe is not the one that was run",
+            where=str(folder),
+            why=_listed(recipes),
+            fix="hand in the folder as the run left it",
         )
     numbers = [*_own_numbers(run, results), *_recorded_tasks(run)]
     if numbers:
-        raise _refused(
-            "E543", "numbers of this run do not agree", folder, numbers, f"run it again: rescene rerun {folder}"
+        raise ConfigError(
+            "E543",
+            "numbers of this run do not agree",
+            where=str(folder),
+            why=_listed(numbers),
+            fix=f"run it again: rescene rerun {folder}",
         )
     return run
 
@@ -61,8 +73,12 @@ def check_hashes(folder: Path, digest: str | None, environment: Mapping[str, Any
             f"the images here give {environment.get('data_fingerprint')}"
         )
     if found:
-        raise _refused(
-            "E542", "a hash of this run does not agree", folder, found, "the same recipe and images, or another folder"
+        raise ConfigError(
+            "E542",
+            "a hash of this run does not agree",
+            where=str(folder),
+            why=_listed(found),
+            fix="the same recipe and images, or another folder",
         )
 
 
@@ -86,8 +102,12 @@ def check_rounds(folder: Path, held: Sequence[Row], environment: Mapping[str, An
             continue
         found += _row_differences(recorded[_place(row)], row, exact=not moved)
     if found:
-        raise _refused(
-            "E544", "the first rounds held again give other numbers", folder, found, f"rescene rerun {folder}"
+        raise ConfigError(
+            "E544",
+            "the first rounds held again give other numbers",
+            where=str(folder),
+            why=_listed(found),
+            fix=f"rescene rerun {folder}",
         )
     return moved
 
@@ -197,6 +217,6 @@ def _is_digest(text: str) -> bool:
     return len(text) == 8 and all(char in "0123456789abcdef" for char in text)
 
 
-def _refused(code: str, what: str, folder: Path, found: Sequence[str], fix: str) -> ConfigError:
+def _listed(found: Sequence[str]) -> str:
     more = [f"and {len(found) - MOST} more"] if len(found) > MOST else []
-    return ConfigError(code, what, where=str(folder), why="\n".join([*found[:MOST], *more]), fix=fix)
+    return "\n".join([*found[:MOST], *more])
