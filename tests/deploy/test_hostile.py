@@ -20,6 +20,7 @@ QUESTIONS = {
     "fedcbdr": {"client_round", "share_features", "score_images"},
     "glfc": {"client_round", "receive_old_model", "keep_exemplars"},
     "cfed": {"client_round", "picture_size", "keep_teacher", "learn", "review"},
+    "mfcl": {"client_round", "picture_size", "receive_generator"},
     "icarl": {"client_round", "keep_exemplars"},
     "fedprox": {"client_round"},
     "scaffold": {"client_round"},

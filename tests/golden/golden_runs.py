@@ -82,6 +82,7 @@ def _methods(add) -> None:
         "joint",
         "icarl",
         "cfed",
+        "mfcl",
     )
     for method in (*plain, "local", "raw-upload"):
         add(method, method)

@@ -29,6 +29,7 @@ SMALL = {
     "fedcbdr": {"budget": 4},
     "refed": {"storage": 16, "pim_epochs": 2},
     "icarl": {"memory": 12},
+    "mfcl": {"generator_steps": 2, "generator_batch": 8, "latent_size": 8, "generator_width": 4, "synthetic_batch": 8},
     "cfed": {"num_surrogates": 8, "learners": 0.5},
 }
 TRAIN = Training(local_epochs=1, server_epochs=1, batch_size=8, lr=0.05)

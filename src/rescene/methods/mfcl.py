@@ -134,7 +134,7 @@ class MFCL(DataFree, PaintingMethod):
         generator = restored_generator(weights, *size).requires_grad_(False)
 
         def beside() -> Tensor:
-            tell_painting(self.synthetic_batch, 1, *size[:2], side)
+            tell_painting(self.synthetic_batch, 1, *size)
             if is_rehearsal():
                 return torch.zeros(self.synthetic_batch, 3, side, side)
             z = torch.randn(self.synthetic_batch, self.latent_size, generator=source, device=source.device)

@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from rescene.nets import layer_flops, real_side, tell_flops
+from rescene.nets import layer_flops, tell_flops
 
 LEAK = 0.2
 REDUCTION = 4  # two doublings: the generator starts at a quarter of the image's side
@@ -73,8 +73,8 @@ def restored_generator(weights: Mapping[str, Tensor], latent_size: int, width: i
 
 
 def tell_painting(num_images: int, passes: int, latent_size: int, width: int, image_size: int) -> None:
-    """Count ``passes`` passes of so many latent vectors through a generator; in a rehearsal, through one of the real size."""
-    flops = generator_flops(latent_size, width, real_side(image_size))
+    """Count ``passes`` passes of so many latent vectors through a generator of this very size, in a rehearsal too."""
+    flops = generator_flops(latent_size, width, image_size)
     tell_flops(num_images * passes * flops, otherwise=lambda flops: None)
 
 
