@@ -15,7 +15,8 @@ from rescene.engine.checkpoint import could_not_save, write_atomically
 IMPATIENT = Patience(gather_s=0, deadline_s=0.2, poll_s=0, attempts=2)
 
 
-OTHERS = "fedewc refed fedlwf target glfc fedcbdr feddm fedaf icarl cfed mfcl scaffold fot fedssi".split()
+OTHERS = ["fedewc", "refed", "fedlwf", "target", "glfc", "fedcbdr", "feddm", "fedaf", "icarl", "cfed", "mfcl", "scaffold",
+          "fot", "fedssi"]  # fmt: skip
 
 
 @pytest.mark.parametrize(
