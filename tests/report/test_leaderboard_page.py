@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -124,3 +125,12 @@ def test_filters_and_sorting_in_a_browser(kept, tmp_path):
         tab.ask(choose.format("guarantee", "epsilon 8"))
         assert tab.ask(names) == ["Moments"] and tab.ask("location.hash") == "#guarantee=epsilon+8"
         assert all(Path(address).suffix == ".html" for address in tab.requests)
+
+
+def test_a_data_set_has_one_name_and_a_lens_is_said_where_its_work_is_not_counted(kept):
+    (plain, *_) = rows_of(kept)
+    assert plain.problem.data == "toys" and "+ lens" not in plain.client_flops_text
+    renamed = rows_of(kept, data_names={"toys": "playthings"})
+    assert {row.problem.data for row in renamed} == {"playthings"}
+    behind = replace(plain, problem=replace(plain.problem, network="linear behind leaves"))
+    assert behind.client_flops_text == f"{plain.client_flops_text} + lens"

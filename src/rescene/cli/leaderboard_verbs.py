@@ -53,7 +53,16 @@ def leaderboard_rows(folders: list[Path]) -> list[Entry]:
     from rescene.report.leaderboard import entries
 
     verified = {name: in_short(method_class(name).verifications()) for name in method_names()}
-    return entries(loaded(folders), places_in_paper(folders), verified)
+    names = {old: new for folder in folders for old, new in _data_names(folder).items()}
+    return entries(loaded(folders), places_in_paper(folders), verified, names)
+
+
+def _data_names(folder: Path) -> dict[str, str]:
+    """``data-names.json`` of a folder of results: what data sets are called that some runs read from a file of another name."""
+    from rescene.core.json_files import json_object
+
+    file = folder / "data-names.json"
+    return {str(old): str(new) for old, new in json_object(file, []).items()} if file.is_file() else {}
 
 
 @leaderboard_app.command("check")

@@ -10,7 +10,7 @@ import base64
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from rescene.report.groups import RunGroup, Spread, group_runs
 from rescene.report.load import RunRecord
 from rescene.report.page import put_page, render_page
 from rescene.report.table_formats import csv_text
+
+BEHIND = " behind "  # a network that sees pictures through a lens
 
 
 @dataclass(frozen=True)
@@ -87,17 +89,29 @@ class Entry:
         """The epsilon of the whole run, or none."""
         return "none" if self.epsilon is None else f"epsilon {self.epsilon:g}"
 
+    @property
+    def client_flops_text(self) -> str:
+        """FLOPs of all clients; the look through a lens is not among them, and this says so."""
+        counted = _amount(self.client_flops, flops_text)["text"]
+        return f"{counted} + lens" if BEHIND in self.problem.network else counted
+
 
 def entries(
     runs: Sequence[RunRecord],
     in_paper: Mapping[Path, InPaper] | None = None,
     verified: Mapping[str, str] | None = None,
+    data_names: Mapping[str, str] | None = None,
 ) -> list[Entry]:
-    """A row for each method in each setting, best AA first within a problem; unfinished runs have no row."""
+    """A row for each method in each setting, best AA first within a problem; unfinished runs have no row.
+
+    ``data_names``: what data sets are called that some runs read from a file of another name.
+    """
     problems: dict[Problem, list[RunRecord]] = {}
     for run in runs:
         if run.finished and run.results.aa is not None:
-            problems.setdefault(_problem(run), []).append(run)
+            problem = _problem(run)
+            name = (data_names or {}).get(problem.data, problem.data)
+            problems.setdefault(replace(problem, data=plain(name, 40)), []).append(run)
     found = []
     for problem in sorted(problems, key=lambda one: one.text):
         for group in group_runs(problems[problem]):
@@ -117,7 +131,7 @@ def _problem(run: RunRecord) -> Problem:
         split=split,
         sites=f"{told.get('federation.per_round')} of {told.get('federation.num_clients')} sites",
         rounds=count(int(told.get("federation.num_rounds") or 0), "round"),
-        network=f"{told.get('model.name')} behind {Path(str(seen)).name}" if seen else str(told.get("model.name")),
+        network=f"{told.get('model.name')}{BEHIND}{Path(str(seen)).name}" if seen else str(told.get("model.name")),
     )
 
 
@@ -245,7 +259,7 @@ def _shown(row: Entry, out: Path, root: Path) -> dict[str, Any]:
         "aia": _figure(row.aia),
         "worst": _figure(row.worst_task),
         "bytes": _amount(row.bytes_per_site_and_task, bytes_text),
-        "client": _amount(row.client_flops, flops_text),
+        "client": _amount(row.client_flops, flops_text) | {"text": row.client_flops_text},
         "server": _amount(row.server_flops, flops_text),
         **{"leaves": row.leaves, "leaves_text": row.leaves_text, "reference": row.reference},
         **{"guarantee": row.guarantee, "paper_aa": row.paper_aa, "verified": row.verified},
