@@ -13,7 +13,7 @@ from rescene.data import Task
 from rescene.functional.client_drift import control_variate, effective_steps, grown_rows
 from rescene.methods.base import weights_of
 from rescene.methods.fedavg import FedAvg
-from rescene.methods.scaffold import Control, Scaffold
+from rescene.methods.scaffold import ControlVariate, Scaffold
 from rescene.nets import Arch
 from rescene.privacy.accounting import Composition
 from rescene.privacy.mechanism import Mechanism, SitePrivacy
@@ -169,7 +169,7 @@ def test_a_new_task_with_new_classes(tiny_world, new_task):
     state = method.init(tiny_world["net"], rng)
     state = replace(state, control={n: torch.full_like(v, 0.3) for n, v in state.control.items()})
     shard = second_task(tiny_world["shards"][1])
-    memory = Control({n: torch.full_like(v, 0.1) for n, v in state.control.items()}, task=0)
+    memory = ControlVariate({n: torch.full_like(v, 0.1) for n, v in state.control.items()}, task=0)
     after = method.begin_task(state, shard.task, SERVER, rng)
     assert {n: v.shape for n, v in after.control.items()} == {n: after.model[n].shape for n in after.control}
     kept, old_rows = (0.3, 0.1) if new_task == "keep" else (0.0, 0.0), 2
@@ -191,7 +191,7 @@ def test_a_site_without_images_keeps_what_it_knows(tiny_world):
     method = Scaffold(train=PLAIN)
     state = method.init(tiny_world["net"], Rng(0))
     empty = replace(tiny_world["shards"][0], index=torch.zeros(0, dtype=torch.int64))
-    memory = Control(state.control, 0)
+    memory = ControlVariate(state.control, 0)
     upload, kept = method.client_round(method.broadcast(state, 0, SERVER, Rng(0)), empty, memory, Rng(0))
     assert upload == {"num_images": 0} and kept is memory
     assert method.server_round(state, {0: upload}, 0, SERVER, Rng(0)) is state
@@ -210,7 +210,7 @@ def test_behind_dp_sgd_the_correction_acts_after_the_noise_and_control_follows_f
         site = SitePrivacy(mechanism, Noise(Rng(5).generator()))
         empty = replace(tiny_world["shards"][0], index=torch.zeros(0, dtype=torch.int64), net=arch.restore, site=site)
         told = {n: torch.full_like(v, control) for n, v in state.control.items()}
-        memory = Control({n: torch.full_like(v, own) for n, v in told.items()}, 0)
+        memory = ControlVariate({n: torch.full_like(v, own) for n, v in told.items()}, 0)
         return method.client_round({"model": state.model, "control": told}, empty, memory, Rng(0))
 
     (free, noise), (held, same) = answer(0.0, 0.0), answer(0.7, 0.2)

@@ -7,7 +7,7 @@ each round:
 after a task (global principal subspace extraction, GPSE):
     server: send theta to every client
     client: for each layer l: send A_k = X_k Omega_k, X_k the layer's inputs as columns, Omega_k random and its own
-    server: A <- sum_k A_k;   O_l <- O_l and the leading singular vectors of (I - O_l O_l^T) A that hold epsilon of ||A||^2
+    server: A <- sum_k A_k;   O_l <- O_l and the leading singular vectors of (I - O_l O_l^T) A that hold eps of ||A||^2
 
 An input of an old task that lies in the span of O_l then gives the same output whatever is learned later. A convolution sees patches
 as its inputs. What the projection does not cover is held from the second task on (``others``): biases, norms with their
@@ -68,7 +68,7 @@ class FOT(AveragingMethod):
 
     energy: float = hyper(
         0.9,
-        "epsilon",
+        "eps",
         "official code",
         "share of the inputs' energy that the subspace of a layer must hold",
         gt=0,

@@ -48,7 +48,7 @@ class ScaffoldState:
 
 
 @record
-class Control:
+class ControlVariate:
     """A site's memory."""
 
     own: Model  # c_i, over trainable parameters by name
@@ -114,7 +114,7 @@ class Scaffold(AveragingMethod):
             return upload, client_state
         new = control_variate(x, upload["model"], own, c, self._reach(shard))
         upload["control_change"] = {name: new[name] - own[name] for name in new}
-        return upload, Control(new, shard.task.index)
+        return upload, ControlVariate(new, shard.task.index)
 
     def _reach(self, shard: Client) -> float:
         """K eta_l, by which a constant gradient of 1 would have moved the weights."""
