@@ -16,7 +16,7 @@ from rescene.cli.terminal import busy, interruptible, verb, writing
 from rescene.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rescene.report.leaderboard import Entry
+    from rescene.report.leaderboard import BoardRow
 
 leaderboard_app = typer.Typer(
     help="Compare all stored results on one page, and check a result before it is added.",
@@ -45,7 +45,7 @@ def write(
     print(*paths, sep="\n")
 
 
-def leaderboard_rows(folders: list[Path]) -> list[Entry]:
+def leaderboard_rows(folders: list[Path]) -> list[BoardRow]:
     """The rows of all runs in these folders, with their place in the paper and what their methods were verified against."""
     from rescene.core.verification import in_short
     from rescene.methods import method_class, method_names

@@ -35,7 +35,9 @@ class FedDM(SurrogateMethod):
             "tests/oracles/test_oracles.py::test_matching_loss_and_its_pixel_gradient",
             "1e-5, the features' term (distribution matching)",
         ),
-        Verified("paper figure", "results/cifar10/feddm-beta0.5-s0", "AA 17.60 against 17.72 (n = 1)"),
+        Verified(
+            "paper figure", "results/cifar10/feddm-beta0.5-s0", "AA 17.60 against 17.72 (n = 1; settings of ReSCENE+)"
+        ),
         Verified(
             "hand computation",
             "tests/methods/test_rounds_by_hand.py::test_a_server_round_of_feddm_trains_on_the_uploads_alone",

@@ -123,7 +123,8 @@ def places_in_paper(folders: Iterable[Path]) -> dict[Path, InPaper]:
     for recipe in map(paper_recipe, recipe_names(lite=False)):
         for line in compare(recipe, store, costs=False):
             number = None if line.other_epochs or line.reading else line.paper.get("aa")
-            place = InPaper(line.reading or "paper's", number.text if number else "")
+            apart = line.variant if line.paper and line.other_epochs else line.reading
+            place = InPaper(apart or ("paper's" if line.paper else "ours"), number.text if number else "")
             for run in line.runs:  # the first table counts, unless a later one prints a number
                 before = found.get(run.folder.resolve())
                 if before is None or (place.aa and not before.aa):

@@ -55,7 +55,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Entry:
+class BoardRow:
     """One row. Bytes are those that all sites send up in the whole run, over sites and tasks; FLOPs are of the whole run."""
 
     problem: Problem
@@ -101,7 +101,7 @@ def entries(
     in_paper: Mapping[Path, InPaper] | None = None,
     verified: Mapping[str, str] | None = None,
     data_names: Mapping[str, str] | None = None,
-) -> list[Entry]:
+) -> list[BoardRow]:
     """A row for each method in each setting, best AA first within a problem; unfinished runs have no row.
 
     ``data_names``: what data sets are called that some runs read from a file of another name.
@@ -139,7 +139,9 @@ def _by_beta(told: Mapping[str, Any]) -> bool:
     return told.get("federation.partition") not in ("sites", "iid") and told.get("federation.beta") is not None
 
 
-def _entry(problem: Problem, group: RunGroup, in_paper: Mapping[Path, InPaper], verified: Mapping[str, str]) -> Entry:
+def _entry(
+    problem: Problem, group: RunGroup, in_paper: Mapping[Path, InPaper], verified: Mapping[str, str]
+) -> BoardRow:
     runs = group.finished
     aa = group.spread(lambda run: run.results.aa)
     assert aa is not None  # entries() takes finished runs alone
@@ -149,7 +151,7 @@ def _entry(problem: Problem, group: RunGroup, in_paper: Mapping[Path, InPaper], 
         found = group.spread(pick)
         return None if found is None else found.mean
 
-    return Entry(
+    return BoardRow(
         problem=problem,
         label=group.label,
         method=group.method,
@@ -190,12 +192,12 @@ def bytes_per_site_and_task(run: RunRecord) -> float | None:
     return sent / (sites * len(run.tasks)) if sent is not None and sites and run.tasks else None
 
 
-def csv_of(rows: Sequence[Entry], root: Path) -> str:
+def csv_of(rows: Sequence[BoardRow], root: Path) -> str:
     """The rows as CSV; folders are relative to ``root``."""
     return csv_text([_csv_row(row, root) for row in rows])
 
 
-def _csv_row(row: Entry, root: Path) -> dict[str, Any]:
+def _csv_row(row: BoardRow, root: Path) -> dict[str, Any]:
     problem = row.problem
     return {
         **{"data": problem.data, "tasks": problem.tasks, "split": problem.split, "sites": problem.sites},
@@ -226,7 +228,7 @@ def _under(folder: Path, root: Path) -> str:
     return Path(os.path.relpath(folder.resolve(), root.resolve())).as_posix()
 
 
-def write_leaderboard(rows: Sequence[Entry], out: Path, root: Path) -> list[Path]:
+def write_leaderboard(rows: Sequence[BoardRow], out: Path, root: Path) -> list[Path]:
     """index.html and leaderboard.csv in the folder ``out``. ``root`` is what the folders' names begin under."""
     out.mkdir(parents=True, exist_ok=True)
     table = out / "leaderboard.csv"
@@ -234,7 +236,7 @@ def write_leaderboard(rows: Sequence[Entry], out: Path, root: Path) -> list[Path
     return [put_page(page_of(rows, out, root), out / "index.html"), table]
 
 
-def page_of(rows: Sequence[Entry], out: Path, root: Path) -> str:
+def page_of(rows: Sequence[BoardRow], out: Path, root: Path) -> str:
     """The page, as it lies in ``out``: its links lead from there to the run folders."""
     script = (files("rescene.report") / "leaderboard.js").read_text("utf-8")
     names = ("data", "split", "setting", "leaves", "guarantee", "reading")
@@ -249,7 +251,7 @@ def page_of(rows: Sequence[Entry], out: Path, root: Path) -> str:
     )
 
 
-def _shown(row: Entry, out: Path, root: Path) -> dict[str, Any]:
+def _shown(row: BoardRow, out: Path, root: Path) -> dict[str, Any]:
     """A row as the template shows it: texts, and beside them the numbers to sort by."""
     problem = row.problem
     return {
