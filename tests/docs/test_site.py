@@ -34,7 +34,7 @@ def test_every_key_is_in_the_reference():
 
 def test_every_method_has_a_page_with_its_hyperparameters_and_what_leaves_the_site():
     pages = methods.pages()
-    assert len(pages) == 21
+    assert len(pages) == 22
     for name, text in pages.items():
         method = method_class(name)
         assert all(f"`method.{row['name']}`" in text for row in method.table()), name
