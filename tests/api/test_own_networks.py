@@ -113,8 +113,8 @@ def test_what_is_no_network_is_refused_before_there_is_a_folder(network, words, 
 @pytest.mark.parametrize("how", [{}, {"norm": None, "dropout": 0}], ids=["norm and dropout", "plain"])
 @pytest.mark.parametrize("method", method_names())
 def test_every_method_runs_with_an_own_network(method, how, tmp_path):
-    result = rescene.run("smoke", model=small(**how), data=arrays(), method=method, out=tmp_path / "run", **SMALL,
-                         **{"federation.engine": "debug", "federation.num_rounds": 1})  # fmt: skip
+    settings = SMALL | {"federation.engine": "debug", "federation.num_rounds": 1}
+    result = rescene.run("smoke", model=small(**how), data=arrays(), method=method, out=tmp_path / "run", **settings)
     assert result.values["events_summary"]["client_failures"] == 0 and len(result.matrix) == 2
 
 

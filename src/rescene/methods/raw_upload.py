@@ -68,3 +68,4 @@ class RawUpload(ReSCENE):
         random_nets: ClassVar[int] = 0
         own_net: ClassVar[bool] = True
         precision: ClassVar[str] = "auto"
+        norm_statistics: ClassVar[str] = "server"

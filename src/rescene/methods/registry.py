@@ -23,8 +23,7 @@ ORDER = (
     "feddm",
     "fedaf",
 )  # as in the paper
-REFERENCES = ("joint", "local", "raw-upload")  # lines to compare with
-WITHOUT_FEDERATION = ("joint", "local")  # those of them where sites send nothing that a server could run out of
+WITHOUT_FEDERATION = ("joint", "local")  # sites send nothing that a server could run out of
 DEFAULT_METHOD = ORDER[0]  # of a recipe that names none
 _METHODS: dict[str, type[Method]] = {}
 M = TypeVar("M", bound=type[Method])

@@ -13,7 +13,6 @@ from rescene.config import Resolved, resolve
 from rescene.core.errors import ConfigError
 from rescene.core.run_state import is_done
 from rescene.methods import method_names
-from rescene.methods.registry import ORDER, REFERENCES
 
 METHOD = ("method", "method.name")
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?"
@@ -36,7 +35,7 @@ class SweepCell:
 
 
 def grid(recipe: str, overrides: list[str], seeds: str, out: Path | None) -> list[SweepCell]:
-    """Every combination of comma-separated values. ``method=all``: the paper's methods and the reference lines."""
+    """Every combination of comma-separated values. ``method=all``: every method that is known, plug-ins too."""
     axes = [axis(text) for text in overrides]
     for text in overrides:
         if RANGE.fullmatch(text.partition("=")[2]):
@@ -79,8 +78,7 @@ def axis(text: str) -> list[str]:
     if key == "seed":  # --seeds would overrule it, and all its values be one run
         raise ConfigError("E106", f"a sweep takes its seeds from --seeds, not from {text!r}", fix=f"--seeds {value}")
     if key in METHOD and value == "all":
-        known = method_names()
-        return [f"{key}={name}" for name in (*ORDER, *REFERENCES) if name in known]
+        return [f"{key}={name}" for name in method_names()]
     return [f"{key}={part}" for part in dict.fromkeys(_split(value))]
 
 
