@@ -63,8 +63,8 @@ def first_of_each(sets: Tensor, m: int) -> Tensor:
     [True, True, True, False, True]
     """
     same = sets.unsqueeze(1) == sets.unique()
-    place: Tensor = same.cumsum(dim=0)[same]
-    return place <= m
+    places: Tensor = same.cumsum(dim=0)[same]
+    return places <= m
 
 
 def class_sums(features: Tensor, labels: Tensor, classes: Tensor) -> tuple[Tensor, Tensor]:

@@ -114,6 +114,8 @@ class MFCL(DataFree, PaintingMethod):
         def loss(net: nn.Module, batch: Batch) -> Tensor:
             assert batch.beside is not None
             x = torch.cat([batch.x, batch.beside])
+            # A single real image has painted ones beside it. Without batch statistics w_KD would let the weights run away.
+            net.train(len(x) > 1)
             features, num_real = net.features(x), len(batch.x)  # type: ignore[operator]
             with torch.no_grad():
                 old_features = old.features(x)  # type: ignore[operator]
