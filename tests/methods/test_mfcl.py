@@ -108,7 +108,7 @@ def test_training_lowers_the_loss_and_leaves_the_teacher_alone(tiny_world):
         {key: value * float("nan") for key, value in before.items() if value.dtype == torch.float32}
         | {k: v for k, v in before.items() if v.dtype != torch.float32}
     )
-    with pytest.raises(RunError, match="E520"):
+    with pytest.raises(RunError, match="E330"):
         train_generator(generator, broken, tiny_world["transform"], settings, torch.Generator().manual_seed(2))
 
 

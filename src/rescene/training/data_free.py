@@ -77,8 +77,9 @@ def train_generator(
         last = float(loss.detach())
         if not math.isfinite(last):
             raise RunError(
-                "E520",
-                f"the generator's loss is not finite in step {step + 1}",
+                "E330",
+                "the generator's loss is not finite",
+                where=f"step {step + 1}",
                 why="the global model has diverged, or the generator has",
                 fix="lower train.lr or method.generator_lr",
             )
