@@ -1,4 +1,4 @@
-"""Look at results: runs, show, report, table, plot."""
+"""Look at results: runs, show, sites, report, table, plot."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rescene.cli.shared_options import AsJson, Overrides, Plugin, load_plugins
-from rescene.cli.terminal import busy, print_rows, verb, writing
-from rescene.core.errors import ConfigError, ResceneError, command
+from rescene.cli.terminal import Row, busy, print_rows, verb, writing
+from rescene.core.errors import ConfigError, ResceneError, RunError, command
 
 if TYPE_CHECKING:
     from rescene.report import RunRecord
@@ -71,8 +71,6 @@ def sites(
     as_json: AsJson = False,
 ) -> None:
     """Show accuracy at each site; --tune compares the shared head with a head tuned at the site."""
-    from rescene.cli.site_table import site_rows, tuned_rows
-
     rows = tuned_rows(folder, steps) if tune else site_rows(folder)
     print_rows(rows, as_json)
     if not as_json and not tune:
@@ -191,6 +189,50 @@ def loaded(folders: list[Path]) -> list[RunRecord]:
     read, unreadable = load_runs(found)
     tell_unreadable(unreadable)
     return read
+
+
+def site_rows(folder: Path) -> list[Row]:
+    """One row per natural site of a finished run, from results.json."""
+    from rescene.api import load
+
+    found = load(folder).values.get("sites")
+    if not found:
+        raise RunError(
+            "E448",
+            "this run has no sites of its own",
+            where=str(folder),
+            why="its images were split over simulated sites, or its test images belong to none",
+            fix="federation.partition=sites, with a folder or a column of sites",
+        )
+    return [
+        {"site": row["name"], "train": row["train_size"], "test": row["test_size"], "accuracy": _known(row["accuracy"])}
+        for row in found
+    ]
+
+
+def tuned_rows(folder: Path, steps: int) -> list[Row]:
+    """One row per site with the shared and the tuned head; kept in the run folder, and shown on its page."""
+    from rescene.config import resolve
+    from rescene.engine import prepare, use_all_cores
+    from rescene.engine.checkpoint import write_json
+    from rescene.engine.site_accuracy import Tuning, tuned_records
+    from rescene.nets import load_weights
+    from rescene.report import write_report
+
+    site_rows(folder)
+    use_all_cores()
+    with busy("tuning a head for each site"):
+        experiment = prepare(resolve(folder / "config.yaml").recipe)
+        net = experiment.arch.restore(load_weights(folder / "model" / "final.safetensors")).to(experiment.device)
+        tuning = Tuning(steps=steps)
+        rows = tuned_records(net, experiment, tuning)
+        write_json(folder / "site_heads.json", {"schema": 1, "tuning": vars(tuning), "sites": rows})
+        write_report([folder], folder / "report.html")
+    return [{key: _known(value) if isinstance(value, float) else value for key, value in row.items()} for row in rows]
+
+
+def _known(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
 
 
 def retitled(runs: list[RunRecord], texts: list[str]) -> list[RunRecord]:

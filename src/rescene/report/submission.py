@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rescene import functional as fn
-from rescene.core.errors import ConfigError
+from rescene.core.errors import ConfigError, command
 from rescene.core.json_files import Row, json_lines, json_object, yaml_object
 from rescene.core.recipe_keys import flatten
 from rescene.report.load import RunRecord, load_run
@@ -52,7 +52,7 @@ def check_record(folder: Path) -> RunRecord:
             "numbers of this run do not agree",
             where=str(folder),
             why=_listed(numbers),
-            fix=f"run it again: rescene rerun {folder}",
+            fix=f"run it again: {command('rerun', folder)}",
         )
     return run
 
@@ -107,7 +107,7 @@ def check_rounds(folder: Path, held: Sequence[Row], environment: Mapping[str, An
             "the first rounds held again give other numbers",
             where=str(folder),
             why=_listed(found),
-            fix=f"rescene rerun {folder}",
+            fix=command("rerun", folder),
         )
     return moved
 
