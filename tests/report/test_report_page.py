@@ -414,6 +414,7 @@ def test_report_layer_reads_files_only_and_imports_lazily() -> None:
         "rescene.core.results",
         "rescene.core.errors",
         "rescene.core.run_state",
+        "rescene.core.verification",
         "rescene.core.versions",
     }
     for path in Path(rescene.report.__file__).parent.glob("*.py"):

@@ -271,10 +271,10 @@ _FIRST = (  # what one asks for first
     "data.name", "federation.beta", SERVER_EPOCHS, "method.step", "privacy.mechanism", "privacy.epsilon",
     "privacy.noise_multiplier", "method.start", "model.name", "federation.wire",
 )  # fmt: skip
-_WORDS: dict[str, str | dict[Any, str]] = {  # as the paper's tables and the frontier call them
+_WORDS: dict[str, str | dict[str, str]] = {  # as the paper's tables and the frontier call them
     SERVER_EPOCHS: "E_srv={}", "method.step": "{} steps", "privacy.mechanism": "{}", "privacy.epsilon": "ε={}",
     "privacy.noise_multiplier": "σ={}", "model.name": "{}", "data.name": "{}", "federation.wire": "{} wire",
-    "train.augment": {False: "no augmentation", "new": "new images augmented"},
+    "train.augment": {"False": "no augmentation", "new": "new images augmented"},
 }  # fmt: skip
 _UNSAID = {"method.step": "polyak", "privacy.mechanism": "none", "train.augment": True}  # the forms that need no word
 
@@ -295,8 +295,10 @@ def word(key: str, value: Any) -> str:
     if value is None or value == _UNSAID.get(key):
         return ""
     text = shortened(f"{value:g}" if isinstance(value, float) else plain(value), 24)
-    form = _WORDS.get(key, f"{plain(key.split('.')[-1], 24)}={{}}")
-    return form.format(text) if isinstance(form, str) else form.get(value, f"augment={text}")
+    form = _WORDS.get(key)
+    if isinstance(form, str):
+        return form.format(text)
+    return (form or {}).get(str(value), f"{plain(key.split('.')[-1], 24)}={text}")
 
 
 def telling(
