@@ -154,7 +154,10 @@ def test_a_plug_in_brings_networks_and_data(tmp_path):
     found = CliRunner().invoke(app, [*given, *overrides, "--quiet"])
     assert found.exit_code == 0, found.output
     kept = json.loads((out / "objects.json").read_text())["objects"]
-    assert kept["model"]["name"] == "plugged-net" and kept["data"] == {"name": "plugged-data"}
+    assert kept["model"]["name"] == "plugged-net" and kept["data"]["name"] == "plugged-data"
+    (out / "objects.json").write_text(json.dumps({"objects": kept | {"data": {"name": "plugged-data", "code": "old"}}}))
+    changed = CliRunner().invoke(app, [*given, *overrides, "--quiet"])
+    assert "E428" in changed.output and "data: other code" in changed.output
     for what, name in (("models", "plugged-net"), ("datasets", "plugged-data")):
         assert name in CliRunner().invoke(app, ["list", what, "--plugin", str(file)]).output
     assert rescene.load(out).objects == [], "a command can make it again"

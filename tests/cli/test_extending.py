@@ -78,6 +78,10 @@ def test_a_sweep_skips_what_is_done_and_goes_on_after_a_failure(tmp_path):
     bad = invoke(app, [*args, f"data.path=null,{tmp_path / 'missing'}"])
     assert bad.exit_code == 4 and "E201" in bad.output
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "s").glob("*/results.json")} == before
+    (finished,) = before  # as if it had been made by a method of the user's, whose code is another now
+    (finished.parent / "objects.json").write_text('{"objects": {"method": {"class": "idea.Idea", "code": "0"}}}')
+    stale = invoke(app, args)
+    assert stale.exit_code != 0 and "E428" in stale.output
 
 
 def test_a_sweep_says_which_row_is_which(tmp_path):

@@ -26,6 +26,7 @@ from rescene.core.errors import ConfigError, ResceneError, command, for_people
 from rescene.data import LazySplit
 from rescene.engine import pick_device, prepare_sizes
 from rescene.engine.nominal import nominal_cost
+from rescene.engine.object_record import refuse_others
 from rescene.report import write_report
 from rescene.report.model_card import write_card
 from rescene.sweeps.cluster import on_cluster, read_settings
@@ -255,7 +256,13 @@ def _sorted_out(cells: Sequence[SweepCell], outcomes: Outcomes) -> tuple[list[Re
 
 
 def _outcomes(recipe: str, cells: Sequence[SweepCell], how: SweepOptions, page: Path | None) -> Outcomes:
-    """What each cell gave: on a cluster, in processes, in threads of one GPU, or one after the other."""
+    """What each cell gave: on a cluster, in processes, in threads of one GPU, or one after the other.
+
+    A finished cell that was made from another method, network or data set stops the sweep (E428) before anything runs.
+    """
+    for cell in cells:
+        if cell.done:
+            refuse_others(cell.folder, cell.resolved.recipe)
     orders = [Order(recipe, cell.overrides, str(cell.folder), how.log, how.plugins, how.elsewhere) for cell in cells]
     if how.slurm:
         return _watched(

@@ -353,6 +353,11 @@ def is_own_dataset(name: str) -> bool:
     return name.startswith(OBJECT) or name in _OWN or name in own_datasets()
 
 
+def maker_of(name: str) -> Any:
+    """The function that was registered as a data set under this name."""
+    return _OWN[name]
+
+
 def own_dataset(name: str, path: Any, options: Options) -> Dataset:
     """An own data set by name. E242 for an object that this process was not given."""
     if name not in _OWN:

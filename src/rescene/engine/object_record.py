@@ -10,7 +10,7 @@ from typing import Any
 from rescene.config import Recipe
 from rescene.core.errors import RunError
 from rescene.data.images import Dataset
-from rescene.data.objects import OBJECT, is_own_dataset, own_dataset
+from rescene.data.objects import OBJECT, is_own_dataset, maker_of, own_dataset
 from rescene.data.options import Options
 from rescene.methods import method_class
 from rescene.nets import is_own, own_model
@@ -29,7 +29,7 @@ def objects_of(recipe: Recipe) -> dict[str, Any]:
     if recipe.data.name.startswith(OBJECT):
         found["data"] = _data(own_dataset(recipe.data.name, None, Options()))
     elif is_own_dataset(recipe.data.name):
-        found["data"] = {"name": recipe.data.name}
+        found["data"] = {"name": recipe.data.name, "code": code_hash(maker_of(recipe.data.name))}
     method = method_class(recipe.method["name"])
     if not method.__module__.startswith("rescene."):
         name = f"{method.__module__}.{method.__qualname__}"
@@ -84,6 +84,8 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
             found.append(f"{part}: " + ("none then, an object now" if old is None else "an object then, none now"))
             continue
         for key in sorted(old.keys() | new.keys()):
+            if key == "code" and key not in old:
+                continue  # a record from before it was kept
             if key == "weights":
                 found += [f"{part}: {words}" for words in _weights(old[key], new[key])]
             elif old.get(key) != new.get(key):
