@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rescene.cli.app import app
+from rescene.core.plugins import load_plugin
 from rescene.methods import method_names
 from rescene.sweeps.grid import axis, grid
 
@@ -45,6 +46,14 @@ def test_a_broken_plugin_is_named(tmp_path):
     result = invoke(app, ["run", "smoke", "--plugin", str(tmp_path / "broken_plugin.py")])
     assert result.exit_code == 2 and "ZeroDivisionError" in result.output
     assert invoke(app, ["run", "smoke", "--plugin", str(tmp_path / "none.py")]).exit_code == 2
+
+
+def test_a_plug_in_imports_a_file_beside_it(tmp_path):
+    (tmp_path / "levels_beside.py").write_text("LEVELS = [1, 2]")
+    (tmp_path / "plugin_with_a_neighbour.py").write_text("from levels_beside import LEVELS")
+    before = list(sys.path)
+    load_plugin(tmp_path / "plugin_with_a_neighbour.py")
+    assert sys.modules["plugin_with_a_neighbour"].LEVELS == [1, 2] and sys.path == before
 
 
 def test_explain_gives_symbol_and_place():

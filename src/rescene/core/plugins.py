@@ -10,7 +10,7 @@ from rescene.core.errors import ConfigError
 
 
 def load_plugin(path: Path) -> None:
-    """Import a file that registers methods, networks, data sets or observers."""
+    """Import a file that registers methods, networks, data sets or observers; it may import files beside it."""
     if not path.is_file():
         raise ConfigError("E113", f"there is no plug-in {path}", fix="rescene method new NAME writes one")
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -20,6 +20,8 @@ def load_plugin(path: Path) -> None:
         return
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # records are saved by module name, so a resumed run must find it there
+    beside = str(path.resolve().parent)
+    sys.path.append(beside)
     try:
         spec.loader.exec_module(module)
     except ConfigError:
@@ -29,3 +31,5 @@ def load_plugin(path: Path) -> None:
         raise ConfigError(
             "E113", f"the plug-in {path} fails: {type(error).__name__}: {error}", fix="--debug shows where"
         ) from error
+    finally:
+        sys.path.remove(beside)
