@@ -34,7 +34,8 @@ def test_every_key_is_in_the_reference():
 
 def test_every_method_has_a_page_with_its_hyperparameters_and_what_leaves_the_site():
     pages = methods.pages()
-    assert len(pages) == len(method_names())
+    ours = {name for name in method_names() if method_class(name).__module__.startswith("rescene.methods.")}
+    assert pages.keys() == ours and len(ours) >= 24  # other tests register methods of their own
     for name, text in pages.items():
         method = method_class(name)
         assert all(f"`method.{row['name']}`" in text for row in method.table()), name
