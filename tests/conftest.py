@@ -40,6 +40,11 @@ SLOW = (
         "test_honest_sums_are_never_left_out[[]*-secure sum]",
     ),
     *("test_the_same_bits_as_in_one_process[[]fedavg]", "test_a_signal_ends_politely_and_the_run_can_go_on[[]2-130]"),
+    *("test_glfc.py::test_a_small_run_with_the_other_options", "test_glfc.py::test_a_small_run_over_domains"),
+    *("test_the_same_folders_give_the_same_page", "test_what_training_decides_is_near"),
+    *("test_the_privacy_demo_puts_leakage_and_guarantee_beside_accuracy", "test_another_buffer_is_measured_as_it_is"),
+    "test_told_to_go_on_it_does_and_says_so_even_if_it_dies_again",
+    *(f"test_every_method_costs_what_was_forecast[[]{name}]" for name in ("fedssi", "icarl", "cfed", "scaffold")),
     # methods whose code is another's with other settings
     *(
         "test_method_conforms[[]rescene-plus-*]",

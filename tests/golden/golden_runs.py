@@ -268,6 +268,8 @@ SLOW = {  # left out of `make test`: variants whose base is in it
     "release-afl", "release-fedcgs", "rescene-forgetful", "fedavg-uniform",
     "fedlwf-all", "refed-last-layer", "tasks-sizes", "tasks-plan", "small-pictures", "debug-engine", "trigger",
     "dp-sgd-fedprox", "dp-sgd-scaffold", "scaffold-keep", "fot-free", "domain-fot", "fedssi-end",
+    "feddm-plus", "raw-upload-plus", "moments-few-features", "buffer-random", "release-pooled", "release-epsilon", "dp-sgd-capped",
+    "one-by-one-fedavg", "evaluated-at-the-end", "domain-fedavg", "domain-rescene", "tasks-seeded", "lens-mlp",
     "cfed-batch", "icarl-softmax", "local-site", "rescene-match", "fedaf-plus", "rescene-paper-experiment",
 }  # fmt: skip
 RUNS = {run.name: run for run in _all_runs()}
