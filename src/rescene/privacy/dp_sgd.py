@@ -26,7 +26,7 @@ from rescene.data import Batch, Shard
 from rescene.nets import count_passes
 from rescene.privacy.class_sums import in_steps
 from rescene.privacy.mechanism import SitePrivacy, digest, refuse_batch_statistics
-from rescene.training.replay import crops_of
+from rescene.training.replay import shown
 from rescene.training.sgd import Loss, Penalty, Training, cross_entropy_from
 
 HELD = 2**26  # numbers at most in gradients of single records: convolutions hold those of one layer
@@ -132,10 +132,7 @@ def clipped_sum(
     size = sum(p.numel() for p in parameters)
     total = _nothing(parameters)
     for part in chosen.split(max(1, HELD // size)) if len(chosen) else ():
-        x = shard.pictures(part)
-        if settings.augment:
-            draws = shard.transform.draw(len(part), generator)
-            x = shard.transform.apply(x, crops_of(shard, part, draws, settings.augment))
+        x = shown(shard, part, settings.augment, generator)
         total += _sum_of_clipped(watched, parameters, Batch(x, shard.images.labels[part], part), loss, clip)
     return total
 

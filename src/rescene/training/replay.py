@@ -32,3 +32,12 @@ def crops_of(shard: Shard, index: Tensor, draws: Tensor, augment: bool | str) ->
         return draws
     as_it_is = torch.tensor([[shard.transform.pad], [shard.transform.pad], [0]], device=draws.device)
     return torch.where(index >= shard.first_remembered, as_it_is, draws)
+
+
+def shown(shard: Shard, index: Tensor, augment: bool | str, generator: torch.Generator) -> Tensor:
+    """Normalised pictures at these positions as a training step sees them: cropped and mirrored as ``augment`` says."""
+    x = shard.pictures(index)
+    if not augment:
+        return x
+    draws = shard.transform.draw(len(index), generator)
+    return shard.transform.apply(x, crops_of(shard, index, draws, augment))

@@ -24,7 +24,7 @@ from rescene.functional import logit_adjusted_cross_entropy, sampling_probabilit
 from rescene.functional.balance import EXCLUDED, log_prior
 from rescene.functional.texture import soften
 from rescene.nets import alike, is_recordable, is_rehearsal, laps
-from rescene.training.replay import crops_of
+from rescene.training.replay import crops_of, shown
 
 WORTH_RECORDING = 4  # epochs of a call at least: a recording costs about as much as a dozen plain steps
 
@@ -225,10 +225,7 @@ def fit_shard(
         return index[torch.randperm(len(index), generator=generator, device=generator.device).to(index.device)]
 
     def fetch(index: Tensor) -> Batch:
-        x = shard.pictures(index)
-        if settings.augment:
-            draws = shard.transform.draw(len(index), generator)
-            x = shard.transform.apply(x, crops_of(shard, index, draws, settings.augment))
+        x = shown(shard, index, settings.augment, generator)
         return Batch(x, shard.images.labels[index], index, None if beside is None else beside())
 
     loss = loss or cross_entropy_from(first_class)
