@@ -55,7 +55,7 @@ class SumOfCounts(Method):
         def draw():
             noise = site.noise.normal(len(counts)) * site.mechanism.deviation * GRID
             noised = counts * GRID + noise.round().long()
-            return {"counts": noised, "low": (noised % 1000).int()}
+            return {"low": (noised % 1000).int(), "counts": noised}  # not in the order of their names
 
         found = site.answer(f"counts {shard.task.index}", draw)
         return ({} if found is None else found), {"told": 1}
@@ -64,7 +64,7 @@ class SumOfCounts(Method):
         if verb != "sum_up":
             return NOTHING
         num = len(place.task.classes)
-        return either(NOTHING, fields({"counts": tensor(torch.int64, num), "low": tensor(torch.int32, num)}))
+        return either(NOTHING, fields({"low": tensor(torch.int32, num), "counts": tensor(torch.int64, num)}))
 
 
 def answer_all(folder, line):

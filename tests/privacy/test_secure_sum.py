@@ -14,6 +14,7 @@ from sum_world import KEYS, SIGNING, World, numbers
 from rescene.core.errors import RunError
 from rescene.core.record import num_bytes
 from rescene.deploy.summing import AGREE, DEAL, MASK, RECEIVE, REVEAL, STEPS
+from rescene.methods.upload_schema import fields, tensor
 from rescene.privacy import secure_sum as sums
 from rescene.privacy.totals import added, protocol_bytes
 
@@ -363,8 +364,15 @@ def test_the_order_of_names_makes_no_other_numbers():
 
 def test_the_order_of_names_at_a_site_does_not_matter_to_the_sum():
     mixed = lambda client: backwards(client) if client % 3 else numbers(client)  # noqa: E731
-    found, clients = World(values=mixed).hold()
+    found, clients = World(values=mixed, form=lambda *_: None).hold()
     assert clients == list(range(10)) and same(found, clients)
+
+
+def test_masked_numbers_keep_the_order_in_which_the_method_states_them():
+    """Else an answer whose names are not in the order of the alphabet would not have the form asked for."""
+    form = fields({"b": tensor(torch.int64, 3, 7), "a": tensor(torch.int32, 1000)})
+    found, clients = World(values=backwards, form=form).hold()
+    assert clients == list(range(10)) and list(found) == ["b", "a"] and same(found, clients)
 
 
 def test_other_numbers_than_at_the_beginning_are_refused():

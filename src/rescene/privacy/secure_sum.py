@@ -378,8 +378,8 @@ def raw(data: Tensor) -> bytes:
 
 def _with_masks(values: Values, masks: Sequence[tuple[bytes, int]]) -> dict[str, Tensor]:
     """Numbers plus (1) or minus (-1) the streams of these keys, modulo the size of their type."""
-    found = {name: value.clone().contiguous() for name, value in sorted(values.items())}  # all sites in the same order
-    flat = [_unsigned(value) for value in found.values()]
+    found = {name: value.clone().contiguous() for name, value in values.items()}
+    flat = [_unsigned(value) for _, value in sorted(found.items())]  # the streams run in the same order at all sites
     zeros, stream = bytes(BLOCK), bytearray(BLOCK + 16)
     for key, sign in masks:
         cipher = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()  # each key has one stream, used once
