@@ -32,6 +32,14 @@ def test_it_says_what_adds_up_and_what_is_not_private():
     assert "certifies nothing" in " ".join(empirical.split()) and "epsilon" not in empirical
 
 
+def test_a_run_tells_what_it_guaranteed(tmp_path):
+    told = json.loads(invoke(*RELEASE, "privacy.epsilon=4", "--json").output)["statement"]
+    recipe = CliRunner().invoke(app, ["show", "demo", *RELEASE, "privacy.epsilon=4", "--json"]).output
+    (tmp_path / "config.yaml").write_text(json.dumps({key: row["value"] for key, row in json.loads(recipe).items()}))
+    found = CliRunner().invoke(app, ["privacy", str(tmp_path), "--json"])
+    assert found.exit_code == 0 and json.loads(found.output)["statement"] == told
+
+
 def test_methods_that_send_weights_and_what_replay_costs_them():
     """50 steps of a tenth, three rounds; the records of Re-Fed stay for all five tasks."""
     dp = ["privacy.mechanism=dp-sgd", "model.norm=group", "privacy.sampling_rate=0.1", "privacy.noise_multiplier=2"]

@@ -83,11 +83,13 @@ def stage_of(experiment: Experiment, net: nn.Module | None = None, task: Task | 
     task = task or experiment.tasks[0]
     method = experiment.method
     if not isinstance(method, Condensation) or "release" not in method.mechanisms:
+        promise = experiment.recipe.promise(len(experiment.tasks))
+        sent = method.leaving(promise.mechanism if promise else None)
         raise ConfigError(
             "E197",
             f"the uploads of {method.title} cannot be audited",
-            why=f"the attacks are made for condensed images alone; it sends: {method.leaves_site}",
-            fix="method=rescene or method=feddm",
+            why=f"these attacks are made for condensed images alone; it sends: {sent}",
+            fix="rescene audit --all attacks sums and weights too; here method=rescene or method=feddm",
         )
     train, test = experiment.dataset.train, experiment.dataset.test
     images = Images(torch.cat([train.pixels, test.pixels]), torch.cat([train.labels, test.labels]))

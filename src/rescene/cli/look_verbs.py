@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rescene.cli.shared_options import AsJson, Overrides, Plugin, load_plugins
+from rescene.cli.shared_options import AsJson, Overrides, Plugin, RecipeOrRun, load_plugins, recipe_of
 from rescene.cli.terminal import Row, busy, print_rows, verb, writing
 from rescene.core.errors import ConfigError, ResceneError, RunError, command
 
@@ -45,15 +45,14 @@ def runs(
 
 @verb
 def show(
-    recipe: Annotated[str, typer.Argument(help="recipe name, recipe file or run folder")],
+    recipe: RecipeOrRun,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the whole recipe and where each value comes from."""
     from rescene.config import resolve
 
-    config = Path(recipe) / "config.yaml"
-    resolved = resolve(config if config.is_file() else recipe, overrides or [])
+    resolved = resolve(recipe_of(recipe), overrides or [])
     found = {k: {"value": v, "origin": resolved.origins.get(k, "default")} for k, v in resolved.flat().items()}
     if as_json:
         print(json.dumps(found))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rescene.cli.shared_options import AsJson, Overrides, Plugin, Quiet, RecipeName, load_plugins
+from rescene.cli.shared_options import AsJson, Overrides, Plugin, Quiet, RecipeOrRun, load_plugins, recipe_of
 from rescene.cli.terminal import Row, interruptible, print_rows, verb
 from rescene.core.errors import ConfigError, DataError, RunError
 
@@ -24,7 +24,7 @@ WIDTH = 118  # of sentences
 
 @verb
 def privacy(
-    recipe: RecipeName = "",
+    recipe: RecipeOrRun = "",
     overrides: Overrides = None,
     epsilon: Annotated[
         float | None, typer.Option("--epsilon", help="target epsilon: prints the noise multiplier that reaches it")
@@ -49,9 +49,9 @@ def privacy(
 
     if not recipe:
         raise ConfigError(
-            "E176", "a recipe or a ledger is missing", fix="rescene privacy RECIPE, or rescene privacy --ledger FOLDER"
+            "E176", "a recipe or a ledger is missing", fix="rescene privacy RECIPE or RUN, or rescene privacy --ledger FOLDER"
         )
-    show_privacy(resolve(recipe, overrides or []), epsilon, sigma, delta, as_json)
+    show_privacy(resolve(recipe_of(recipe), overrides or []), epsilon, sigma, delta, as_json)
 
 
 def show_privacy(

@@ -108,10 +108,22 @@ def load_plugins(paths: list[Path] | None) -> None:
             load_plugin(path)
 
 
+def recipe_of(name: str) -> str | Path:
+    """The recipe file of a run if ``name`` is its folder, else the name itself."""
+    config = Path(name) / "config.yaml"
+    return config if name and config.is_file() else name
+
+
 RecipeName = Annotated[
     str,
     typer.Argument(
         help="shipped recipe (rescene list recipes) or a .yaml, .toml or .json file", autocompletion=complete_recipe
+    ),
+]
+RecipeOrRun = Annotated[
+    str,
+    typer.Argument(
+        help="shipped recipe (rescene list recipes), recipe file or run folder", autocompletion=complete_recipe
     ),
 ]
 Overrides = Annotated[
