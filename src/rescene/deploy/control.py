@@ -27,7 +27,7 @@ from rescene.core.run_state import is_done, read_object, state_of
 from rescene.deploy.exchange import Patience
 from rescene.deploy.federation_folder import FederationFolder, check_path, require_flower
 from rescene.deploy.leaving import without_left
-from rescene.deploy.plan_file import read_plan, with_plan
+from rescene.deploy.plan_file import accuracy_warning, read_plan, with_plan
 from rescene.deploy.processes import (
     Started,
     alive,
@@ -229,6 +229,8 @@ def run(
     if plan is not None:
         RunFolder(out).check(resolved)
     _check_can_run(federation, resolved)
+    if warning := accuracy_warning(resolved.recipe):
+        tell(str(warning))
     resolved = _with_whole_paths(resolved)
     out = out.resolve()
     recipe = federation.server / "recipes" / f"{resolved.name}-{resolved.digest()}.yaml"

@@ -9,7 +9,7 @@ from typing import Any
 
 from rescene.config import Resolved
 from rescene.deploy.exchange import Patience, Post
-from rescene.deploy.plan_file import is_closed
+from rescene.deploy.plan_file import accuracy_warning, is_closed
 from rescene.deploy.post_transport import PostTransport
 from rescene.deploy.site_config import OWN
 from rescene.engine import RunFolder
@@ -58,6 +58,8 @@ def run_across(
         going = run(resolved, folder, progress, transport, elsewhere, callbacks)
         dataset = going.context.experiment.dataset
         transport.fingerprint = OWN if recipe.sites else dataset.pictures or dataset.fingerprint()
+        if warning := accuracy_warning(recipe):
+            going.context.note_later("warning", warning.code, f"{warning.what}; {warning.fix}")
         if plan is not None:
             going.closed = lambda task: is_closed(plan, task.index)
         results = going.complete()

@@ -33,11 +33,21 @@ def verdict(groups: Sequence[RunGroup]) -> RunVerdict:
     """The page's first words."""
     head = headline_group(groups)
     aa = head.spread(lambda run: run.results.aa) if head else None
-    if head is None or aa is None:
+    if head is None:
         return RunVerdict("No run has finished yet.", ("The figures below show what has been measured so far.",))
+    if aa is None:
+        return RunVerdict(f"{head.label} has finished; its accuracy was not measured.", unmeasured(head.finished[0]))
     rival = max((group for group in groups if rivals(head, group)), key=_aa, default=None)
     lines = [_simulated(head), chance_line(head), _after(head), _seeds(head, rival)]
     return RunVerdict(_title(head, aa, rival), tuple(line for line in lines if line))
+
+
+def unmeasured(run: RunRecord) -> tuple[str, ...]:
+    """Why a finished run has no accuracy, as far as it says so; nothing for a run that has one."""
+    if run.results.aa is not None:
+        return ()
+    told = plain(run.results.not_measured.get("accuracy", "not measured: the run does not say why"), 600)
+    return (f"Accuracy: {told.rstrip('.')}.",)
 
 
 def _aa(group: RunGroup) -> float:
