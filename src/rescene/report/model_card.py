@@ -10,7 +10,7 @@ from rescene import __version__
 from rescene.core.errors import RunError, command
 from rescene.report.formatting import bytes_text, count, flops_text, percent, plain, seconds_text, task_name
 from rescene.report.load import RunRecord, load_run
-from rescene.report.summary import simulated, unmeasured
+from rescene.report.summary import flattered, simulated, unmeasured
 from rescene.report.table_formats import Entry, TableCell, TableGrid, render
 
 NAME = "MODEL_CARD.md"
@@ -83,6 +83,7 @@ def _accuracy(run: RunRecord) -> str:
         f"{percent(run.results.aia)} % on average over the tasks as they came (AIA); it forgot "
         f"{percent(run.results.forgetting)} points. The worst task is at {percent(run.results.worst_task)} %. One run, one seed."
     )
+    words = "\n\n".join([words, *map(_escaped, flattered(run))])
     names = ("task", "classes", "training images", "test images", "accuracy, %")
     return f"## Accuracy\n\n{words}\n\n" + _table("", names, rows) + _by_site(run)
 
