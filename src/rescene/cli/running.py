@@ -149,7 +149,7 @@ def print_summary(
                 "AIA": _known(values["aia"]),
                 **per_task,
             }
-            | {"forgetting": _known(values["forgetting"]), "upload/round": f"{upload:.2f} MB", "near-copies": copies}
+            | {"forgetting": _known(values["forgetting"]), "up/site/round": f"{upload:.2f} MB", "near-copies": copies}
         )
     print_rows(rows)
     for statement in statements:

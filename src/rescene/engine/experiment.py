@@ -77,6 +77,16 @@ class Experiment:
         """Whether the sites hold the test images, as in a federation without a test set of its own."""
         return self.recipe.sites is not None and self.recipe.sites.test is None
 
+    @property
+    def left_out(self) -> str:
+        """What ``tasks.limit`` leaves out, in words; empty if nothing."""
+        limit, domain = self.recipe.tasks.limit, self.recipe.tasks.scenario == "domain"
+        used = len(self.tasks) if domain else self.tasks[-1].num_seen
+        total = len(self.dataset.domains if domain else self.dataset.classes)
+        if limit is None or used >= total:
+            return ""
+        return f"uses {used} of {total} {'domains' if domain else 'classes'}: tasks.limit={limit} leaves the others out"
+
     def shard(
         self,
         task: Task,
