@@ -7,11 +7,13 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rescene.config import Resolved, resolve
-from rescene.core.errors import ConfigError, DataError, RunError, command
+from rescene.config import Recipe, Resolved, resolve
+from rescene.config.compose import SHORTHANDS
+from rescene.core.errors import ConfigError, DataError, RunError, command, did_you_mean
 from rescene.core.run_state import read_object
 from rescene.core.versions import RESULTS, refuse_newer
 from rescene.data import Dataset
@@ -27,7 +29,7 @@ from rescene.methods import Method
 from rescene.methods.registry import register
 from rescene.nets import OwnModel
 from rescene.nets.own_networks import enter_object as enter_model
-from rescene.notebook import NotebookLine, in_notebook, show_lines
+from rescene.notebook import FINISHED, NotebookLine, in_notebook, show_finished, show_lines
 from rescene.trackers import Tracker, open_trackers
 
 if TYPE_CHECKING:
@@ -48,13 +50,13 @@ class Result:
 
     @property
     def aa(self) -> float:
-        """Average accuracy after the last task, in percent."""
-        return float(self.values["aa"])
+        """Average accuracy after the last task, in percent; NaN where nobody measured it."""
+        return _number(self.values["aa"])
 
     @property
     def aia(self) -> float:
-        """Average incremental accuracy, in percent."""
-        return float(self.values["aia"])
+        """Average incremental accuracy, in percent; NaN where nobody measured it."""
+        return _number(self.values["aia"])
 
     def predict(self, *images: str | Path, top: int = 3) -> list[Prediction]:
         """What the trained model sees in image files, or in all images of folders; unreadable ones are left out."""
@@ -63,9 +65,8 @@ class Result:
         return predict(open_model(self.folder), find_images([Path(image) for image in images]), top)[0]
 
     def __str__(self) -> str:
-        return (
-            f"{self.values['method']}: average accuracy {self.aa:.1f} % after {len(self.matrix)} tasks ({self.folder})"
-        )
+        accuracy = "accuracy not measured" if math.isnan(self.aa) else f"average accuracy {self.aa:.1f} %"
+        return f"{self.values['method']}: {accuracy} after {len(self.matrix)} tasks ({self.folder})"
 
     @property
     def matrix(self) -> list[list[float]]:
@@ -125,7 +126,7 @@ class Result:
         """A small table, for notebooks."""
         facts = {
             "method": self.values["method"],
-            "average accuracy": f"{self.aa:.1f} %",
+            "average accuracy": _percent(self.aa),
             "forgetting": _percent(self.values.get("forgetting")),
             **{f"task {i + 1}": _percent(value) for i, value in enumerate(self.matrix[-1])},
             "up per site and round": f"{self.values['cost']['measured']['uplink_bytes_per_message'] / 1e6:.2f} MB",
@@ -142,7 +143,7 @@ class Result:
 
 
 def run(
-    recipe: str | Path,
+    recipe: str | Path | None = None,
     *,
     model: nn.Module | Callable[..., nn.Module] | OwnModel | str | None = None,
     data: Any = None,
@@ -169,11 +170,26 @@ def run(
     as objects or by the name of an entry point (see ``rescene.Observer``). ``progress``: "auto" shows one line that changes in a
     notebook and nothing elsewhere; True prints a line for each round; a function gets every event.
     """
+    _check_arguments(overrides)
+    if recipe is None:
+        fix = 'rescene.run("demo"); rescene list recipes names the others'
+        raise ConfigError("E562", "rescene.run needs a recipe", where="rescene.run", fix=fix)
     given = {**_model(model), **_method(method), **overrides}
     given |= _data(recipe, data, transform, given)
     resolved = resolve(recipe, given)
     with NotebookLine(_shown(progress)) as show:
         return execute(resolved, Path(out) if out else None, show, log=log, elsewhere=elsewhere, callbacks=callbacks)
+
+
+def _check_arguments(overrides: Mapping[str, Any]) -> None:
+    """E562 for a keyword that is nearly an argument of ``run``; other words without a dot are left to the recipe."""
+    arguments = [name for name in signature(run).parameters if name != "overrides"]
+    for word in overrides:
+        near = did_you_mean(word, arguments)
+        if near and "." not in word and word not in Recipe.model_fields and word not in SHORTHANDS:
+            why = "keys of a recipe have a dot, as in **{'data.path': 'images/'}, or are seed and device"
+            fix = f"did you mean {near}=?"
+            raise ConfigError("E562", f"rescene.run has no argument {word!r}", where="rescene.run", why=why, fix=fix)
 
 
 def continue_run(
@@ -258,7 +274,7 @@ def _shown(progress: Any) -> Progress | None:
         return progress  # type: ignore[no-any-return]
     if progress is True and not in_notebook():
         return show_lines
-    return None if progress and in_notebook() else lambda event: None
+    return None if progress and in_notebook() else show_finished
 
 
 def execute(
@@ -276,9 +292,28 @@ def execute(
     folder.check(resolved)
     if folder.finished:
         folder.settle()
+        progress(_finished_before(load(folder.path)))
     else:
         run_engine(resolved, folder, progress, elsewhere=elsewhere, callbacks=observers)
     return load(folder.path)
+
+
+def _finished_before(result: Result) -> dict[str, Any]:
+    """The event of a run that was asked for again: it is returned as it is, and nobody watches it."""
+    config, tasks = result.values.get("config") or {}, result.values.get("tasks") or [{}]
+    told = f"this run had finished before, so nothing ran and no observer was called: {result.folder}"
+    style = result.values.get("style") or {}
+    return {
+        "event": "event",
+        "level": "warning",
+        "code": FINISHED,
+        "message": f"{told}; to run it anew, name another folder (--out, out=) or remove this one",
+        "place": (len(tasks) - 1, -1),
+        "elapsed_s": 0.0,
+        "method": style.get("title") or result.values.get("method", ""),
+        "num_tasks": len(tasks),
+        "num_rounds": (config.get("federation") or {}).get("num_rounds", 0),
+    }
 
 
 def load(folder: str | Path) -> Result:
@@ -301,6 +336,10 @@ def default_folder(resolved: Resolved) -> Path:
     root = Path(os.environ.get("RESCENE_RUNS", "runs"))
     recipe, name = resolved.recipe, f"{resolved.recipe.method['name']}-s{resolved.recipe.seed}-{resolved.digest()}"
     return root / resolved.name / "-without-".join([name, *map(str, recipe.federation.exclude or ())])
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)
 
 
 def _percent(value: Any) -> str:

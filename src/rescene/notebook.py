@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 Event = dict[str, Any]
+FINISHED = "W562"  # the run that was asked for had finished before
 
 
 def in_notebook() -> bool:
@@ -60,7 +61,8 @@ def line_of(event: Event) -> str:
     minutes, seconds = divmod(round(event.get("elapsed_s", 0)), 60)
     clock = f"{minutes}:{seconds:02d}"
     if event["event"] == "start":
-        return f"{event['method']}  begins" if not event["done"] else f"{event['method']}  goes on"
+        left_out = f"  {event['left_out']}" if event.get("left_out") else ""
+        return f"{event['method']}  {'goes on' if event['done'] else 'begins'}{left_out}"
     if event["event"] == "round":
         accuracy = "" if event["accuracy"] is None else f"  seen classes {event['accuracy']:.1f} %"
         place = f"task {event['task'] + 1}/{event['num_tasks']}  round {event['round'] + 1}/{event['num_rounds']}"
@@ -69,6 +71,13 @@ def line_of(event: Event) -> str:
 
 
 def show_lines(event: Event) -> None:
-    """A line on standard error for each round."""
-    if event["event"] == "round":
+    """A line on standard error for the start and each round, and for a run that had finished before."""
+    show_finished(event)
+    if event["event"] in ("start", "round"):
         print(line_of(event), file=sys.stderr)
+
+
+def show_finished(event: Event) -> None:
+    """A line on standard error for a run that had finished before, and nothing else."""
+    if event.get("code") == FINISHED:
+        print(f"{event['code']}: {event['message']}", file=sys.stderr)

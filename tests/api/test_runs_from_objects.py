@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import rescene
 from rescene.cli.app import app
+from rescene.cli.progress import watch
 from rescene.core.errors import ConfigError, RunError
 from rescene.data import objects
 from rescene.methods.fedavg import FedAvg
@@ -48,6 +49,47 @@ def test_it_says_so_everywhere(finished, tmp_path):
 def test_the_same_objects_find_the_finished_run(finished):
     again = rescene.run("smoke", model=small(), data=DATA, method=Mine(), out=finished.folder, **SMALL)
     assert again.values == finished.values
+
+
+@pytest.mark.parametrize("progress", ["auto", True])
+def test_a_finished_run_that_is_asked_for_again_says_so_in_one_line(finished, progress, capsys):
+    same = {"model": small(), "data": DATA, "method": Mine(), "out": finished.folder, "progress": progress}
+    rescene.run("smoke", **same, **SMALL)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "W562" in line and "finished before" in line and str(finished.folder) in line and "out=" in line
+
+
+def test_a_run_says_which_classes_its_limit_leaves_out(tmp_path, capsys):
+    with watch(quiet=False) as show:
+        rescene.run(
+            "smoke", data=DATA, method="fedavg", out=tmp_path / "a", progress=show, **SMALL, **{"tasks.limit": 1}
+        )
+    told = capsys.readouterr().err
+    assert "uses 2 of 4 classes: tasks.limit=1 leaves the others out" in told
+    assert "all sites up 0." in told  # of the method's one line for a round
+    rescene.run("smoke", data=DATA, method="fedavg", out=tmp_path / "b", progress=True, **SMALL)
+    assert "leaves the others out" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "near"),
+    [
+        ({"recipie": "demo"}, "recipe"),
+        ({"modle": "mlp"}, "model"),
+        ({"callback": []}, "callbacks"),
+        ({"dta": 1}, "data"),
+    ],
+)
+def test_a_misspelt_argument_of_run_is_named_with_the_nearest(given, near):
+    recipe = () if near == "recipe" else ("demo",)
+    with pytest.raises(ConfigError, match="E562") as caught:
+        rescene.run(*recipe, **given)
+    assert caught.value.fix == f"did you mean {near}=?"
+
+
+def test_a_run_without_a_recipe_is_told(tmp_path):
+    with pytest.raises(ConfigError, match="needs a recipe"):
+        rescene.run(out=tmp_path)
 
 
 @pytest.mark.parametrize(("change", "words"), [

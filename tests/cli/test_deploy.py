@@ -4,6 +4,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rescene.cli.app import app
+from rescene.deploy.site import Site
 
 
 def say(*words):
@@ -25,6 +26,24 @@ def test_without_flower_the_extra_is_named(tmp_path, monkeypatch):
         code, output = say(*words)
         assert code == 2 and 'pip install "rescene[deploy]"' in output
     assert not list(tmp_path.iterdir())
+
+
+def test_init_leads_to_the_recipe_for_images_of_ones_own(tmp_path):
+    pytest.importorskip("flwr", reason="Flower is not installed: pip install 'rescene[deploy]'")
+    code, output = say("init", tmp_path / "plain", "--sites", "north,south")
+    assert code == 0 and f"deploy run {tmp_path / 'plain'} own" in output and "holds: own" in output
+    assert "add-classes" in output and "demo" not in output
+    for site, names in {"north": ("ant", "bee"), "south": ("bee", "cat"), "empty": ()}.items():
+        (tmp_path / "photos" / site).mkdir(parents=True)
+        for name in names:
+            (tmp_path / "photos" / site / name).mkdir()
+    words = ("init", tmp_path / "clinic", "--data", tmp_path / "photos", "--sites")
+    code, output = say(*words, "north,empty")
+    assert code == 2 and "E560" in output and not (tmp_path / "clinic").exists()
+    code, output = say(*words, "north,south")
+    assert code == 0 and f"add-classes {tmp_path / 'clinic'} ant,bee,cat --rounds 1" in output
+    section = Site.open(tmp_path / "clinic" / "sites" / "north").section
+    assert section.holds == "own" and section.data.path == str(tmp_path / "photos" / "north")
 
 
 @pytest.mark.parametrize("words", [["server"], ["status"], ["stop"], ["run"]])

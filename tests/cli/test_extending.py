@@ -41,6 +41,16 @@ def test_a_new_method_overwrites_nothing_and_needs_a_name(tmp_path):
     assert invoke(app, ["method", "new", "Not-A-Name", "--in", str(tmp_path)]).exit_code == 2
 
 
+def test_a_plugin_that_registers_nothing_is_refused(tmp_path):
+    """Also one that only uses a method of ours: what that registers does not count."""
+    idea = "from rescene.methods.scaffold import Scaffold\n\nclass Forgotten(Scaffold):\n    name = 'forgotten'\n"
+    (tmp_path / "forgotten_plugin.py").write_text(idea)
+    words = ["list", "methods", "--plugin", str(tmp_path / "forgotten_plugin.py")]
+    for _ in range(2):  # the second time it is imported already
+        result = invoke(app, words)
+        assert result.exit_code == 2 and "E561" in result.output and "registers nothing" in result.output
+
+
 def test_a_broken_plugin_is_named(tmp_path):
     (tmp_path / "broken_plugin.py").write_text("1 / 0")
     result = invoke(app, ["run", "smoke", "--plugin", str(tmp_path / "broken_plugin.py")])

@@ -223,6 +223,30 @@ def test_a_run_tells_what_it_does_not_read_and_which_test_images_it_trains_on(sh
     assert leak in (tmp_path / "r" / "report.html").read_text() and "W217" in result.output
 
 
+def test_a_run_tells_that_test_images_are_nearly_training_images(shapes, tmp_path):
+    """With a code and advice, on the first screen of the page and in the card; at the size that inspect names for the run."""
+    folder = tmp_path / "images"
+    for name in ("ring", "star"):
+        for i, path in enumerate(sorted((shapes / name).iterdir())[:20]):
+            for split in ("train", "test"):
+                (folder / split / name).mkdir(parents=True, exist_ok=True)
+                if split == "train" or i < 3:
+                    picture = Image.open(path).convert("RGB").resize((80, 80))
+                    brighter = picture.point(lambda value: min(255, value + 2)) if split == "test" else picture
+                    brighter.save(folder / split / name / path.name)
+    told, found = "6 of 6 test images are nearly the same as a training image", inspected(folder)
+    assert any(told in words and "W561" in words and "by object, day or camera" in words for words in found["warnings"])
+    assert found["image_size"] == 64 and found["run_image_size"] == 32
+    assert any("the recommended run reads them at 32x32 pixels: " in line for line in found["lines"])
+    words = shlex.split(found["command"])[1:]
+    assert resolve("own", words[2:]).recipe.images.image_size == 32
+    quick = [*words, "model.lens=waves", "--out", str(tmp_path / "r"), "-q"]
+    result = invoke(app, quick)
+    assert result.exit_code == 0, result.output
+    assert told in (tmp_path / "r" / "report.html").read_text().split("<nav")[0]
+    assert told in (tmp_path / "r" / "MODEL_CARD.md").read_text().split("## Accuracy")[1].split("##")[0]
+
+
 def test_a_run_by_domain_has_said_what_the_first_folders_are(shapes, tmp_path):
     for light in ("day", "night"):
         for shape in ("ring", "star"):

@@ -143,7 +143,7 @@ def printed(monkeypatch, rows):
 
 
 def test_no_header_and_no_number_breaks_at_80_columns(monkeypatch):
-    heads = ["method", "AA", "AIA", "T1", "T2", "T3", "T4", "T5", "forgetting", "upload/round", "near-copies"]
+    heads = ["method", "AA", "AIA", "T1", "T2", "T3", "T4", "T5", "forgetting", "up/site/round", "near-copies"]
     text = printed(
         monkeypatch, [dict.fromkeys(heads, "97.2") | {"method": "raw-upload", "near-copies": "no images sent"}]
     )

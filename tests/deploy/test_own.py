@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 import pytest
 import torch
 import yaml
-from local_sites import LocalPost, events, sites
-from own_sites import NAMES, model_of, own_sites, plan_of, run_plan, write_images
+from local_sites import PATIENT, LocalPost, events, sites
+from own_sites import NAMES, SMALL, model_of, own_sites, plan_of, run_plan, write_images
 from safetensors.torch import load_file
 
 from rescene import __version__
@@ -17,9 +17,11 @@ from rescene.core.errors import ConfigError, DataError, RunError
 from rescene.data import Images
 from rescene.data.site_images import adopt
 from rescene.data.tasks import cut
+from rescene.deploy.control import progress
 from rescene.deploy.exchange import HELLO, Letter, Request
 from rescene.deploy.message_bytes import pack_message, unpack_message
 from rescene.deploy.plan_file import Held, add_classes, close_task, read_plan, with_plan, write_plan
+from rescene.deploy.server import run_across
 from rescene.deploy.site import Site, SiteMemory
 from rescene.deploy.site_config import SiteSection, experiment_of, local_images
 from rescene.deploy.status import left_out_rows, site_answers, task_rows
@@ -306,6 +308,24 @@ def test_status_tells_who_has_answered_who_is_late_and_what_was_left_out(tmp_pat
     (tmp_path / "events.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row | {"client": None}) + "\n")
     (left,) = left_out_rows([tmp_path], ["north", "south"])
     assert left["name"] == "south" and left["state"] == "task 2, round 1: E342 site 1: bad labels"
+
+
+def test_sites_are_called_by_name_where_the_server_knows_it(tmp_path):
+    """In events and in the line that follows a run; before a site has answered, its key tells who it is."""
+    folders, folder = own_sites(tmp_path), tmp_path / "run"
+    waited = []
+
+    def look(node, data):
+        waited.append(progress(folder, names))
+        return data if node != 999 else b"damaged"
+
+    names, post = ["graz", "lyon", "turin"], LocalPost(folders, change=look)
+    resolved = with_plan(resolve("smoke", [*SMALL, "method=fedavg"]), plan_of((FIRST, 1)), 3, folder)
+    run_across(resolved, RunFolder(folder), post, PATIENT, seats={1000: 0, 999: 1, 998: 2}, names=names)
+    told = [event["message"] for event in events(folder)]
+    assert any("site lyon cannot take part" in words for words in told)
+    assert not any("node " in words or "site 1" in words for words in [*told, *waited])
+    assert any("site graz" in words for words in waited)
 
 
 def test_sites_of_two_kinds_do_not_mix(tmp_path):

@@ -98,7 +98,7 @@ def test_printed_commands_can_be_pasted(tmp_path, monkeypatch):
     folder = "it's here/fed"
     done = CliRunner().invoke(app, ["deploy", "init", folder, "--sites", "north"])
     assert done.exit_code == 0
-    found = re.search(r"next: (rescene deploy server .*?);", done.output)[1]
+    found = re.search(r"\d\. (rescene deploy server .*)", done.output)[1]
     assert shlex.split(found) == ["rescene", "deploy", "server", folder]
     (tmp_path / folder).chmod(0o755)
     rows = CliRunner().invoke(app, ["deploy", "check", folder, "--json"]).output

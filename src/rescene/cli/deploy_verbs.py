@@ -7,7 +7,7 @@ import hashlib
 import html
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -50,16 +50,21 @@ def init(
     sites: Annotated[str, typer.Option("--sites", help="names of the sites, separated by commas")],
     host: Annotated[str, typer.Option("--host", help="address at which sites reach the server")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=1, max=65535)] = 8000,
+    data: Annotated[
+        Path | None, typer.Option("--data", help="images of the sites on this machine: FOLDER/SITE/CLASS/")
+    ] = None,
 ) -> None:
     """Make keys, certificates, and one folder for each site."""
+    from rescene.deploy.federation_folder import classes_of, images_of
     from rescene.deploy.federation_folder import init as write_folder
 
-    federation = write_folder(name, [site.strip() for site in sites.split(",")], host, port)
+    names = [site.strip() for site in sites.split(",")]
+    images = images_of(data, names) if data else {}
+    federation = write_folder(name, names, host, port, images)
     print(f"{federation.path}: folder of the server; server/ca.key and server/server.key stay here")
     for site in federation.sites:
         print(f"{federation.site(site)}: bring it to {site} in a safe way: node.key is the identity of the site")
-    start, run = command("deploy", "server", name), command("deploy", "run", name, "demo")
-    print(f"next: {start}; at each site: rescene deploy site FOLDER; then: {run}")
+    _print_next(name, federation, classes_of(images.values()))
 
 
 @deploy_app.command()
@@ -318,6 +323,29 @@ def scale(
     from rescene.config import resolve
 
     show_scale(resolve(recipe, overrides or []), clients, per_round, server_mbps, server_gflops, server_gb, as_json)
+
+
+def _print_next(name: Path, federation: FederationFolder, classes: Sequence[str]) -> None:
+    """The way from a new folder to a run on the sites' own images; ``classes``: theirs, if the images are known."""
+    places = [str(federation.site(site)) for site in federation.sites] if classes else ["FOLDER"]
+    check, start = (["deploy", "check"], ["deploy", "site"])
+    steps = [
+        *(
+            []
+            if classes
+            else ["at each site, in site.yaml: holds: own, and data: {path: IMAGES} with one folder per class"]
+        ),
+        command(
+            "deploy", "add-classes", name, ",".join(classes) or "CLASS,CLASS", "--rounds", "1", "--image-size", "32"
+        ),
+        command("deploy", "server", name),
+        *(f"at each site: {command(*check, place, '--recipe', 'own')}; {command(*start, place)}" for place in places),
+        command("deploy", "run", name, "own"),
+    ]
+    print("next, for images of your own:")
+    for number, step in enumerate(steps, start=1):
+        print(f"  {number}. {step}")
+    print("without images of your own, on small pictures that come with the package: rescene deploy rehearse")
 
 
 def _rehearse(resolved: Any, out: Path, compare: bool) -> None:

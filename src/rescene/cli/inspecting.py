@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rescene.cli.terminal import Row, print_rows
+from rescene.config import resolve
 from rescene.core.errors import ResceneError, command
 from rescene.data import Dataset, inspect, load_readable, plan_tasks
 from rescene.data.contact_sheet import contact_sheet
@@ -22,6 +23,11 @@ SHEET = "contact-sheet"
 REASON = (
     "recipe own: sites send sums of what a frozen lens sees, and nothing is trained. On 2,000 photographs it was the most "
     "accurate of the recipes that were tried (docs/own-images.md). Exact sums are for a simulation like this one: they guarantee nothing"
+)
+
+WHY_SMALL = (
+    "larger pictures give more numbers through the lens of recipe own, which cost time and, behind a guarantee, more noise. "
+    "data.image_size=SIDE takes another size"
 )
 
 
@@ -57,9 +63,10 @@ def _advice(dataset: Dataset, given: Sequence[str]) -> Row:
     """The command that suits the images and why, and the same with a guarantee; no command where none makes sense."""
     problem = why_not(dataset)
     if problem:
-        return {"reason": problem, "command": "", "guarantee": ""}
+        return {"reason": problem, "command": "", "guarantee": "", "run_image_size": None}
     exact, private = (command("run", "own", *given, *propose_settings(dataset, exact)) for exact in (True, False))
-    return {"reason": REASON, "command": exact, "guarantee": private}
+    side = resolve("own", []).recipe.images.image_size
+    return {"reason": REASON, "command": exact, "guarantee": private, "run_image_size": side or dataset.image_size}
 
 
 def _lines(found: Row) -> list[str]:
@@ -74,7 +81,17 @@ def _lines(found: Row) -> list[str]:
             [f"sizes: {', '.join(f'{name} {text}' for name, text in files['sizes'].items())}"] if files["sizes"] else []
         )
         lines += [_not_read(row) for row in files["not_read"]]
-    return [*lines, f"read at {size}; test images {split}", *found["notes"]]
+    return [*lines, f"read for this look at {size}; test images {split}", *found["notes"], *_run_size(found)]
+
+
+def _run_size(found: Row) -> list[str]:
+    """The size at which the recommended run reads the pictures, and why; nothing where no run is recommended."""
+    side = found["run_image_size"]
+    if side is None:
+        return []
+    if side == found["image_size"]:
+        return [f"the recommended run reads them at {side}x{side} pixels, too"]
+    return [f"the recommended run reads them at {side}x{side} pixels: {WHY_SMALL}"]
 
 
 def _not_read(row: Row) -> str:

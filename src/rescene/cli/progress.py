@@ -112,13 +112,15 @@ class Lines:
         kind = event["event"]
         if kind == "start":
             self.pace.start(event)
+            if event.get("left_out"):
+                self._say(f"{event['method']:<8} {event['left_out']}")
         elif kind == "round":
             self.pace.step(event)
             accuracy = "-" if event["accuracy"] is None else f"{event['accuracy']:5.1f} %"
-            self._say(
-                f"{event['method']:<8} {position(event['task'], event['num_tasks'], event['round'], event['num_rounds'])}"
-                f"  seen {accuracy}  up {event['uplink_bytes'] / 1e6:.2f} MB  {clock(event['elapsed_s'])}  left {self.pace.left()}"
-            )
+            place = position(event["task"], event["num_tasks"], event["round"], event["num_rounds"])
+            size = f"all sites up {event['uplink_bytes'] / 1e6:.2f} MB"
+            time_left = f"{clock(event['elapsed_s'])}  left {self.pace.left()}"
+            self._say(f"{event['method']:<8} {place}  seen {accuracy}  {size}  {time_left}")
         elif kind == "task":
             self.pace.step(event)
             self._say(
@@ -155,6 +157,8 @@ class Panel:
         kind = event["event"]
         if kind == "start":
             self.pace.start(event)
+            if event.get("left_out"):
+                self.console.print(f"{event['method']} {event['left_out']}", markup=False)
         elif kind == "phase":
             row["phase"] = event["phase"]
         elif kind == "round":
@@ -177,7 +181,7 @@ class Panel:
     def table(self) -> Table:
         """The rows as they are now."""
         table = Table(box=None, pad_edge=False)
-        for name in ("method", "task", "round", "phase", "seen %", "uploaded", "time", "left", "per task"):
+        for name in ("method", "task", "round", "phase", "seen %", "all sites up", "time", "left", "per task"):
             style = "bold" if name in ("method", "seen %") else None
             table.add_column(name, style=style, no_wrap=name not in ("phase", "per task"))
         for method, row in self.rows.items():

@@ -132,6 +132,8 @@ def print_summary(
     for result, name, setting in zip(results, names or methods, settings or [{} for _ in results], strict=True):
         values = result.values
         statements[f"{name}: {values['privacy']['statement']}"] = None
+        if unknown := values.get("not_measured", {}).get("accuracy"):
+            statements[f"{name}: accuracy {unknown}"] = None
         per_task = {f"T{j}": _known(v) for j, v in enumerate(values["accuracy_matrix"][-1], start=1)}
         if len(per_task) > MOST_TASKS:
             per_task = {}
@@ -147,7 +149,7 @@ def print_summary(
                 "AIA": _known(values["aia"]),
                 **per_task,
             }
-            | {"forgetting": _known(values["forgetting"]), "upload/round": f"{upload:.2f} MB", "near-copies": copies}
+            | {"forgetting": _known(values["forgetting"]), "up/site/round": f"{upload:.2f} MB", "near-copies": copies}
         )
     print_rows(rows)
     for statement in statements:

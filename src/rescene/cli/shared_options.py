@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 import rescene
+from rescene.core.errors import ConfigError
 from rescene.core.plugins import load_plugin
 
 _CLASS = re.compile(r"^class (\w+)(?:\(([^)]*)\))?:\n(.*?)(?=^\S|\Z)", re.MULTILINE | re.DOTALL)
@@ -104,8 +105,14 @@ def load_plugins(paths: list[Path] | None) -> None:
         found = () if path.is_file() else entry_points(group="rescene.observers", name=str(path))
         for entry in found:
             rescene.register_observer(entry.load())
-        if not found:
-            load_plugin(path)
+        if not found and not load_plugin(path):
+            raise ConfigError(
+                "E561",
+                f"the plug-in {path} registers nothing",
+                where="--plugin",
+                why="a file becomes a plug-in by what it registers: a method, a network, a data set or an observer",
+                fix="put @rescene.register_method, register_model, register_dataset or register_observer before the class",
+            )
 
 
 def recipe_of(name: str) -> str | Path:

@@ -445,6 +445,12 @@ class Recipe(Section):
         used_in = num_tasks if method.reuses_records else 1
         return promise_of(self.privacy, rounds, steps, clip, used_in)
 
+    @property
+    def formal(self) -> bool:
+        """Whether the run promises an epsilon."""
+        promise = self.promise(1)
+        return promise is not None and promise.mechanism.formal
+
     def full_at(self, before: int, after: int) -> str | None:
         """Why a run whose noise was computed for ``before`` tasks cannot have ``after``; None if it can.
 

@@ -8,17 +8,30 @@ from pathlib import Path
 
 from rescene.core.errors import ConfigError
 
+_COUNT = "__rescene_registered__"
+_registered: list[str] = []  # modules outside of this package that registered something, once for each thing
 
-def load_plugin(path: Path) -> None:
-    """Import a file that registers methods, networks, data sets or observers; it may import files beside it."""
+
+def note_registered(thing: object) -> None:
+    """The register functions say here what they took, so that a plug-in that registers nothing is noticed."""
+    module = str(getattr(thing, "__module__", ""))
+    if module.partition(".")[0] != "rescene":
+        _registered.append(module)
+
+
+def load_plugin(path: Path) -> int:
+    """Import a file that registers methods, networks, data sets or observers; it may import files beside it.
+
+    Returns how many things it registered; for a file that was imported before, how many that was then.
+    """
     if not path.is_file():
         raise ConfigError("E113", f"there is no plug-in {path}", fix="rescene method new NAME writes one")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise ConfigError("E113", f"{path} is not a Python file")
     if path.stem in sys.modules:
-        return
-    module = importlib.util.module_from_spec(spec)
+        return int(getattr(sys.modules[path.stem], _COUNT, 1))
+    before, module = len(_registered), importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # records are saved by module name, so a resumed run must find it there
     beside = str(path.resolve().parent)
     sys.path.append(beside)
@@ -33,3 +46,5 @@ def load_plugin(path: Path) -> None:
         ) from error
     finally:
         sys.path.remove(beside)
+    setattr(module, _COUNT, len(_registered) - before)
+    return len(_registered) - before

@@ -324,6 +324,9 @@ class TaskRecord:
     aa: float | None = None
 
 
+DECLINED = "W310"  # a site did not send what it was asked for, because its privacy floor forbids it
+
+
 @dataclass(frozen=True)
 class EventRecord:
     """A line of events.jsonl."""
@@ -334,6 +337,14 @@ class EventRecord:
     task: int | None = None
     round: int | None = None
     client: int | None = None
+
+    @property
+    def left_out(self) -> bool:
+        """Whether an answer of a site is missing or was not used: it failed, declined, or was not accepted.
+
+        A site that declines an evaluation has an error code at the level of a warning: the round goes on.
+        """
+        return self.client is not None and (self.level == "error" or self.code.startswith("E") or self.code == DECLINED)
 
 
 @dataclass(frozen=True)

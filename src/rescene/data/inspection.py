@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import statistics
 import warnings
@@ -23,6 +24,11 @@ from rescene.data.sources.image_folder import survey
 _TINY_CLASS = 10  # images; below it condensation and a hold-out have little to work with
 _NEAR = 0.999  # correlation of two thumbnails above which pictures are nearly the same
 _THUMBNAIL = 16
+_MOST_PAIRS = 10**8  # of a test and a training image, compared at the start of a run: about a second
+_SERIES = (
+    "keep pictures of one series together: put them into train/ and test/ yourself, by object, day or camera "
+    "(docs/own-images.md)"
+)
 _MANY, _FEW = (
     150,
     50,
@@ -62,7 +68,7 @@ def inspect(dataset: Dataset, told: Sequence[ResceneWarning] = ()) -> Row:
         "warnings": [
             *(warning.what for warning in told),
             *(row["problem"] for row in content_rows(dataset) if row["problem"]),
-            *_nearly(dataset),
+            *([f"{near.what} [{near.code}]"] if (near := nearly_trained(dataset)) else []),
             *(["all images come from one site"] if len(dataset.sites) == 1 else []),
         ],
         "fingerprint": dataset.fingerprint(),
@@ -195,19 +201,27 @@ def content_rows(dataset: Dataset) -> list[Row]:
     ]
 
 
-def _nearly(dataset: Dataset) -> list[str]:
-    """A warning, if test images are nearly training images. It is no failed check: pictures of a series may be meant."""
-    trained = set(hashes(dataset.train))
-    near = near_copies(dataset) - sum(value in trained for value in hashes(dataset.test))
-    return [_count(near, "of the test split are nearly the same as a training image")] if near > 0 else []
+def nearly_trained(dataset: Dataset, most_pairs: int | None = None) -> ResceneWarning | None:
+    """W561, if test images are nearly training images. It is no failed check: pictures of a series may be meant.
+
+    With more than ``most_pairs`` pairs of a test and a training image, a part of the test images is looked at.
+    """
+    step = 1 if most_pairs is None else math.ceil(len(dataset.train) * len(dataset.test) / most_pairs)
+    pixels, trained = dataset.test.pixels[:: max(1, step)], set(hashes(dataset.train))
+    near = near_copies(dataset.train.pixels, pixels) - sum(value in trained for value in _digests(pixels))
+    if near <= 0:
+        return None
+    looked = f"{len(pixels):,} test images" + (" that were looked at" if step > 1 else "")
+    what = f"{near:,} of {looked} are nearly the same as a training image, which flatters the accuracy"
+    return ResceneWarning("W561", f"{what}; {_SERIES}")
 
 
-def near_copies(dataset: Dataset) -> int:
+def near_copies(train: torch.Tensor, test: torch.Tensor) -> int:
     """Test images whose thumbnail is that of a training image but for brightness and contrast; exact copies among them."""
-    train, test = (_thumbnails(images.pixels) for images in (dataset.train, dataset.test))
-    if not len(train):
+    known, asked = _thumbnails(train), _thumbnails(test)
+    if not len(known):
         return 0
-    return sum(int(((part @ train.T).amax(dim=1) > _NEAR).sum()) for part in test.split(1024))
+    return sum(int(((part @ known.T).amax(dim=1) > _NEAR).sum()) for part in asked.split(1024))
 
 
 def _thumbnails(pixels: torch.Tensor) -> torch.Tensor:
@@ -229,6 +243,12 @@ def warn_of_leaks(dataset: Dataset) -> None:
     if leaked:
         what = f"{leaked:,} of {len(dataset.test):,} test images are also training images, which flatters the accuracy"
         warnings.warn(ResceneWarning("W217", what, fix="remove them; rescene data inspect counts them"), stacklevel=2)
+
+
+def warn_of_near_copies(dataset: Dataset) -> None:
+    """Say that test images are nearly training images (W561)."""
+    if warning := nearly_trained(dataset, _MOST_PAIRS):
+        warnings.warn(warning, stacklevel=2)
 
 
 def _said(told: Sequence[ResceneWarning], code: str) -> str:
@@ -262,5 +282,9 @@ def _at_site(images: Images, site: int) -> int:
 
 def hashes(images: Images) -> list[bytes]:
     """One digest per picture, by its pixels."""
-    rows = images.pixels.cpu().flatten(1).contiguous().numpy()
+    return _digests(images.pixels)
+
+
+def _digests(pixels: torch.Tensor) -> list[bytes]:
+    rows = pixels.cpu().flatten(1).contiguous().numpy()
     return [hashlib.blake2b(row.data, digest_size=16).digest() for row in rows]

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from rescene.core.errors import DataError, ResceneError, ResceneWarning
+from rescene.core.plugins import note_registered
 from rescene.data.images import Dataset, Images, measure
 from rescene.data.options import Options
 from rescene.data.resize import fit_pixels, resize_note
@@ -321,6 +322,7 @@ def register_dataset(name: str) -> Callable[[Any], Any]:
 
     def decorate(function: Any) -> Any:
         enter(name, function)
+        note_registered(function)
         return function
 
     return decorate

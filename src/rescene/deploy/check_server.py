@@ -11,7 +11,9 @@ from rescene.core.errors import ConfigError, command
 from rescene.deploy.connection import certificate_row
 from rescene.deploy.federation_folder import FederationFolder
 from rescene.deploy.findings import Row, app_row, machine_rows, part_rows, row, secret_row
+from rescene.deploy.plan_file import read_plan
 from rescene.deploy.processes import check_port, running
+from rescene.engine.evaluate import HOW_TO_MEASURE, NO_COUNTS
 
 PARTS = ("link", "executor")
 
@@ -27,6 +29,7 @@ def check_server(federation: FederationFolder) -> list[Row]:
         *(certificate_row(server, host) for host in dict.fromkeys([federation.host, "localhost"])),
         *(_site(federation, name) for name in federation.sites),
         *_processes(federation),
+        *_evaluation(federation),
         app_row(server),
         _clock(federation),
         *machine_rows(federation.path),
@@ -51,6 +54,21 @@ def _site(federation: FederationFolder, name: str) -> Row:
         return row(check, "", "its ca.crt is not the server's", fix)
     left = "; node.key is still here: delete it once the site has it" if (folder / "node.key").is_file() else ""
     return row(check, f"node.pub{left}")
+
+
+def _evaluation(federation: FederationFolder) -> list[Row]:
+    """Where the accuracy of the plan will be measured."""
+    plan = read_plan(federation.plan)
+    if plan is None:
+        return []
+    if plan.test is not None:
+        return [row("accuracy", f"measured on the server's test images, {plan.test}")]
+    return [
+        row(
+            "accuracy",
+            f"measured at the sites; not with recipe own or another guarantee: {NO_COUNTS}; then {HOW_TO_MEASURE}",
+        )
+    ]
 
 
 def _processes(federation: FederationFolder) -> list[Row]:

@@ -15,6 +15,7 @@ from rescene.deploy.findings import Row, app_row, key_row, machine_rows, part_ro
 from rescene.deploy.processes import running
 from rescene.deploy.site import Site
 from rescene.deploy.site_config import ledger_of
+from rescene.engine.evaluate import HOW_TO_MEASURE, NO_COUNTS
 from rescene.engine.experiment import load_data, pick_device
 from rescene.lens import open_lens
 from rescene.methods import method_class
@@ -40,6 +41,7 @@ def check_site(folder: Path, recipe: Recipe | None = None) -> list[Row]:
         _lens(site),
         *_ledger(site),
         *privacy_rows(site, recipe),
+        *_evaluation(site, recipe),
         _device(site),
         *machine_rows(folder),
         *(server_rows(server, folder / "ca.crt") if server else []),
@@ -107,6 +109,26 @@ def privacy_rows(site: Site, recipe: Recipe | None) -> list[Row]:
         promise = recipe.promise(recipe.tasks.limit or 1)
         words = "no mechanism: nothing is promised" if promise is None else promise.statement()
     return [*found, row("privacy of the recipe", words)]
+
+
+def _evaluation(site: Site, recipe: Recipe | None) -> list[Row]:
+    """Whether this site will help to measure the accuracy of the recipe that is tried: not behind a guarantee alone."""
+    try:
+        floor = ledger_of(site.section, site.folder).floor()
+    except ResceneError:
+        return []  # the row of the ledger says so
+    if site.section.holds != "own" or (floor is None and not (recipe and recipe.formal)):
+        return []
+    if floor is None or floor.evaluation_sigma is None:
+        return [
+            row(
+                "accuracy [W560]",
+                f"will not be measured at this site: {NO_COUNTS}; to have it measured, {HOW_TO_MEASURE}",
+            )
+        ]
+    return [
+        row("accuracy", f"measured on images held out here, with noise (evaluation_sigma {floor.evaluation_sigma:g})")
+    ]
 
 
 def _lens(site: Site) -> Row:

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from rescene.core.run_state import is_done, read_object, state_of
 from rescene.deploy.exchange import Patience
 from rescene.deploy.federation_folder import FederationFolder, check_path, require_flower
 from rescene.deploy.leaving import without_left
-from rescene.deploy.plan_file import read_plan, with_plan
+from rescene.deploy.plan_file import accuracy_warning, read_plan, with_plan
 from rescene.deploy.processes import (
     Started,
     alive,
@@ -46,6 +46,7 @@ from rescene.deploy.site_config import local_images
 from rescene.deploy.status import left_out_rows, site_answers, task_rows
 from rescene.engine import RunFolder
 from rescene.engine.checkpoint import write_atomically, write_json
+from rescene.engine.run_context import with_site_names
 from rescene.lens import absolute
 
 LINK = "here"  # the name of our link in Flower's own configuration
@@ -229,6 +230,8 @@ def run(
     if plan is not None:
         RunFolder(out).check(resolved)
     _check_can_run(federation, resolved)
+    if warning := accuracy_warning(resolved.recipe):
+        tell(str(warning))
     resolved = _with_whole_paths(resolved)
     out = out.resolve()
     recipe = federation.server / "recipes" / f"{resolved.name}-{resolved.digest()}.yaml"
@@ -309,7 +312,7 @@ def _watch(
     while True:
         gone = {"link", "executor"} - {one.name for one in running(federation.server)}
         again = f"the {' and the '.join(sorted(gone))} of the server ended; {_again(federation)}"
-        line = again if gone else progress(out)
+        line = again if gone else progress(out, federation.sites)
         if line != told:
             tell(line)
             told = line
@@ -324,13 +327,13 @@ def _watch(
         time.sleep(look_s)
 
 
-def progress(out: Path) -> str:
-    """One line: how far the run is and whom it waits for."""
+def progress(out: Path, sites: Sequence[str] = ()) -> str:
+    """One line: how far the run is and whom it waits for; ``sites`` are their names."""
     status, waiting = _json(out / "status.json"), _json(out / "waiting.json")
     if not status:
         return "starting"
     aa = "" if status.get("aa") is None else f", AA {status['aa']:.1f}"
-    late = ", ".join(waiting.get("waiting_for", []))
+    late = with_site_names(", ".join(waiting.get("waiting_for", [])), sites)
     state = state_of(out)
     wait = f"; waiting for {late}" if late and state == "running" else ""
     return f"{state}: {status['done']} of {status['steps']} steps{aa}{wait}"
@@ -347,7 +350,7 @@ def status_rows(federation: FederationFolder) -> list[dict[str, Any]]:
     for name in federation.sites:
         state = "left" if name in federation.left else listed.get(known.get(name, ""), "unknown")
         rows.append({"what": "site", "name": name, "state": f"{state}; {answers[name]}" if name in answers else state})
-    rows += [{"what": "run", "name": folder.name, "state": progress(folder)} for folder in folders]
+    rows += [{"what": "run", "name": folder.name, "state": progress(folder, federation.sites)} for folder in folders]
     return rows + task_rows(read_plan(federation.plan), federation.plan_run) + left_out_rows(folders, federation.sites)
 
 

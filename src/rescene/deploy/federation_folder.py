@@ -11,10 +11,12 @@ sites/<name>/       to be carried to the site: site.yaml, ca.crt, node.key (secr
 from __future__ import annotations
 
 import ipaddress
+import json
 import re
 import shutil
 import sys
 import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -189,8 +191,52 @@ def require_flower() -> None:
         )
 
 
-def init(path: Path, sites: list[str], host: str = "127.0.0.1", port: int = 8000) -> FederationFolder:
-    """Write the folder; refuse one that exists, so that no key is ever replaced unseen."""
+def images_of(data: Path, sites: Sequence[str]) -> dict[str, Path]:
+    """The folder of images of each site: ``data``/SITE, with one folder per class. E560 where one is missing."""
+    found = {name: data.expanduser().resolve() / name for name in sites}
+    missing = [name for name, folder in found.items() if not any(map(Path.is_dir, _inside(folder)))]
+    if missing:
+        raise ConfigError(
+            "E560",
+            f"site {missing[0]} has no folder of images",
+            where=str(found[missing[0]]),
+            why="--data FOLDER holds one folder for each site, and in it one folder of images per class",
+            fix="FOLDER/SITE/CLASS/, or leave out --data and write each site's folder into its site.yaml",
+        )
+    return found
+
+
+def classes_of(images: Iterable[Path]) -> list[str]:
+    """Names of the class folders of all sites, sorted."""
+    return sorted({path.name for folder in images for path in _inside(folder) if path.is_dir()})
+
+
+def _inside(folder: Path) -> list[Path]:
+    """What lies in a folder, without hidden entries; nothing where there is no such folder."""
+    return [path for path in folder.iterdir() if not path.name.startswith(".")] if folder.is_dir() else []
+
+
+def _site_yaml(client: int, address: str, port: int, images: Path | None) -> str:
+    """site.yaml; with the site's own folder of images where it is known."""
+    text = SITE.format(client=client, host=address, port=port)
+    if images is None:
+        return text
+    lines = text.splitlines(keepends=True)
+    own = {"data:": f"data: {{path: {json.dumps(str(images))}}}\n", "# holds: own": "holds: own\n"}
+    return "".join(next((new for old, new in own.items() if line.startswith(old)), line) for line in lines)
+
+
+def init(
+    path: Path,
+    sites: list[str],
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    images: Mapping[str, Path] | None = None,
+) -> FederationFolder:
+    """Write the folder; refuse one that exists, so that no key is ever replaced unseen.
+
+    ``images``: the folder of images of each site, where it lies on this machine (``images_of``).
+    """
     require_flower()
     from rescene.deploy.keys import make_certificates, make_node_key, write_peers
 
@@ -208,7 +254,8 @@ def init(path: Path, sites: list[str], host: str = "127.0.0.1", port: int = 8000
         for client, name in enumerate(sites):
             make_node_key(federation.site(name))
             shutil.copy(federation.server / "ca.crt", federation.site(name))
-            (federation.site(name) / "site.yaml").write_text(SITE.format(client=client, host=address, port=port))
+            own = (images or {}).get(name)
+            (federation.site(name) / "site.yaml").write_text(_site_yaml(client, address, port, own), encoding="utf-8")
             (federation.site(name) / "Containerfile").write_text(CONTAINERFILE)
             (federation.site(name) / ".dockerignore").write_text(DOCKERIGNORE)
             (federation.site(name) / "rescene-site.service").write_text(

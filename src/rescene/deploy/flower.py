@@ -66,6 +66,7 @@ def main(grid: Grid, context: Context) -> None:
     run_across(
         resolve(recipe), folder, post, patience, plan=plan, elsewhere=elsewhere, seats=seats_of(federation),
         ledgers=federation.server / "ledgers.json", peers=federation.server / "peers.pub",
+        names=federation.sites,
     )  # fmt: skip
 
 

@@ -17,8 +17,9 @@ from pydantic import ValidationError
 from rescene.config import Recipe, Resolved
 from rescene.config.site_plan import PlannedTask, SitesSection
 from rescene.core.documents import read_yaml
-from rescene.core.errors import ConfigError, did_you_mean
+from rescene.core.errors import ConfigError, ResceneWarning, did_you_mean
 from rescene.engine.checkpoint import write_atomically
+from rescene.engine.evaluate import HOW_TO_MEASURE, NO_COUNTS
 
 HEADER = """\
 # The plan of this federation. Classes get their numbers in this order, for ever: rescene deploy add-classes opens the next
@@ -165,6 +166,14 @@ def with_plan(resolved: Resolved, plan: SitesSection, num_sites: int, run: Path)
     if held:
         _check_noise(recipe, len(held), len(plan.tasks))
     return replace(resolved, recipe=recipe)
+
+
+def accuracy_warning(recipe: Recipe) -> ResceneWarning | None:
+    """W560 for a run whose accuracy no site will tell: it has a guarantee, and the plan names no test images."""
+    if recipe.sites is None or recipe.sites.test is not None or not recipe.formal:
+        return None
+    what = f"accuracy will not be measured, unless a site's floor has evaluation_sigma: {NO_COUNTS}"
+    return ResceneWarning("W560", what, fix=f"to have it measured, {HOW_TO_MEASURE}")
 
 
 def _check_noise(recipe: Recipe, before: int, after: int) -> None:

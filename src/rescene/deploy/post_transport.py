@@ -400,7 +400,9 @@ class PostTransport:
             self.waiting(facts)
 
     def _name(self, node: int) -> str:
-        return next((f"site {k}" for k, own in self._nodes.items() if own == node), f"node {node}")
+        """The site that a node is, by its answer or its key; a node that is neither known by is called by its number."""
+        client = next((k for k, own in self._nodes.items() if own == node), self._seats.get(node))
+        return f"node {node}" if client is None else f"site {client}"
 
 
 def _numbers(clients: Sequence[int]) -> str:

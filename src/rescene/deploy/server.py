@@ -9,7 +9,7 @@ from typing import Any
 
 from rescene.config import Resolved
 from rescene.deploy.exchange import Patience, Post
-from rescene.deploy.plan_file import is_closed
+from rescene.deploy.plan_file import accuracy_warning, is_closed
 from rescene.deploy.post_transport import PostTransport
 from rescene.deploy.site_config import OWN
 from rescene.engine import RunFolder
@@ -32,6 +32,7 @@ def run_across(
     seats: Mapping[int, int] | None = None,
     ledgers: Path | None = None,
     peers: Path | None = None,
+    names: Sequence[str] = (),
     callbacks: Sequence[Guarded] = (),
 ) -> dict[str, Any]:
     """Run, or continue, the experiment of this folder across the sites behind ``post``.
@@ -39,6 +40,7 @@ def run_across(
     ``plan`` is the federation's plan.yaml, in which an operator may close a task while it runs. ``seats`` says which node
     is which client, as far as their keys tell. ``ledgers`` is where the federation keeps how far the sites' privacy ledgers
     go, for all its runs; without one it lies in the run folder. ``peers`` is the list of the sites' public keys, for secure sums.
+    ``names`` are those of the sites, in the order of their numbers, for events.
     """
     folder.check(resolved)
     recipe = resolved.recipe
@@ -56,8 +58,11 @@ def run_across(
     check_transport(resolved, transport)
     with folder:
         going = run(resolved, folder, progress, transport, elsewhere, callbacks)
+        going.context.names = tuple(names)
         dataset = going.context.experiment.dataset
         transport.fingerprint = OWN if recipe.sites else dataset.pictures or dataset.fingerprint()
+        if warning := accuracy_warning(recipe):
+            going.context.note_later("warning", warning.code, f"{warning.what}; {warning.fix}")
         if plan is not None:
             going.closed = lambda task: is_closed(plan, task.index)
         results = going.complete()

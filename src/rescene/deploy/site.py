@@ -155,8 +155,7 @@ class Site:
         """Whether nothing may leave but what a mechanism releases: the run has one with a guarantee, or the site a floor."""
         if self.section.privacy is not None or ledger_of(self.section, self.folder).floor_path.exists():
             return True
-        promise = self._recipe(request).promise(1)
-        return promise is not None and promise.mechanism.formal
+        return self._recipe(request).formal
 
     def _answer(self, request: Request, letter: Letter, hidden: bool) -> bytes:
         if request.verb == HELLO:

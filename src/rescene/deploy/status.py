@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from rescene.config.site_plan import SitesSection
+from rescene.core.json_files import json_lines, records_of
+from rescene.core.results import EventRecord
 from rescene.core.run_state import state_of
 from rescene.deploy.plan_file import Held
 
@@ -50,11 +52,10 @@ def left_out_rows(runs: list[Path], sites: list[str]) -> list[Row]:
     rows = []
     for run in runs:
         for event in _events(run / "events.jsonl"):
-            client = event.get("client")
-            if client is not None and event.get("level") in ("error", "warning"):
-                place = f"task {event['task'] + 1}" + (f", round {event['round'] + 1}" if event["round"] >= 0 else "")
-                name = sites[client] if client < len(sites) else f"site {client}"
-                rows.append({"what": "left out", "name": name, "state": f"{place}: {event['code']} {event['message']}"})
+            if event.left_out and event.client is not None:
+                place = _place(event)
+                name = sites[event.client] if event.client < len(sites) else f"site {event.client}"
+                rows.append({"what": "left out", "name": name, "state": f"{place}: {event.code} {event.message}"})
     return rows[-MOST:]
 
 
@@ -64,11 +65,14 @@ def _names(told: list[str], sites: list[str]) -> list[str]:
     return [sites[k] for k in numbers if k < len(sites)]
 
 
-def _events(path: Path) -> list[Row]:
-    try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, ValueError):
-        return []
+def _place(event: EventRecord) -> str:
+    task, round = event.task or 0, -1 if event.round is None else event.round
+    return f"task {task + 1}" + (f", round {round + 1}" if round >= 0 else "")
+
+
+def _events(path: Path) -> list[EventRecord]:
+    problems: list[str] = []
+    return records_of(EventRecord, json_lines(path, problems), path.name, problems)
 
 
 def _json(path: Path) -> Row:

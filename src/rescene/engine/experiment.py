@@ -21,7 +21,7 @@ from rescene.config.site_plan import SitesSection
 from rescene.core.errors import ConfigError
 from rescene.core.rng import Rng
 from rescene.data import Dataset, LazySplit, Task, Transform, load, partition, plan_tasks
-from rescene.data.inspection import hashes, warn_of_leaks
+from rescene.data.inspection import hashes, warn_of_leaks, warn_of_near_copies
 from rescene.data.joining import joined
 from rescene.data.natural_sites import by_site, warn_of_unused_sites
 from rescene.data.site_images import away
@@ -76,6 +76,16 @@ class Experiment:
     def tested_at_sites(self) -> bool:
         """Whether the sites hold the test images, as in a federation without a test set of its own."""
         return self.recipe.sites is not None and self.recipe.sites.test is None
+
+    @property
+    def left_out(self) -> str:
+        """What ``tasks.limit`` leaves out, in words; empty if nothing."""
+        limit, domain = self.recipe.tasks.limit, self.recipe.tasks.scenario == "domain"
+        used = len(self.tasks) if domain else self.tasks[-1].num_seen
+        total = len(self.dataset.domains if domain else self.dataset.classes)
+        if limit is None or used >= total:
+            return ""
+        return f"uses {used} of {total} {'domains' if domain else 'classes'}: tasks.limit={limit} leaves the others out"
 
     def shard(
         self,
@@ -215,6 +225,8 @@ def _prepare_simulated(
     if dataset is None:
         dataset = load_data(recipe.images)
         warn_of_leaks(dataset)
+        if recipe.images.path is not None:  # published sets are what they are
+            warn_of_near_copies(dataset)
     hidden = recipe.privacy.mechanism != "none"
     digests = Digests.of(planned(recipe, dataset)[0]) if hidden else Digests()  # in the order of the planned images
     dataset, tasks = planned(recipe, seen_by(recipe, look(dataset, device)))

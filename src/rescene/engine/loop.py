@@ -77,7 +77,7 @@ class Run:
         """All steps that are not done yet; if something stops them, the status says so and the checkpoint stands."""
         parts, context = self.parts, self.context
         parts.done = restore(parts, self.elsewhere)
-        context.tell("start", done=parts.done, steps=len(parts.steps))
+        context.tell("start", done=parts.done, steps=len(parts.steps), left_out=context.experiment.left_out)
         try:
             with self.listening():
                 self._begin()

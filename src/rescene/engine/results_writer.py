@@ -19,6 +19,7 @@ from rescene.core.versions import RESULTS
 from rescene.data.validation import WORDS
 from rescene.engine.checkpoint import write_atomically
 from rescene.engine.cost_ledger import CostLedger
+from rescene.engine.evaluate import HOW_TO_MEASURE, NO_COUNTS
 from rescene.engine.experiment import Experiment
 from rescene.engine.nominal import nominal_cost
 from rescene.engine.object_record import words_of
@@ -169,6 +170,9 @@ def _at_sites(experiment: Experiment, recall: list[float], sites_tell: bool) -> 
         missing["cost.client"] = "not told: behind a mechanism the work and memory of a site stay at the site"
     if not experiment.tested_at_sites:
         return {"evaluated": "on the server's test images", "not_measured": missing}
+    if not any(map(math.isfinite, recall)):
+        why = NO_COUNTS if experiment.recipe.formal else "no site answered with counts of held-out images"
+        missing["accuracy"] = f"not measured: {why}. For the next run: {HOW_TO_MEASURE}"
     by_class = dict(zip(experiment.dataset.classes, recall, strict=False))
     return {
         "evaluated": "at the sites",

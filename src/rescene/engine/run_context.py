@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cached_property
@@ -25,10 +26,28 @@ if TYPE_CHECKING:  # a site only needs the warnings
 Progress = Callable[[dict[str, Any]], None]
 
 
+def with_site_names(text: str, names: Sequence[str]) -> str:
+    """The text with the name of a site in the place of its number, where it is known.
+
+    >>> with_site_names("waiting for site 0, site 7", ["leeds", "lyon"])
+    'waiting for site leeds, site 7'
+    """
+
+    def named(found: re.Match[str]) -> str:
+        number = int(found[1])
+        return f"site {names[number]}" if number < len(names) else found[0]
+
+    return re.sub(r"\bsite (\d+)\b", named, text) if names else text
+
+
 class RunContext:
-    """``place`` is the task and round the run is in, -1 between rounds. ``experiment`` comes once it is prepared."""
+    """``place`` is the task and round the run is in, -1 between rounds. ``experiment`` comes once it is prepared.
+
+    ``names`` are those of the sites, across real ones; events then speak of sites by name.
+    """
 
     experiment: Experiment
+    names: Sequence[str] = ()
 
     def __init__(self, resolved: Resolved, folder: RunFolder, progress: Progress) -> None:
         self.resolved, self.folder, self.progress = resolved, folder, progress
@@ -52,6 +71,7 @@ class RunContext:
         if client is not None and level == "error":
             self.facts.num_client_failures += 1
         task, round = self.place
+        message = with_site_names(message, self.names)
         row = {"task": task, "round": round, "level": level, "code": code, "message": message, "client": client}
         self.folder.append("events.jsonl", row)
         self.tell("event", **row)

@@ -47,15 +47,22 @@ def average_incremental_accuracy(matrix: Matrix, test_sizes: Sequence[float] | N
     return float(np.mean([_row_average(array[i, : i + 1], test_sizes) for i in range(len(array))]))
 
 
+def _nothing_yet(array: np.ndarray) -> float:
+    """The change of a first task: 0, or NaN where its accuracy was not measured."""
+    return 0.0 if np.isfinite(array[0, 0]) else float("nan")
+
+
 def forgetting(matrix: Matrix) -> float:
     """Mean over all tasks but the last of (best accuracy so far minus final accuracy); 0 for a single task.
+
+    NaN where accuracies were not measured, also for a single task.
 
     >>> forgetting([[90, None, None], [95, 80, None], [60, 70, 99]])
     22.5
     """
     array = _square(matrix)
     if len(array) == 1:
-        return 0.0
+        return _nothing_yet(array)
     return float(np.mean([np.max(array[j:, j]) - array[-1, j] for j in range(len(array) - 1)]))
 
 
@@ -67,7 +74,7 @@ def backward_transfer(matrix: Matrix) -> float:
     """
     array = _square(matrix)
     if len(array) == 1:
-        return 0.0
+        return _nothing_yet(array)
     return float(np.mean([array[-1, j] - array[j, j] for j in range(len(array) - 1)]))
 
 

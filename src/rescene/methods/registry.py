@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import TypeVar
 
 from rescene.core.errors import ConfigError, did_you_mean
+from rescene.core.plugins import note_registered
 from rescene.methods.base import Method
 
 ORDER = (
@@ -37,6 +38,7 @@ def register(cls: M) -> M:
     cls.style()
     if _METHODS.setdefault(cls.name, cls) is not cls:
         raise ConfigError("E110", f"two methods are called {cls.name!r}", fix="give one of them another `name`")
+    note_registered(cls)
     return cls
 
 

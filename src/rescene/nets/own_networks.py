@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from rescene.core.errors import ConfigError
+from rescene.core.plugins import note_registered
 from rescene.core.rng import seeded_generator
 from rescene.nets.timm_networks import TIMM, first_line, own_look, timm_network
 
@@ -368,6 +369,7 @@ def register_model(name: str, **how: Any) -> Callable[[Any], Any]:
 
     def decorate(network: Any) -> Any:
         enter(OwnModel(network, name=name, **how))
+        note_registered(network)
         return network
 
     return decorate

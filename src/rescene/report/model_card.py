@@ -10,7 +10,7 @@ from rescene import __version__
 from rescene.core.errors import RunError, command
 from rescene.report.formatting import bytes_text, count, flops_text, percent, plain, seconds_text, task_name
 from rescene.report.load import RunRecord, load_run
-from rescene.report.summary import simulated
+from rescene.report.summary import flattered, simulated, unmeasured
 from rescene.report.table_formats import Entry, TableCell, TableGrid, render
 
 NAME = "MODEL_CARD.md"
@@ -78,11 +78,12 @@ def _accuracy(run: RunRecord) -> str:
         )
         for task, value in zip(run.tasks, final, strict=False)
     ]
-    words = (
+    words = " ".join(unmeasured(run)) or (
         f"After the last task the model names {percent(run.results.aa)} % of all test images rightly (AA), "
         f"{percent(run.results.aia)} % on average over the tasks as they came (AIA); it forgot "
         f"{percent(run.results.forgetting)} points. The worst task is at {percent(run.results.worst_task)} %. One run, one seed."
     )
+    words = "\n\n".join([words, *map(_escaped, flattered(run))])
     names = ("task", "classes", "training images", "test images", "accuracy, %")
     return f"## Accuracy\n\n{words}\n\n" + _table("", names, rows) + _by_site(run)
 
@@ -147,7 +148,9 @@ def _limits(run: RunRecord) -> str:
         f"- It knows the {count(num, 'class')} above and names one of them for any picture, also of something else."
         if not any(task.domain for task in run.tasks)
         else "- It names one of its classes for any picture, also of something else.",
-        "- Accuracy was measured on test images like the training images; on other cameras or places expect less.",
+        "- Accuracy was measured on test images like the training images; on other cameras or places expect less."
+        if run.results.aa is not None
+        else "- Nobody has measured how accurate it is.",
         "- Sites were simulated from one data set."
         if run.config.get("sites") is None and not run.partition.sites
         else "",

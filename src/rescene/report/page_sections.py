@@ -476,7 +476,7 @@ def _round(row: RoundRecord, names: dict[int, str]) -> list[str]:
 
 def _failures(run: RunRecord) -> list[EventRecord]:
     """What a site did not send, or what of it was not accepted."""
-    return [row for row in run.events if row.level == "error" and row.client is not None]
+    return [row for row in run.events if row.left_out]
 
 
 def _left_out(row: EventRecord, names: dict[int, str]) -> list[str]:

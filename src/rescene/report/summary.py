@@ -18,6 +18,7 @@ from rescene.report.groups import RunGroup, Spread, headline_group, rivals
 from rescene.report.load import RunRecord
 
 _SURE = 3.0  # standard errors above guessing, from which on an accuracy is better than that
+_FLATTER = ("W217", "W561")
 _UNSURE_POINTS = 5.0  # the same in points, where the number of test images is not known
 
 
@@ -33,11 +34,27 @@ def verdict(groups: Sequence[RunGroup]) -> RunVerdict:
     """The page's first words."""
     head = headline_group(groups)
     aa = head.spread(lambda run: run.results.aa) if head else None
-    if head is None or aa is None:
+    if head is None:
         return RunVerdict("No run has finished yet.", ("The figures below show what has been measured so far.",))
+    if aa is None:
+        return RunVerdict(f"{head.label} has finished; its accuracy was not measured.", unmeasured(head.finished[0]))
     rival = max((group for group in groups if rivals(head, group)), key=_aa, default=None)
-    lines = [_simulated(head), chance_line(head), _after(head), _seeds(head, rival)]
+    lines = [_simulated(head), *flattered(head.finished[0]), chance_line(head), _after(head), _seeds(head, rival)]
     return RunVerdict(_title(head, aa, rival), tuple(line for line in lines if line))
+
+
+def unmeasured(run: RunRecord) -> tuple[str, ...]:
+    """Why a finished run has no accuracy, as far as it says so; nothing for a run that has one."""
+    if run.results.aa is not None:
+        return ()
+    told = plain(run.results.not_measured.get("accuracy", "not measured: the run does not say why"), 600)
+    return (f"Accuracy: {told.rstrip('.')}.",)
+
+
+def flattered(run: RunRecord) -> tuple[str, ...]:
+    """What the run warned of that makes its accuracy look better than it is: test images that were (nearly) trained on."""
+    told = dict.fromkeys(plain(row.message, 400) for row in run.events if row.code in _FLATTER)
+    return tuple(f"{words[0].upper()}{words[1:]}." for words in told)
 
 
 def _aa(group: RunGroup) -> float:

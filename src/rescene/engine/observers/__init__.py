@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from rescene.core.errors import ConfigError, ResceneError, RunError, did_you_mean
+from rescene.core.plugins import note_registered
 from rescene.core.record import Tree, check_tree, map_tensors
 from rescene.nets import flops_to
 
@@ -196,6 +197,7 @@ _REGISTERED: list[type[Observer]] = []
 def register_observer(cls: O) -> O:
     """Class decorator: one of these watches every run of this process. A ``--plugin`` file uses it."""
     _REGISTERED.append(cls)
+    note_registered(cls)
     return cls
 
 

@@ -1,0 +1,80 @@
+"""Behind a guarantee the sites answer no evaluation: everybody is told before the run, and nothing is made up after it."""
+
+import json
+
+import pytest
+import yaml
+from local_sites import events
+from own_sites import NAMES, own_sites, plan_of, run_plan, write_images
+from test_lens_sites import SEEN, small_lens
+
+from rescene.api import Result
+from rescene.cli.running import print_summary
+from rescene.config import resolve
+from rescene.deploy.check_site import check_site
+from rescene.deploy.plan_file import accuracy_warning, with_plan
+from rescene.deploy.status import left_out_rows
+from rescene.report import load_run, write_report
+from rescene.report.model_card import model_card
+
+PLAN = plan_of((NAMES, 1))
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run of sums with a guarantee across three sites, without Flower; ``sites.json`` as the operator's watch writes it."""
+    lens = small_lens(tmp_path / "lens.safetensors")
+    folders, folder = own_sites(tmp_path, lens=lens), tmp_path / "run"
+    run_plan(PLAN, folder, folders, [*SEEN, f"model.lens={lens}", "federation.per_round=3"])
+    sites = ", ".join(f'{{"client": {k}, "name": "{name}"}}' for k, name in enumerate(("graz", "lyon", "turin")))
+    (folder / "sites.json").write_text(f'{{"federation": "clinic", "sites": [{sites}]}}')
+    return folder
+
+
+def test_the_run_says_at_its_start_that_accuracy_will_not_be_measured(run, tmp_path):
+    (told,) = [event for event in events(run) if event["code"] == "W560"]
+    assert "evaluation_sigma" in told["message"] and "test: FOLDER" in told["message"]
+    test = str(write_images(tmp_path / "test", dict.fromkeys(NAMES, 4), site=9))
+    recipes = {
+        "guarantee": (SEEN, PLAN),
+        "test images": (SEEN, plan_of((NAMES, 1), test=test)),
+        "no guarantee": (["method=fedavg"], PLAN),
+    }
+    warned = {
+        name: accuracy_warning(with_plan(resolve("smoke", more), plan, 3, tmp_path / "none").recipe)
+        for name, (more, plan) in recipes.items()
+    }
+    assert [name for name, warning in warned.items() if warning] == ["guarantee"]
+
+
+def test_the_report_says_that_the_run_finished_and_shows_no_figure_that_nobody_measured(run, tmp_path, capsys):
+    found = load_run(run)
+    assert found.results.aa is None and found.results.forgetting is None and found.results.bwt is None
+    page = write_report([run], tmp_path / "report.html").read_text()
+    assert "has finished; its accuracy was not measured." in page and "No run has finished" not in page
+    assert "Left out: nothing" not in page and page.count("its floor allows no evaluation") >= 3
+    assert "evaluation_sigma" in page.split("<nav")[0]
+    card = model_card(found)
+    assert "not measured" in card.split("## Accuracy")[1].split("##")[0] and "it forgot" not in card
+    print_summary([Result(run, json.loads((run / "results.json").read_text()))], tmp_path / "report.html")
+    assert "accuracy not measured" in capsys.readouterr().out
+
+
+def test_status_and_report_list_the_same_answers_as_left_out(run):
+    rows = left_out_rows([run], ["graz", "lyon", "turin"])
+    assert [row["name"] for row in rows[:3]] == ["graz", "lyon", "turin"] and "E413" in rows[0]["state"]
+
+
+def test_a_site_is_told_by_its_check(tmp_path):
+    folder = own_sites(tmp_path)[0]
+    behind = resolve("smoke", [*SEEN, "model.lens=leaves"]).recipe
+
+    def told(recipe):
+        return [row["result"] for row in check_site(folder, recipe) if row["check"].startswith("accuracy")]
+
+    assert "will not be measured" in told(behind)[0] and "evaluation_sigma" in told(behind)[0]
+    assert told(resolve("smoke", ["method=fedavg"]).recipe) == []
+    section = yaml.safe_load((folder / "site.yaml").read_text())
+    noisy = section | {"privacy": {"epsilon_max": 8, "evaluation_sigma": 2}}
+    (folder / "site.yaml").write_text(yaml.safe_dump(noisy))
+    assert "with noise" in told(behind)[0]
