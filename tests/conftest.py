@@ -13,7 +13,7 @@ import typer.testing
 from rescene.core.rng import Rng
 from rescene.data import Images, Task, Transform
 from rescene.data.sources import fashion_mini
-from rescene.engine import experiment
+from rescene.engine import continuation, experiment
 from rescene.lens import feature_cache as keeping
 from rescene.lens import lens
 from rescene.methods.base import Client
@@ -91,6 +91,7 @@ def features_are_kept_elsewhere(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         kept = keeping.FeatureCache(tmp_path_factory.mktemp("seen"))
         patch.setattr(experiment, "users_own", lambda: kept)
+        patch.setattr(continuation, "users_own", lambda: kept)
         yield
 
 

@@ -40,7 +40,7 @@ from rescene.lens.backbone import (
     take_onnx,
     take_timm,
 )
-from rescene.lens.feature_cache import FeatureCache, key_of
+from rescene.lens.feature_cache import FeatureCache, key_of, picture_names
 from rescene.lens.features import LeavesLens
 from rescene.nets.own_networks import OBJECT, OwnModel
 from rescene.nets.timm_networks import TIMM
@@ -320,16 +320,49 @@ def through(
     if not lens.num_bytes:  # quick to look through, and the same bits everywhere
         device = kept = None
     device = device or torch.device("cpu")
-    splits = {"train": dataset.train.pixels, "test": dataset.test.pixels}
-    pictures = dataset.fingerprint()
-    key = key_of(pictures, lens.sha256, device) if kept is not None else ""
-    seen = kept.read(key) if kept is not None else None
-    if seen is None:
-        seen = {split: _looked(lens, pixels, device) for split, pixels in splits.items()}
-        if kept is not None and any(map(len, splits.values())):
-            kept.write(key, {split: pixels.cpu().contiguous() for split, pixels in seen.items()})
-    seen = {split: pixels.to(splits[split].device) for split, pixels in seen.items()}
-    return replace(_as_seen(lens, dataset, seen), pictures=pictures)
+    splits = {"train": dataset.train, "test": dataset.test}
+    if kept is None:
+        seen = {split: _looked(lens, images.pixels, device) for split, images in splits.items()}
+    else:
+        seen = _recalled(lens, splits, device, kept)
+    seen = {split: pixels.to(splits[split].pixels.device) for split, pixels in seen.items()}
+    return replace(_as_seen(lens, dataset, seen), pictures=dataset.fingerprint())
+
+
+def _recalled(lens: Lens, splits: dict[str, Images], device: torch.device, kept: FeatureCache) -> dict[str, Tensor]:
+    """What the lens gives for both splits: features that are in ``kept``, and a look at the other pictures."""
+    chunk = CHUNK[device.type]
+    names = {split: picture_names(images, chunk) for split, images in splits.items()}
+    key = key_of(lens.sha256, splits["train"].pixels.shape[1:], device)
+    known = kept.read(key, {name for own in names.values() for name in own})
+    features = dict(known)
+    for split, images in splits.items():
+        missing = [i for i, name in enumerate(names[split]) if name not in known]
+        if missing:
+            places = _places_to_look_at(missing, len(images), chunk)
+            pixels = images.pixels if places == list(range(len(images))) else images.pixels[places]
+            rows = _looked(lens, pixels, device).cpu()
+            features = {names[split][i]: row for i, row in zip(places, rows, strict=True)} | features
+    kept.write(key, features, features.keys() - known.keys())
+    return {
+        split: torch.stack([features[name] for name in own]) if own else _looked(lens, splits[split].pixels, device)
+        for split, own in names.items()
+    }
+
+
+def _places_to_look_at(missing: Sequence[int], n: int, chunk: int) -> list[int]:
+    """Places of n pictures to look at for those that are missing, so that each is in a chunk as large as in a look at all n.
+
+    Full chunks are filled up with other pictures; the smaller chunk at the end is looked at whole.
+
+    >>> _places_to_look_at([1, 4, 5], n=11, chunk=4), _places_to_look_at([10], n=11, chunk=4)
+    ([1, 4, 5, 0], [8, 9, 10])
+    """
+    full = n - n % chunk
+    inside = [i for i in missing if i < full]
+    fill = range(-len(inside) % chunk)
+    last = range(full, n) if len(inside) < len(missing) else ()
+    return [*inside, *fill, *last]
 
 
 def sized(name: str | None, dataset: Dataset) -> Dataset:
