@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rescene.core.verification import NOT_VERIFIED
-from rescene.report.formatting import NONE, bytes_text, count, flops_text, percent, plain
+from rescene.report.formatting import NONE, bytes_text, count, flops_text, percent, plain, server_work, site_work
 from rescene.report.groups import RunGroup, Spread, group_runs
 from rescene.report.load import RunRecord
 from rescene.report.page import put_page, render_page
@@ -92,8 +92,7 @@ class BoardRow:
     @property
     def client_flops_text(self) -> str:
         """FLOPs of all clients; the look through a lens is not among them, and this says so."""
-        counted = _amount(self.client_flops, flops_text)["text"]
-        return f"{counted} + lens" if BEHIND in self.problem.network else counted
+        return site_work(self.client_flops, BEHIND in self.problem.network)
 
 
 def entries(
@@ -262,7 +261,7 @@ def _shown(row: BoardRow, out: Path, root: Path) -> dict[str, Any]:
         "worst": _figure(row.worst_task),
         "bytes": _amount(row.bytes_per_site_and_task, bytes_text),
         "client": _amount(row.client_flops, flops_text) | {"text": row.client_flops_text},
-        "server": _amount(row.server_flops, flops_text),
+        "server": _amount(row.server_flops, server_work),
         **{"leaves": row.leaves, "leaves_text": row.leaves_text, "reference": row.reference},
         **{"guarantee": row.guarantee, "paper_aa": row.paper_aa, "verified": row.verified},
         "links": [(_under(folder, out), _under(folder, root)) for folder in row.folders],
