@@ -22,6 +22,7 @@ from rescene.report.load import RunRecord
 from rescene.report.page import put_page, render_page
 from rescene.report.table_formats import csv_text
 
+PAPER_DATA = ("cifar10", "cifar100", "tinyimagenet", "office31")
 BEHIND = " behind "  # a network that sees pictures through a lens
 
 
@@ -103,6 +104,8 @@ def entries(
 ) -> list[BoardRow]:
     """A row for each method in each setting, best AA first within a problem; unfinished runs have no row.
 
+    Problems stand in the order of their data: the paper's sets first.
+
     ``data_names``: what data sets are called that some runs read from a file of another name.
     """
     problems: dict[Problem, list[RunRecord]] = {}
@@ -112,10 +115,16 @@ def entries(
             name = (data_names or {}).get(problem.data, problem.data)
             problems.setdefault(replace(problem, data=plain(name, 40)), []).append(run)
     found = []
-    for problem in sorted(problems, key=lambda one: one.text):
+    for problem in sorted(problems, key=_place):
         for group in group_runs(problems[problem]):
             found.append(_entry(problem, group, in_paper or {}, verified or {}))
     return found
+
+
+def _place(problem: Problem) -> tuple[int, str]:
+    """The paper's data sets first, in its order; the others by name."""
+    known = problem.data in PAPER_DATA
+    return (PAPER_DATA.index(problem.data) if known else len(PAPER_DATA), problem.text)
 
 
 def _problem(run: RunRecord) -> Problem:
