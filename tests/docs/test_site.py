@@ -45,6 +45,16 @@ def test_every_method_has_a_page_with_its_hyperparameters_and_what_leaves_the_si
     assert all(f"generated/methods/{name}\n" in toctree for name in pages)
 
 
+def test_a_page_that_links_to_what_is_generated_says_where_it_comes_from():
+    """docs/generated is not in a clone, so the link leads nowhere there: beside it, or once on the index, stands `make docs`."""
+    for page in [page for page in DOCS.rglob("*.md") if "generated" not in page.parts]:
+        paragraphs = re.split(r"\n\s*\n", page.read_text(encoding="utf-8"))
+        linked = [text for text in paragraphs if re.search(r"\]\((\.\./)?generated/", text)]
+        told = [text for text in paragraphs if "make docs" in text]
+        assert not linked or told, page
+        assert page.name == "index.md" or all(text in told for text in linked), page
+
+
 def test_the_status_page_is_made_from_the_results():
     text = status.page()
     assert "paper/main" in text and "results/cifar10/rescene-beta0.5-s0" in text and "not yet measured" in text

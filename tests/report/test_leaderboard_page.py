@@ -105,6 +105,23 @@ def test_the_table_has_the_same_numbers(kept, tmp_path):
     assert (named["aa"], named["aa_std"], named["n"], named["bytes_per_site_and_task"]) == ("42.0", "2.83", "2", "1000")
 
 
+def test_data_sets_of_the_paper_come_first(kept):
+    for number, name in enumerate(("amazon", "cifar100", "cifar10")):
+        folder = put_run(kept, f"more-{number}", 50.0)
+        (folder / "env.json").write_text(json.dumps({"data": name}))
+    found = list(dict.fromkeys(row.problem.data for row in rows_of(kept, data_names={"toys": "office31"})))
+    assert found == ["cifar10", "cifar100", "office31", "amazon"]
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="no Chromium here: apt-get install chromium")
+def test_the_stored_page_fits_1280_pixels():
+    inside = "(box => [box.scrollWidth, box.clientWidth])(document.querySelector('.scroll'))"
+    with browser() as tab:
+        tab.open(Path(__file__).parents[2] / "docs" / "leaderboard" / "index.html", width=1280)
+        needed, there = tab.ask(inside)
+        assert needed <= there
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not CHROMIUM, reason="no Chromium here: apt-get install chromium")
 def test_filters_and_sorting_in_a_browser(kept, tmp_path):

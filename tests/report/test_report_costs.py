@@ -6,10 +6,15 @@ from pathlib import Path
 
 from report_fixtures import config, write_run
 
+from rescene.cli.costing import _cost_table
 from rescene.report import load_run
 from rescene.report.formatting import times
 from rescene.report.groups import group_runs
 from rescene.report.tables import cost_rows, cost_titles
+
+WORK = (("Site compute", "all sites, whole run"), ("Server compute", "whole run"))
+FORECAST = ("client_flops", "client_flops_per_round_mean", "client_flops_per_round_max", "client_state_bytes",
+            "uplink_bytes_per_message", "downlink_bytes_per_message", "uplink_bytes", "downlink_bytes")  # fmt: skip
 
 
 def test_ratios_are_to_fedavg_in_the_same_setting(tmp_path: Path) -> None:
@@ -44,3 +49,21 @@ def test_a_run_without_timing_has_no_time(tmp_path: Path) -> None:
     (folder / "timing.json").unlink()
     (row,) = cost_rows(group_runs([load_run(folder)]))
     assert row.cells[-1].measured == "–" and row.cells[-1].value is None
+
+
+def test_work_that_is_not_counted_is_said_wherever_work_is_shown(tmp_path: Path) -> None:
+    """The look through a lens is no FLOP of the sites, and a solver none of the server: 0 would say that nothing was done."""
+    seen = config("moments", 0)
+    seen["model"]["lens"] = "leaves"
+    runs = [
+        load_run(write_run(tmp_path / "moments", "moments", config=seen)),
+        load_run(write_run(tmp_path / "rescene")),
+    ]
+    rows = {row.group.method: row.cells for row in cost_rows(group_runs(runs))}
+    sites, server = (cost_titles().index((who, unit)) for who, unit in WORK)
+    assert rows["moments"][sites].measured == "2.20 TFLOP + lens" and rows["moments"][server].measured == "none counted"
+    assert rows["moments"][-2].measured == "2.20 TFLOP + lens"  # of all
+    assert rows["rescene"][sites].measured == "310 GFLOP" and rows["rescene"][server].measured == "5.40 TFLOP"
+    facts = {"lens": True, "forecast": dict.fromkeys(FORECAST, 1.0) | {"server_flops": 0.0}, "nominal": None}
+    names = [row["cost"] for row in _cost_table(facts)]
+    assert names[0].endswith("without the lens") and names[-1].endswith("without averages, sums and solver")

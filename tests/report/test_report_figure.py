@@ -15,7 +15,7 @@ from rescene.core.errors import ConfigError
 from rescene.report import load_run
 from rescene.report.drawing import Plot, _drawn
 from rescene.report.figure_files import KINDS, figure, together
-from rescene.report.figures_accuracy import forgetting_bars, matching_curve, rounds_curve
+from rescene.report.figures_accuracy import forgetting_bars, incremental_curve, matching_curve, rounds_curve
 from rescene.report.figures_tradeoffs import accuracy_for_compute, accuracy_for_upload
 from rescene.report.groups import RunGroup, group_runs
 from rescene.report.tables import PAGE, page_cells
@@ -51,6 +51,25 @@ def test_print_formats_repeat_to_the_byte(groups: list[RunGroup], tmp_path: Path
     first, _ = figure(groups, "old-recent", tmp_path / f"a{ending}")
     again, _ = figure(groups, "old-recent", tmp_path / f"b{ending}")
     assert first.read_bytes() == again.read_bytes() and first.read_bytes().startswith(start)
+
+
+def test_bands_and_bars_of_percentages_stay_below_100(tmp_path: Path) -> None:
+    rounds = [{"kind": "round", "task": t, "round": r, "participants": [0], "uplink_bytes": 1, "downlink_bytes": 1}
+              for t in (0, 1) for r in (0, 1)]  # fmt: skip
+    folders = []
+    for seed, value in enumerate((100.0, 70.0)):  # mean 85, deviation 21.2
+        folder = write_run(tmp_path / f"run-{seed}", "rescene", seed, incremental_accuracy=[value] * 3)
+        lines = [json.dumps(row | {"accuracy": value}) for row in rounds]
+        (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+        folders.append(folder)
+    groups = group_runs([load_run(folder) for folder in folders])
+    for plot in (incremental_curve(groups), rounds_curve(groups)):
+        assert plot is not None
+        with _drawn(plot) as sheet:
+            (axes,) = sheet.axes
+            tops = [band.get_paths()[0].vertices[:, 1].max() for band in axes.collections]
+            assert tops == [100.0]
+            assert max(tick for tick in axes.get_yticks() if tick <= axes.get_ylim()[1]) <= 100
 
 
 def ticks(plot: Plot | None) -> tuple[list[str], list[str]]:

@@ -351,18 +351,31 @@ def mean_points(axes: Any, groups: Sequence[RunGroup], rows: Sequence[Row], x: s
 
 
 def mean_line(axes: Any, group: RunGroup, stack: np.ndarray) -> None:
-    """Mean over seeds of [seed, task] as a line, with a band of one deviation (n-1) if there are several."""
+    """Mean over seeds of accuracies [seed, task] in percent as a line, with a band of one deviation (n-1) if there are several."""
     mean, x = np.mean(stack, axis=0), np.arange(stack.shape[1])
     axes.plot(x, mean, label=group.label, **stroke(group, 6))
     if len(stack) > 1:
         std = np.std(stack, axis=0, ddof=1)
-        band(axes, group, x, mean - std, mean + std)
+        band(axes, group, x, mean - std, mean + std, top=100.0)
 
 
-def band(axes: Any, group: RunGroup, x: Any, low: np.ndarray, high: np.ndarray) -> None:
-    """What a deviation around a mean covers; not below 0 around a mean that is not, because accuracies and sizes never are."""
-    low = np.where(low + high >= 0, np.maximum(low, 0), low)
+def band(axes: Any, group: RunGroup, x: Any, low: np.ndarray, high: np.ndarray, top: float = np.inf) -> None:
+    """What a deviation around a mean covers; not below 0 around a mean that is not, because accuracies and sizes never are.
+
+    ``top``: the largest value that there can be, 100 for percent.
+    """
+    low, high = np.where(low + high >= 0, np.maximum(low, 0), low), np.minimum(high, top)
     axes.fill_between(x, low, high, color=colour_of(group), alpha=0.16, linewidth=0)
+
+
+def percent_bars(means: Sequence[float], deviations: Sequence[float | None]) -> list[list[float]]:
+    """How far error bars reach below and above these percentages: within 0 to 100.
+
+    >>> percent_bars([50.0, 98.0, 1.0], [3.0, 5.0, None])
+    [[3.0, 5.0, 0.0], [3.0, 2.0, 0.0]]
+    """
+    pairs = [(mean, std or 0.0) for mean, std in zip(means, deviations, strict=True)]
+    return [[min(std, mean) for mean, std in pairs], [min(std, 100.0 - mean) for mean, std in pairs]]
 
 
 def name_rows(axes: Any, groups: Sequence[RunGroup]) -> None:

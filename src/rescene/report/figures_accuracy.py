@@ -193,7 +193,7 @@ def _round_line(axes: Any, group: RunGroup, rows: Sequence[Row], place: dict[tup
     axes.plot(x, back(mean), label=group.label, **style)
     if min(len(values[i]) for i in x) > 1:
         std = np.array([np.std(there(values[i]), ddof=1) for i in x])
-        band(axes, group, x, back(mean - std), back(mean + std))
+        band(axes, group, x, back(mean - std), back(mean + std), top=100.0 if key == "accuracy" else np.inf)
 
 
 def old_recent(groups: Sequence[RunGroup]) -> Plot | None:

@@ -32,7 +32,17 @@ from rescene.core.method_style import (
     MethodStyle,
     style_of,
 )
-from rescene.report.drawing import CARD, MUTED, Plot, legend_above, mean_points, name_rows, percent_axis, thinned
+from rescene.report.drawing import (
+    CARD,
+    MUTED,
+    Plot,
+    legend_above,
+    mean_points,
+    name_rows,
+    percent_axis,
+    percent_bars,
+    thinned,
+)
 from rescene.report.formatting import bytes_text, flops_text, plain, seconds_text
 from rescene.report.groups import RunGroup, spread
 from rescene.report.load import RunRecord
@@ -237,9 +247,7 @@ def accuracy_for_noise(groups: Sequence[RunGroup]) -> Plot | None:
                 "marker": own.marker,
                 "markerfacecolor": own.colour if rows[0]["epsilon"] else CARD,
             }
-            axes.errorbar(
-                xs, ys, yerr=[bar or 0.0 for bar in bars], elinewidth=1, label=f"{own.label}, {kind}", **style
-            )
+            axes.errorbar(xs, ys, yerr=percent_bars(ys, bars), elinewidth=1, label=f"{own.label}, {kind}", **style)
         axes.set_xlabel("noise multiplier σ")
         percent_axis(axes.yaxis, "AA (%)")
         legend_above(sheet, *axes.get_legend_handles_labels())
@@ -469,7 +477,7 @@ def _mark(axes: Any, point: Point, x: float) -> None:
         "markerfacecolor": own.colour if point.epsilon else CARD, "markeredgecolor": own.colour, "markeredgewidth": 1.4,
         "alpha": 0.6 if point.stored else 1.0, "zorder": 4 if point.stored else 5,
     }  # fmt: skip
-    axes.errorbar(x, point.aa, yerr=point.aa_std, elinewidth=1, **style)
+    axes.errorbar(x, point.aa, yerr=percent_bars([point.aa], [point.aa_std]), elinewidth=1, **style)
 
 
 def _labels(axes: Any, points: Sequence[Point], xs: Sequence[float], tags: Sequence[str]) -> None:

@@ -51,6 +51,25 @@ def flops_text(value: float | None) -> str:
     return _scaled(value, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP", "ZFLOP"))
 
 
+def site_work(flops: float | None, lens: bool) -> str:
+    """FLOPs of the sites; the look through a lens is not among them, and this says so.
+
+    >>> site_work(2.82e8, lens=True), site_work(2.82e8, lens=False)
+    ('282 MFLOP + lens', '282 MFLOP')
+    """
+    counted = flops_text(flops)
+    return f"{counted} + lens" if lens and flops is not None else counted
+
+
+def server_work(flops: float | None) -> str:
+    """FLOPs of the server. Averages, sums and solvers are not counted, so a server that does only these did not do nothing.
+
+    >>> server_work(0), server_work(3.34e9)
+    ('none counted', '3.34 GFLOP')
+    """
+    return "none counted" if flops == 0 else flops_text(flops)
+
+
 def seconds_text(value: float | None) -> str:
     """
     >>> seconds_text(4.26), seconds_text(61.2), seconds_text(7322)

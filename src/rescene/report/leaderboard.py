@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from rescene.core.verification import NOT_VERIFIED
-from rescene.report.formatting import NONE, bytes_text, count, flops_text, percent, plain
+from rescene.report.formatting import NONE, bytes_text, count, flops_text, percent, plain, server_work, site_work
 from rescene.report.groups import RunGroup, Spread, group_runs
 from rescene.report.load import RunRecord
 from rescene.report.page import put_page, render_page
 from rescene.report.table_formats import csv_text
 
+PAPER_DATA = ("cifar10", "cifar100", "tinyimagenet", "office31")
 BEHIND = " behind "  # a network that sees pictures through a lens
 
 
@@ -92,8 +93,7 @@ class BoardRow:
     @property
     def client_flops_text(self) -> str:
         """FLOPs of all clients; the look through a lens is not among them, and this says so."""
-        counted = _amount(self.client_flops, flops_text)["text"]
-        return f"{counted} + lens" if BEHIND in self.problem.network else counted
+        return site_work(self.client_flops, BEHIND in self.problem.network)
 
 
 def entries(
@@ -104,6 +104,8 @@ def entries(
 ) -> list[BoardRow]:
     """A row for each method in each setting, best AA first within a problem; unfinished runs have no row.
 
+    Problems stand in the order of their data: the paper's sets first.
+
     ``data_names``: what data sets are called that some runs read from a file of another name.
     """
     problems: dict[Problem, list[RunRecord]] = {}
@@ -113,10 +115,16 @@ def entries(
             name = (data_names or {}).get(problem.data, problem.data)
             problems.setdefault(replace(problem, data=plain(name, 40)), []).append(run)
     found = []
-    for problem in sorted(problems, key=lambda one: one.text):
+    for problem in sorted(problems, key=_place):
         for group in group_runs(problems[problem]):
             found.append(_entry(problem, group, in_paper or {}, verified or {}))
     return found
+
+
+def _place(problem: Problem) -> tuple[int, str]:
+    """The paper's data sets first, in its order; the others by name."""
+    known = problem.data in PAPER_DATA
+    return (PAPER_DATA.index(problem.data) if known else len(PAPER_DATA), problem.text)
 
 
 def _problem(run: RunRecord) -> Problem:
@@ -262,7 +270,7 @@ def _shown(row: BoardRow, out: Path, root: Path) -> dict[str, Any]:
         "worst": _figure(row.worst_task),
         "bytes": _amount(row.bytes_per_site_and_task, bytes_text),
         "client": _amount(row.client_flops, flops_text) | {"text": row.client_flops_text},
-        "server": _amount(row.server_flops, flops_text),
+        "server": _amount(row.server_flops, server_work),
         **{"leaves": row.leaves, "leaves_text": row.leaves_text, "reference": row.reference},
         **{"guarantee": row.guarantee, "paper_aa": row.paper_aa, "verified": row.verified},
         "links": [(_under(folder, out), _under(folder, root)) for folder in row.folders],

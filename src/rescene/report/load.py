@@ -95,6 +95,11 @@ class RunRecord:
         return str(self.env.get("data") or "")
 
     @property
+    def lens(self) -> bool:
+        """Whether pictures were seen through a lens, whose work no FLOP count has."""
+        return bool(self.settings.get("model.lens"))
+
+    @property
     def matrix(self) -> np.ndarray:
         """Accuracy [stage, task] in percent, NaN above the diagonal; a run still going gives its finished stages."""
         return triangle(self.results.accuracy_matrix or [row.accuracy for row in self.task_rows])

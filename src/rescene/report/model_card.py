@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rescene import __version__
 from rescene.core.errors import RunError, command
-from rescene.report.formatting import bytes_text, count, flops_text, percent, plain, seconds_text, task_name
+from rescene.report.formatting import bytes_text, count, percent, plain, seconds_text, server_work, site_work, task_name
 from rescene.report.load import RunRecord, load_run
 from rescene.report.summary import flattered, simulated, unmeasured
 from rescene.report.table_formats import Entry, TableCell, TableGrid, render
@@ -132,14 +132,15 @@ def _cost(run: RunRecord) -> str:
     rows = [
         ("upload of a site per round", bytes_text(run.upload_bytes)),
         ("download of a site per round", bytes_text(cost.downlink_bytes_per_message)),
-        ("compute of all sites", flops_text(cost.client_flops)),
-        ("compute of the server", flops_text(cost.server_flops)),
+        ("compute of all sites", site_work(cost.client_flops, run.lens)),
+        ("compute of the server", server_work(cost.server_flops)),
         (
             "time",
             f"{seconds_text(run.timing.total_s)} on {plain(run.env.get('device', 'not recorded'))}",
         ),
     ]
-    return "## Cost\n\n" + _table("", ("", ""), rows)
+    left_out = "Compute is convolutions and linear layers. The look through a lens, averages, sums and solvers are not counted."
+    return "## Cost\n\n" + _table("", ("", ""), rows) + f"\n\n{left_out}"
 
 
 def _limits(run: RunRecord) -> str:

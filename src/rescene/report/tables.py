@@ -13,7 +13,18 @@ from dataclasses import dataclass, replace
 
 from rescene.core.errors import ConfigError, did_you_mean
 from rescene.core.json_files import Row
-from rescene.report.formatting import NONE, bytes_text, data_uri, flops_text, percent, seconds_text, task_name, times
+from rescene.report.formatting import (
+    NONE,
+    bytes_text,
+    data_uri,
+    flops_text,
+    percent,
+    seconds_text,
+    server_work,
+    site_work,
+    task_name,
+    times,
+)
 from rescene.report.groups import (
     SERVER_EPOCHS,
     RunGroup,
@@ -74,8 +85,8 @@ _ALL = (
            lambda value: bytes_text(_scaled(value, 1e6)), 3),
     Column("uplink", "Uplink", "MB, whole run", -1, _measured("uplink_bytes", 1e6)),
     Column("downlink", "Downlink", "MB, whole run", -1, _measured("downlink_bytes", 1e6)),
-    Column("client_flops", "Site compute", "TFLOP, all sites", -1, _measured("client_flops", 1e12)),
-    Column("server_flops", "Server compute", "TFLOP", -1, _measured("server_flops", 1e12)),
+    Column("client_flops", "Site compute", "TFLOP, all sites, without lens", -1, _measured("client_flops", 1e12)),
+    Column("server_flops", "Server compute", "TFLOP, without solver", -1, _measured("server_flops", 1e12)),
     Column("client_state", "Site memory", "MB", -1, _measured("client_state_bytes", 1e6)),
     Column("server_state", "Server memory", "MB", -1, _measured("server_state_bytes", 1e6)),
     Column("epsilon", "ε", "whole run, most-used record", 0, lambda run: run.privacy.epsilon),
@@ -327,7 +338,7 @@ _COSTS: tuple[tuple[str, str, str, Callable[[float | None], str]], ...] = (
     ("client_state_bytes", "Site memory", "largest state kept", bytes_text),
     ("server_state_bytes", "Server memory", "largest state kept", bytes_text),
     ("client_flops", "Site compute", "all sites, whole run", flops_text),
-    ("server_flops", "Server compute", "whole run", flops_text),
+    ("server_flops", "Server compute", "whole run", server_work),
 )
 
 
@@ -378,7 +389,8 @@ def _compute(group: RunGroup) -> CostCell:
     )
     total, told = (None if None in pair else sum(filter(None, pair)) for pair in (measured, nominal))
     parts = (f"{100 * (measured[0] or 0) / total:.0f} % at sites",) if total else ()
-    return CostCell(flops_text(total), "" if told is None else flops_text(told), "", total, parts)
+    shown = server_work(total) if total == 0 else site_work(total, group.shown[0].lens)
+    return CostCell(shown, "" if told is None else flops_text(told), "", total, parts)
 
 
 def _time(group: RunGroup) -> CostCell:
@@ -400,7 +412,8 @@ def _cost_cell(group: RunGroup, unit: RunGroup | None, key: str, show: Callable[
     mean, nominal = _mean(group, "measured", key), _mean(group, "nominal", key)
     base = _mean(unit, "measured", key) if unit and unit is not group else None
     ratio = f"{times(mean / base)} × {unit.style.title}" if mean is not None and base and unit else ""
-    return CostCell(show(mean), "" if nominal is None else show(nominal), ratio, mean)
+    shown = site_work(mean, group.shown[0].lens) if key == "client_flops" else show(mean)
+    return CostCell(shown, "" if nominal is None else show(nominal), ratio, mean)
 
 
 def _mean(group: RunGroup, kind: str, key: str) -> float | None:
