@@ -6,7 +6,12 @@ import pytest
 import torch
 
 from rescene.methods import Method, method_class, method_names
-from rescene.testing.conformance import CHECKS, draws_only_from_its_streams, leaves_its_arguments_alone
+from rescene.testing.conformance import (
+    CHECKS,
+    draws_only_from_its_streams,
+    learns_in_own_orders,
+    leaves_its_arguments_alone,
+)
 from rescene.training import Training
 
 SURROGATES = {"ipc": 2, "num_steps": 2}
@@ -43,6 +48,19 @@ def build(name):
 @pytest.mark.parametrize("name", [n for n in method_names() if method_class(n).__module__.startswith("rescene.")])
 def test_method_conforms(name, check):
     check(build(name))
+
+
+def test_fedlwf_learns_in_own_orders_with_the_loss_over_all_classes():
+    learns_in_own_orders(method_class("fedlwf")(local_ce="all", train=TRAIN))
+
+
+def test_the_suite_catches_a_method_that_takes_the_classes_of_a_step_for_new():
+    class Forward(method_class("fedavg")):
+        one_order_only: ClassVar[dict[str, str]] = {}
+
+    learns_in_own_orders(Forward(train=TRAIN))
+    with pytest.raises(AssertionError, match="classes that other sites meet"):
+        learns_in_own_orders(Forward(local_ce="new", train=TRAIN))
 
 
 class Careless(Method):

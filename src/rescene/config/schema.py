@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from rescene.config.fault_section import FaultsSection
 from rescene.config.privacy import PrivacySection, Promise, promise_of
 from rescene.config.site_plan import Channels, Deviation, SitesSection
+from rescene.core.errors import ConfigError
 from rescene.core.versions import as_it_was
 from rescene.lens import no_such_lens
 from rescene.methods import DEFAULT_METHOD, Method, method_class, method_names
@@ -16,6 +17,8 @@ from rescene.nets import is_own, own_model
 from rescene.nets.timm_networks import TIMM
 from rescene.privacy.totals import threshold
 from rescene.training import Training
+
+PER_SITE = "per-site"  # tasks.order: each site has its own
 
 
 class Section(BaseModel):
@@ -98,8 +101,9 @@ class TasksSection(Section):
     plan: list[list[str]] | None = Field(
         None, description="names of the classes of each task; with scenario domain, the domain of each task"
     )
-    order: Literal["natural", "seeded"] = Field(
-        "natural", description="order in which classes arrive: as in the data set, or shuffled by the seed"
+    order: Literal["natural", "seeded", "per-site"] = Field(
+        "natural",
+        description="order in which classes arrive: as in the data set, shuffled by the seed, or shuffled for each site",
     )
     limit: int | None = Field(None, ge=1, description="stop after this many tasks")
     drift: int | None = Field(
@@ -107,6 +111,10 @@ class TasksSection(Section):
         ge=0,
         description="rounds over which each task's classes drift in, without telling the method; null: every task is announced",
     )
+
+    def in_one_order(self) -> TasksSection:
+        """The same tasks in one order for all sites."""
+        return self.model_copy(update={"order": "natural"}) if self.order == PER_SITE else self
 
 
 class FederationSection(Section):
@@ -375,6 +383,54 @@ class Recipe(Section):
                 "privacy.mechanism=none"
             )
         return self
+
+    @model_validator(mode="after")
+    def _orders_are_possible(self) -> Recipe:
+        if self.tasks.order != PER_SITE:
+            return self
+        method, where = method_class(self.method["name"]), "tasks.order=per-site"
+        if self.sites is not None:
+            what = "across sites all sites learn the classes in the order of the plan"
+            raise ConfigError(
+                "E572", what, where=where, fix="tasks.order=natural; orders of their own are simulated only"
+            )
+        if not method.own_orders:
+            able = ", ".join(name for name in method_names() if method_class(name).own_orders)
+            what = f"{method.title} cannot learn from sites that meet the classes in orders of their own"
+            why = "it needs new classes that all sites share, or nobody has shown that it does not"
+            raise ConfigError("E570", what, where=where, why=why, fix=f"tasks.order=natural, or method=one of {able}")
+        against = self._against_own_orders() | {
+            f"method.{key}={value}": "it takes the classes of a task for new and for the last ones"
+            for key, value in method.one_order_only.items()
+            if self.method.get(key) == value
+        }
+        for setting, why in against.items():
+            what = f"{setting} needs one order of classes for all sites"
+            raise ConfigError("E571", what, where=where, why=why, fix=f"tasks.order=natural, or without {setting}")
+        return self
+
+    def _against_own_orders(self) -> dict[str, str]:
+        """Settings of this recipe that contradict an order for each site, with the reason."""
+        tasks, federation, attack = self.tasks, self.federation, self.federation.faults.attack
+        found = {
+            "tasks.scenario=domain": (tasks.scenario == "domain", "domains come in one order"),
+            "tasks.plan": (tasks.plan is not None, "a plan with names says itself what comes when"),
+            f"tasks.drift={tasks.drift}": (tasks.drift is not None, "a stream has no tasks that a site could reorder"),
+            "federation.partition=lazy-dirichlet": (
+                federation.partition == "lazy-dirichlet",
+                "images that are drawn on demand are those of one task for all",
+            ),
+            "federation.exclude": (
+                bool(federation.exclude),
+                "classes are numbered as the sites meet them, also this one",
+            ),
+            f"federation.faults.attack={attack}": (attack != "none", "an attack confuses classes of one task"),
+            f"privacy.mechanism={self.privacy.mechanism}": (
+                self.privacy.mechanism != "none",
+                "the mechanisms are tested with classes that come to all sites at once",
+            ),
+        }
+        return {setting: why for setting, (is_so, why) in found.items() if is_so}
 
     @model_validator(mode="after")
     def _plan_fits(self) -> Recipe:

@@ -227,6 +227,15 @@ class SiteHeads:
 
 
 @dataclass(frozen=True)
+class SiteOrder:
+    """A site with an order of its own: the classes of each step, and after each step the accuracy on all it had met."""
+
+    site: int | None = None
+    tasks: tuple[tuple[str, ...], ...] = ()
+    accuracy: Numbers = ()
+
+
+@dataclass(frozen=True)
 class Results:
     """results.json of a finished run. Accuracy [stage][task] is None above the diagonal; all empty for an unfinished run."""
 
@@ -252,6 +261,7 @@ class Results:
     theory: Theory = Theory()
     privacy: Privacy = Privacy()
     stream: Stream | None = None
+    orders: tuple[SiteOrder, ...] = ()
     forgotten: tuple[Forgotten, ...] = ()
     elsewhere: tuple[Moved, ...] = ()
     continued: tuple[Grown, ...] = ()

@@ -9,6 +9,7 @@ from rescene.data.natural_sites import by_site, site_names
 from rescene.data.objects import dataset_of, own_datasets, register_dataset
 from rescene.data.partition import dirichlet_partition, iid_partition, partition
 from rescene.data.shard import Batch, Shard
+from rescene.data.site_orders import SiteOrders
 from rescene.data.stand_in import has_stand_in, stand_in
 from rescene.data.tasks import Task, plan_tasks
 
@@ -18,6 +19,7 @@ __all__ = [
     "Images",
     "LazySplit",
     "Shard",
+    "SiteOrders",
     "Task",
     "Transform",
     "available",

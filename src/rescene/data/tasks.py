@@ -21,7 +21,11 @@ from rescene.data.images import Dataset, Images
 class Task:
     """One task. ``classes``: labels new in it (class-incremental) or all labels (domain-incremental); labels
     0..``num_seen``-1 are known during it. ``train``, ``test``: positions into the splits, all clients together.
-    ``announced`` is False for a stream of classes that come and go while nobody says when: it is one task to a method."""
+    ``announced`` is False for a stream of classes that come and go while nobody says when: it is one task to a method.
+
+    Where sites meet the classes in orders of their own (``data.site_orders``), a task is a step in time: ``classes`` are those
+    that some site meets in it, also if others met them before; ``test`` are those of the classes that are new to everybody.
+    """
 
     index: int
     classes: tuple[int, ...]
@@ -64,7 +68,7 @@ def plan_tasks(
     else:
         arrival = _class_order(len(dataset.classes), order, seed)
         sizes = _task_sizes(len(arrival), per_task, count, sizes)
-    return _class_tasks(_relabel(dataset, arrival), sizes)
+    return _class_tasks(relabel(dataset, arrival), sizes)
 
 
 def _bad_plan(what: str, *, why: str | None = None, fix: str | None = None) -> ConfigError:
@@ -119,7 +123,7 @@ def _named_plan(
     return [classes.index(name) for name in names], [len(task) for task in plan]
 
 
-def _relabel(dataset: Dataset, arrival: list[int]) -> Dataset:
+def relabel(dataset: Dataset, arrival: list[int]) -> Dataset:
     """The data set with old label ``arrival[i]`` called i; pictures of other classes are left out."""
     if arrival == list(range(len(dataset.classes))):
         return dataset

@@ -19,7 +19,7 @@ import yaml
 
 from rescene.config import Recipe, Resolved
 from rescene.config.compose import with_sites_of_data
-from rescene.config.schema import DataSection
+from rescene.config.schema import PER_SITE, DataSection
 from rescene.core.documents import read_yaml
 from rescene.core.errors import ConfigError, DataError, RunError, command
 from rescene.core.run_state import LOCK, read_object, state_of
@@ -129,6 +129,11 @@ def _refuse_kind(run: Path, recipe: Recipe, results: dict[str, Any]) -> None:
         why, fix = "its images are at the sites of a federation", "rescene deploy add-classes FEDERATION new,classes"
     elif recipe.tasks.drift is not None:
         why = "its tasks are not announced (tasks.drift): the network had an output for each of its classes from the start"
+        fix = "a new run with all classes"
+    elif recipe.tasks.order == PER_SITE:
+        why = (
+            "every site has an order of its own (tasks.order=per-site), and a plan with new tasks has one order for all"
+        )
         fix = "a new run with all classes"
     elif words := words_of(recipe):
         why = f"it was made from Python objects, which no folder keeps ({'; '.join(words)})"

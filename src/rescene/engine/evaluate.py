@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
 from rescene.core.record import record
-from rescene.data import Dataset, Task
+from rescene.data import Dataset, SiteOrders, Task
 from rescene.privacy.accounting import check_grid, least_deviation
 from rescene.privacy.discrete import discrete_gaussian
 from rescene.privacy.noise import Noise
@@ -34,10 +34,14 @@ class Evaluation:
     confusion: list[list[int]]
     sizes: list[int]  # test images per task
     recall: list[float]  # percent per class, in the place of a confusion that nobody knows; else empty
+    by_site: list[float] = field(default_factory=list)  # percent on the classes that each site has met, in own orders
 
 
-def evaluate(net: nn.Module, dataset: Dataset, tasks: Sequence[Task]) -> Evaluation:
-    """Accuracy after these tasks. A task without test images counts as 0."""
+def evaluate(net: nn.Module, dataset: Dataset, tasks: Sequence[Task], orders: SiteOrders | None = None) -> Evaluation:
+    """Accuracy after these tasks. A task without test images counts as 0.
+
+    With an order for each site, the accuracy on task j is the mean over the sites of that on the site's own j-th task.
+    """
     test, transform = dataset.test, dataset.transform
     index = torch.cat([task.test for task in tasks]).to(test.labels.device)
     classes = tasks[-1].num_seen  # a head may know of classes that are still to come
@@ -48,7 +52,42 @@ def evaluate(net: nn.Module, dataset: Dataset, tasks: Sequence[Task]) -> Evaluat
     right = (guesses == truth).split(sizes)
     within = [_within(*own) for own in zip(scores.split(sizes), truth.split(sizes), tasks, strict=True)]
     confusion = torch.bincount(truth * classes + guesses, minlength=classes * classes).reshape(classes, classes)
-    return Evaluation([_percent(r) for r in right], within, _percent(guesses == truth), confusion.tolist(), sizes, [])
+    found = Evaluation([_percent(r) for r in right], within, _percent(guesses == truth), confusion.tolist(), sizes, [])
+    return found if orders is None else _in_own_orders(found, scores, truth, orders)
+
+
+def _in_own_orders(found: Evaluation, scores: Tensor, truth: Tensor, orders: SiteOrders) -> Evaluation:
+    """The figures by task as means over sites; a site whose classes have no test image is left out of a mean.
+
+    ``scores`` [n, classes] and ``truth`` [n] are of all test images of the classes that anybody has met.
+    """
+    sites, num_steps = range(len(orders.steps)), len(found.per_task)
+    groups = {own for k in sites for own in (*orders.steps[k][:num_steps], orders.met(k, num_steps - 1))}
+    right = {classes: _on_classes(scores, truth, classes) for classes in groups}
+    per_task, within = (
+        [_mean([right[orders.steps[k][t]][kind] for k in sites]) for t in range(num_steps)] for kind in (0, 1)
+    )
+    return replace(
+        found,
+        per_task=per_task,
+        within_task=within,
+        by_site=[right[orders.met(k, num_steps - 1)][0] for k in sites],
+    )
+
+
+def _on_classes(scores: Tensor, truth: Tensor, classes: tuple[int, ...]) -> tuple[float, float]:
+    """Percent right on the images of these classes, among all classes and among these alone; NaN without images."""
+    labels = torch.tensor(classes, device=scores.device)
+    own = torch.isin(truth, labels)
+    if not bool(own.any()):
+        return math.nan, math.nan
+    scores, truth = scores[own], truth[own]
+    return _percent(scores.argmax(dim=1) == truth), _percent(labels[scores[:, labels].argmax(dim=1)] == truth)
+
+
+def _mean(values: Sequence[float]) -> float:
+    known = [value for value in values if not math.isnan(value)]
+    return sum(known) / len(known) if known else math.nan
 
 
 @record

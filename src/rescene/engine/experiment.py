@@ -16,15 +16,16 @@ from torch import Tensor, nn
 
 from rescene.config import Recipe
 from rescene.config.privacy import check_records
-from rescene.config.schema import DataSection, FederationSection
+from rescene.config.schema import PER_SITE, DataSection, FederationSection
 from rescene.config.site_plan import SitesSection
 from rescene.core.errors import ConfigError
 from rescene.core.rng import Rng
-from rescene.data import Dataset, LazySplit, Task, Transform, load, partition, plan_tasks
+from rescene.data import Dataset, LazySplit, SiteOrders, Task, Transform, load, partition, plan_tasks
 from rescene.data.inspection import hashes, warn_of_leaks, warn_of_near_copies
 from rescene.data.joining import joined
 from rescene.data.natural_sites import by_site, warn_of_unused_sites
 from rescene.data.site_images import away
+from rescene.data.site_orders import in_own_orders
 from rescene.data.tasks import cut, tested
 from rescene.data.validation import validation_part
 from rescene.engine.initial_weights import initial_weights
@@ -66,6 +67,7 @@ class Experiment:
     device: torch.device
     rng: Rng
     digests: Digests = Digests()
+    orders: SiteOrders | None = None  # None: all sites meet the classes in one order
 
     @property
     def has_images(self) -> bool:
@@ -120,6 +122,12 @@ class Experiment:
         own = self.shards[task][client]
         generator = self.rng.at("drift", task, client).generator()
         return own[torch.randperm(len(own), generator=generator).to(own.device)]
+
+    def new_classes(self, task: Task) -> Sequence[int]:
+        """Labels that arrive with the task; with an order for each site, those that nobody had met before, which may be none."""
+        if self.orders is None:
+            return task.classes
+        return range(self.tasks[task.index - 1].num_seen if task.index else 0, task.num_seen)
 
     def present(self, task: Task) -> Task:
         """The task with all images that anybody may hold during it."""
@@ -238,7 +246,10 @@ def _prepare_simulated(
     else:
         warn_of_unused_sites(dataset)
         shards = [_split(task, dataset.train.labels[task.train].cpu(), recipe.federation, rng) for task in tasks]
-    return Experiment(recipe, method, dataset, tasks, shards, arch_of(recipe, dataset), device, rng, digests)
+    orders = None
+    if recipe.tasks.order == PER_SITE:
+        dataset, tasks, shards[:], orders = in_own_orders(dataset, tasks, shards, recipe.seed, recipe.tasks.limit)
+    return Experiment(recipe, method, dataset, tasks, shards, arch_of(recipe, dataset), device, rng, digests, orders)
 
 
 def _prepare_planned(recipe: Recipe, plan: SitesSection, own: Dataset | None, kept: FeatureCache | None) -> Experiment:
@@ -306,8 +317,12 @@ def _split(task: Task, labels: Tensor, federation: FederationSection, rng: Rng) 
 
 
 def planned(recipe: Recipe, dataset: Dataset) -> tuple[Dataset, list[Task]]:
-    """The data set relabelled in the order of arrival, and the tasks of this run."""
+    """The data set relabelled in the order of arrival, and the tasks of this run.
+
+    With an order for each site: those of the one order that each site's is drawn from, all of them.
+    """
     plan = recipe.tasks
+    own_orders = plan.order == PER_SITE
     dataset, tasks = plan_tasks(
         dataset,
         scenario=plan.scenario,
@@ -315,10 +330,10 @@ def planned(recipe: Recipe, dataset: Dataset) -> tuple[Dataset, list[Task]]:
         count=plan.count,
         sizes=plan.sizes,
         plan=plan.plan,
-        order=plan.order,
+        order="natural" if own_orders else plan.order,
         seed=recipe.seed,
     )
-    return dataset, tasks[: plan.limit]
+    return dataset, tasks if own_orders else tasks[: plan.limit]
 
 
 def load_data(data: DataSection) -> Dataset:

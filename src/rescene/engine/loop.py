@@ -267,7 +267,11 @@ class Run:
         facts.incremental[task.index :] = [_overall(found, e.recipe.tasks.scenario)]
         facts.within_task, facts.confusion = found.within_task, found.confusion
         facts.recall, facts.test_sizes = found.recall, found.sizes
-        return {"kind": "task", "task": task.index, "accuracy": found.per_task, "aa": facts.incremental[-1]}
+        row = {"kind": "task", "task": task.index, "accuracy": found.per_task, "aa": facts.incremental[-1]}
+        if e.orders is not None:
+            facts.by_site[task.index :] = [found.by_site]
+            row["by_site"] = found.by_site
+        return row
 
     def evaluate(self, task: Task) -> Evaluation:
         """The model on the test images of all tasks so far."""
@@ -277,7 +281,7 @@ class Run:
             tasks = e.tasks[: task.index + 1]
             if e.tested_at_sites:
                 return self.federation.evaluate(model, tasks)
-            return evaluate(self.federation.net(model), e.dataset, tasks)
+            return evaluate(self.federation.net(model), e.dataset, tasks, e.orders)
 
     def finish(self) -> dict[str, Any]:
         """The model first, then the tables: whatever happens later, the result of the training is safe."""

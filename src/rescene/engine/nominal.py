@@ -24,9 +24,10 @@ def nominal_cost(experiment: Experiment) -> dict[str, float] | None:
     """Bytes of one message each way, client state, and the FLOPs of the run on all clients and on the server.
 
     None where there is no convention: for a method that states none, where the images are at the sites, where sites are drawn
-    lazily, and where classes drift in.
+    lazily, where classes drift in, and where sites have orders of their own.
     """
-    if experiment.is_lazy or not experiment.has_images or experiment.recipe.tasks.drift is not None:
+    one_plan = experiment.recipe.tasks.drift is None and experiment.orders is None
+    if experiment.is_lazy or not experiment.has_images or not one_plan:
         return None
     method, tasks = experiment.method, experiment.tasks
     found = method.nominal_bytes(experiment.arch, max(len(task.classes) for task in tasks), tasks[-1].num_seen)

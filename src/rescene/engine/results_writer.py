@@ -43,8 +43,7 @@ def results_of(experiment: Experiment, facts: dict[str, Any], ledger: CostLedger
         {
             "schema": RESULTS,
             "method": experiment.method.name,
-            "aa": fn.average_accuracy(matrix, sizes),
-            "aia": fn.average_incremental_accuracy(matrix, sizes),
+            **_averages(experiment, facts, sizes),
             "forgetting": fn.forgetting(matrix),
             "bwt": fn.backward_transfer(matrix),
             "old": old,
@@ -60,7 +59,7 @@ def results_of(experiment: Experiment, facts: dict[str, Any], ledger: CostLedger
             "tasks": [
                 {
                     "index": task.index,
-                    "classes": [experiment.dataset.classes[c] for c in task.classes],
+                    "classes": [experiment.dataset.classes[c] for c in experiment.new_classes(task)],
                     "domain": None if task.domain is None else experiment.dataset.domains[task.domain],
                     "train_size": len(task.train) if experiment.has_images else None,
                     "test_size": tested[task.index],
@@ -81,6 +80,7 @@ def results_of(experiment: Experiment, facts: dict[str, Any], ledger: CostLedger
             },
             **_at_sites(experiment, facts["recall"], ledger.sites_tell),
             **stream_record(experiment, facts["closings"]),
+            **_own_orders(experiment, facts["by_site"]),
             **{name: facts[name] for name in ("elsewhere", "continued", "forgotten", "filtered_by") if facts[name]},
             **({"made_from_objects": words} if (words := words_of(experiment.recipe)) else {}),
             **_hazards(experiment, facts),
@@ -90,6 +90,30 @@ def results_of(experiment: Experiment, facts: dict[str, Any], ledger: CostLedger
         }
     )
     return record
+
+
+def _averages(experiment: Experiment, facts: dict[str, Any], sizes: list[int] | None) -> dict[str, float]:
+    """AA and AIA. With an order for each site they are over the classes that anybody has met, which the matrix does not tell."""
+    matrix, after = facts["matrix"], facts["incremental"]
+    if experiment.orders is not None:
+        return {"aa": after[-1], "aia": sum(after) / len(after)}
+    return {"aa": fn.average_accuracy(matrix, sizes), "aia": fn.average_incremental_accuracy(matrix, sizes)}
+
+
+def _own_orders(experiment: Experiment, by_site: list[list[float]]) -> dict[str, Any]:
+    """What each site met in each step, and the accuracy on all it had met by then; nothing where all have one order."""
+    if experiment.orders is None:
+        return {}
+    names = experiment.dataset.classes
+    rows = [
+        {
+            "site": site,
+            "tasks": [[names[c] for c in classes] for classes in steps],
+            "accuracy": [after[site] for after in by_site],
+        }
+        for site, steps in enumerate(experiment.orders.steps)
+    ]
+    return {"orders": rows}
 
 
 def write_tables(folder: Path, results: dict[str, Any], metrics: Path) -> None:

@@ -17,6 +17,7 @@ class Facts:
     confusion: list[list[int]] = field(default_factory=list)
     recall: list[float] = field(default_factory=list)
     test_sizes: list[int] = field(default_factory=list)
+    by_site: list[list[float]] = field(default_factory=list)  # after each task, on what each site has met (own orders)
     leakage: list[dict[str, Any]] = field(default_factory=list)
     theory: list[dict[str, Any]] = field(default_factory=list)
     elsewhere: list[dict[str, Any]] = field(default_factory=list)  # where the run went on with other code or machine
@@ -60,5 +61,5 @@ def restored(facts: dict[str, Any]) -> Facts:
     def back(value: Any) -> Any:
         return [back(v) for v in value] if isinstance(value, list) else math.nan if value is None else value
 
-    names = ("matrix", "incremental", "within_task", "recall")
+    names = ("matrix", "incremental", "within_task", "recall", "by_site")
     return Facts(**facts | {name: back(facts.get(name, [])) for name in names})

@@ -101,6 +101,7 @@ def scale(recipe: Recipe, dataset: Dataset, num_clients: int, per_round: int, me
 def sample(recipe: Recipe, dataset: Dataset, num_clients: int, per_round: int) -> Experiment:
     """The recipe with this many sites, lazily drawn, each as large as one of the recipe's own, and few enough per round."""
     own = recipe.federation
+    recipe = recipe.model_copy(update={"tasks": recipe.tasks.in_one_order()})  # sites that nobody lists have no order
     one = {"num_clients": 1, "per_round": 1, "partition": "lazy-dirichlet", "exclude": None}
     size = own.min_size if own.partition == "lazy-dirichlet" else 0
     if size < 2:

@@ -143,6 +143,10 @@ class Method(Hyperparameters):
     sends_pictures_only: ClassVar[bool] = False  # and their labels, so that a round's uploads can be screened
     scenarios: ClassVar[tuple[str, ...]] = ("class", "domain")  # what kinds of task sequence it can learn
     open_ended: ClassVar[bool] = False  # learns from a stream whose tasks nobody announces (tasks.drift)
+    # learns where every site meets the classes in an order of its own (tasks.order=per-site): it does not take ``task.classes`` for
+    # new to everybody, nor for the last labels, and a class may come again from another site
+    own_orders: ClassVar[bool] = False
+    one_order_only: ClassVar[Mapping[str, str]] = {"local_ce": "new"}  # hyperparameters with which it cannot
     compute: ClassVar[tuple[str, str] | None] = None  # O(...) of all clients and of the server per task, for `explain`
     verified: ClassVar[tuple[Verified, ...]] = ()  # what it was compared with; a class speaks for itself alone
 

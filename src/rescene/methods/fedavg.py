@@ -29,6 +29,7 @@ class FedAvg(AveragingMethod):
     marker: ClassVar[str] = "s"
     cost_unit: ClassVar[bool] = True
     open_ended: ClassVar[bool] = True
+    own_orders: ClassVar[bool] = True
     paper: ClassVar[str] = "McMahan et al., AISTATS 2017"
     verified: ClassVar[tuple[Verified, ...]] = (
         Verified(

@@ -17,7 +17,7 @@ F_pending into F at once, so that the penalty pulls towards its previous partici
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import ClassVar, Literal
 
@@ -63,6 +63,8 @@ class FedEWC(AveragingMethod):
     colour: ClassVar[str] = SKY
     marker: ClassVar[str] = "^"
     paper: ClassVar[str] = "Kirkpatrick et al., PNAS 2017"
+    own_orders: ClassVar[bool] = True
+    one_order_only: ClassVar[Mapping[str, str]] = {"local_ce": "new", "anchor": "last_round"}
     verified: ClassVar[tuple[Verified, ...]] = (
         Verified("official code", "tests/oracles/test_oracles.py::test_fedewc_fisher_and_penalty", "1e-6"),
         Verified(

@@ -41,6 +41,7 @@ class FedLwF(AveragingMethod):
     colour: ClassVar[str] = BROWN
     marker: ClassVar[str] = "v"
     paper: ClassVar[str] = "Li and Hoiem, TPAMI 2018"
+    own_orders: ClassVar[bool] = True
     verified: ClassVar[tuple[Verified, ...]] = (
         Verified(
             "official code", "tests/oracles/test_oracles.py::test_fedlwf_takes_the_published_step", "3e-5, a step"

@@ -32,6 +32,7 @@ class FedProx(AveragingMethod):
     colour: ClassVar[str] = GREY
     marker: ClassVar[str] = "<"
     open_ended: ClassVar[bool] = True
+    own_orders: ClassVar[bool] = True
     paper: ClassVar[str] = "Li et al., MLSys 2020"
     mechanisms: ClassVar[tuple[str, ...]] = ("none", "dp-sgd")
 

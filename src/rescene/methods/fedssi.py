@@ -62,6 +62,7 @@ class FedSSI(AveragingMethod):
     colour: ClassVar[str] = GREEN
     marker: ClassVar[str] = "v"
     paper: ClassVar[str] = "Li et al., ICML 2025"
+    own_orders: ClassVar[bool] = True
     compute: ClassVar[tuple[str, str] | None] = ("O(R K E D_loc F + N E D_loc F)", "O(R K P)")
     remembers: ClassVar[str] = "importance of every weight (synaptic intelligence), and the weights it pulls back to"
     unprotected: ClassVar[str] = (

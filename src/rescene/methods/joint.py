@@ -54,6 +54,7 @@ class Joint(Method):
     marker: ClassVar[str] = "P"
     uploads: ClassVar[Sent] = "images"
     reference: ClassVar[str] = "upper bound"
+    own_orders: ClassVar[bool] = True
     paper: ClassVar[str] = "reference line, not a method to use: central training on all real images"
     verified: ClassVar[tuple[Verified, ...]] = (
         Verified(

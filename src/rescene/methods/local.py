@@ -51,6 +51,7 @@ class Local(Method):
     marker: ClassVar[str] = "v"
     uploads: ClassVar[Sent] = "nothing"
     reference: ClassVar[str] = "lower bound"
+    own_orders: ClassVar[bool] = True
     paper: ClassVar[str] = "reference line: one site alone"
     verified: ClassVar[tuple[Verified, ...]] = (
         Verified(

@@ -97,6 +97,7 @@ class Moments(Method):
     remembers: ClassVar[str] = "which of its images it has told of"
     mechanisms: ClassVar[tuple[str, ...]] = ("none", "release")
     open_ended: ClassVar[bool] = True
+    own_orders: ClassVar[bool] = True
     additive: ClassVar[bool] = True
     sums_securely: ClassVar[bool] = True
 

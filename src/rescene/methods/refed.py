@@ -61,6 +61,7 @@ class ReFed(AveragingMethod):
     colour: ClassVar[str] = ORANGE
     marker: ClassVar[str] = "*"
     paper: ClassVar[str] = "Li et al., CVPR 2024"
+    own_orders: ClassVar[bool] = True
     verified: ClassVar[tuple[Verified, ...]] = (
         Verified(
             "hand computation",

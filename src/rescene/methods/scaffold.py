@@ -64,6 +64,7 @@ class Scaffold(AveragingMethod):
     colour: ClassVar[str] = VERMILLION
     marker: ClassVar[str] = ">"
     paper: ClassVar[str] = "Karimireddy et al., ICML 2020"
+    own_orders: ClassVar[bool] = True
     leaves_site: ClassVar[str] = "model weights, the change of the site's mean gradient, and the number of local images"
     remembers: ClassVar[str] = "its mean gradient of the task (control variate)"
     mechanisms: ClassVar[tuple[str, ...]] = ("none", "dp-sgd")

@@ -132,10 +132,11 @@ def _problem(run: RunRecord) -> Problem:
     scenario = told.get("tasks.scenario") or "class"
     split = f"beta {told.get('federation.beta')}" if _by_beta(told) else str(told.get("federation.partition"))
     drift = f", drift {told['tasks.drift']}" if told.get("tasks.drift") else ""
+    orders = ", an order for each site" if told.get("tasks.order") == "per-site" else ""
     seen = told.get("model.lens")
     return Problem(
         data=plain(run.data or told.get("data.name") or "unknown", 40),
-        tasks=count(len(run.tasks), f"{scenario} task") + drift,
+        tasks=count(len(run.tasks), f"{scenario} task") + drift + orders,
         split=split,
         sites=f"{told.get('federation.per_round')} of {told.get('federation.num_clients')} sites",
         rounds=count(int(told.get("federation.num_rounds") or 0), "round"),

@@ -29,6 +29,7 @@ def setting(run: RunRecord, runs: Sequence[RunRecord]) -> Pairs:
     seconds = spread(other.timing.total_s for other in runs)
     facts: list[tuple[str, Any]] = [
         *((name, _together([value, *(other[name] for other in others)])) for name, value in _set_up(run).items()),
+        ("Order of classes", _own_orders(runs)),
         ("Evaluated", run.results.evaluated),
         ("Seeds", ", ".join(map(str, seeds)) or None),
         ("Device", run.env.get("device") or run.config.get("device")),
@@ -96,6 +97,16 @@ def _continued(runs: Sequence[RunRecord]) -> str | None:
     return "; ".join(dict.fromkeys(told)) or None
 
 
+def _own_orders(runs: Sequence[RunRecord]) -> str | None:
+    """That sites have orders of their own, and the accuracy on the classes that a site has met."""
+    finals = [order.accuracy[-1] for run in runs for order in run.results.orders if order.accuracy]
+    known = [value for value in finals if value is not None]
+    if not known:
+        return None
+    mean, least = percent(sum(known) / len(known)), percent(min(known))
+    return f"each site its own; on the classes a site has met: {mean} % on average, {least} % at the worst site"
+
+
 def _quarantined(runs: Sequence[RunRecord]) -> str | None:
     """Uploads that the screen put apart, by site; the events say why."""
     screens = [run.results.screen for run in runs if run.results.screen]
@@ -113,7 +124,7 @@ def task_rows(run: RunRecord) -> list[list[str]]:
     rows = []
     for i, task in enumerate(run.tasks):
         domain = f" · {plain(task.domain, 40)}" if task.domain else ""
-        names = ", ".join(plain(name, 60) for name in task.classes)
+        names = ", ".join(plain(name, 60) for name in task.classes) or NONE
         sizes = [NONE if size is None else str(size) for size in (task.train_size, task.test_size)]
         rows.append([f"{task_name(i if task.index is None else task.index)}{domain}", names, *sizes])
     return rows

@@ -141,9 +141,11 @@ def _own_numbers(run: RunRecord, results: Row) -> list[str]:
     matrix = run.results.accuracy_matrix
     sizes = None if run.settings.get("tasks.scenario") == "domain" else [task.test_size or 0 for task in run.tasks]
     old, recent = fn.old_and_recent(matrix)
+    after = [value for value in run.results.incremental_accuracy if value is not None]
+    own_orders = bool(run.results.orders) and bool(after)  # AA is then over the classes that anybody has met
     given = {
-        "aa": fn.average_accuracy(matrix, sizes),
-        "aia": fn.average_incremental_accuracy(matrix, sizes),
+        "aa": after[-1] if own_orders else fn.average_accuracy(matrix, sizes),
+        "aia": sum(after) / len(after) if own_orders else fn.average_incremental_accuracy(matrix, sizes),
         "forgetting": fn.forgetting(matrix),
         "bwt": fn.backward_transfer(matrix),
         "old": old,

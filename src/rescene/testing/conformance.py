@@ -81,6 +81,26 @@ def make_world(domains: bool = False) -> World:
     return World(dataset, tasks, shards)
 
 
+def world_of_own_orders(told: Sequence[tuple[int, ...]]) -> World:
+    """Two steps in which each site meets other classes, ``told`` as the classes of each step; three are known after the first.
+
+    Site 0 holds nothing. Class 1 comes to site 3, and class 2 to sites 1, 2 and 4, after others have met it.
+    """
+    world = make_world()
+    first, second = [(), (0,), (0, 1), (0, 2), (0, 1)], [(), (2,), (2, 3), (1, 3), (2, 3)]
+    labels, tasks, shards = world.dataset.train.labels, [], []
+    everybody = torch.arange(len(labels))
+    for t, steps in enumerate((first, second)):
+        held = [
+            torch.isin(labels, torch.tensor(own, dtype=torch.int64)) & (everybody % 4 == k % 4)
+            for k, own in enumerate(steps)
+        ]
+        shards.append([everybody[own] for own in held])
+        index = torch.cat(shards[-1]).sort().values
+        tasks.append(Task(t, told[t], 3 + t, None, index, index[:0]))
+    return replace(world, tasks=tasks, shards=shards)
+
+
 def federation_of(
     method: Method, world: World, form: str = "one-by-one", transport: InProcess | None = None, **options: Any
 ) -> RunFederation:
@@ -320,6 +340,22 @@ def sends_what_it_expects(method: Method) -> None:
         drive(method, world, federation)
 
 
+def learns_in_own_orders(method: Method) -> None:
+    """A method that says ``own_orders`` learns all classes that anybody meets, and takes ``task.classes`` for nothing more than
+    the classes that may occur: with all known classes in their place it does the same."""
+    if not method.own_orders or any(getattr(method, k, None) == v for k, v in method.one_order_only.items()):
+        return
+    models = []
+    for told in (((0, 1, 2), (1, 2, 3)), ((0, 1, 2), (0, 1, 2, 3))):
+        world = world_of_own_orders(told)
+        state = drive(method, world, federation_of(method, world))
+        assert not world.events, world.events
+        assert len(state.model["head.weight"]) == 4
+        assert all(bool(torch.isfinite(value).all()) for value in state.model.values() if value.is_floating_point())
+        models.append(fingerprint(state.model))
+    assert models[0] == models[1], "it learns from the classes that other sites meet"
+
+
 CHECKS: tuple[Callable[[Method], None], ...] = (
     runs_in_an_unkind_world,
     runs_on_domains,
@@ -331,4 +367,5 @@ CHECKS: tuple[Callable[[Method], None], ...] = (
     survives_a_failing_client,
     has_a_batched_form_that_agrees,
     sends_what_it_expects,
+    learns_in_own_orders,
 )
