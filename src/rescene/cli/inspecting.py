@@ -9,12 +9,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rescene.cli.costing import duration
 from rescene.cli.terminal import Row, print_rows
+from rescene.config import resolve
 from rescene.core.errors import ResceneError, command
 from rescene.data import Dataset, inspect, load_readable, plan_tasks
 from rescene.data.contact_sheet import contact_sheet
 from rescene.data.detect import detect
 from rescene.data.inspection import found_files, propose_settings, why_not
+from rescene.engine import pick_device
+from rescene.lens import seconds_to_look
 from rescene.report.picture_pages import write_inspection
 
 MOST_CLASSES = 40  # listed on a terminal; --json has them all
@@ -57,9 +61,16 @@ def _advice(dataset: Dataset, given: Sequence[str]) -> Row:
     """The command that suits the images and why, and the same with a guarantee; no command where none makes sense."""
     problem = why_not(dataset)
     if problem:
-        return {"reason": problem, "command": "", "guarantee": ""}
+        return {"reason": problem, "command": "", "guarantee": "", "looking_s": 0.0}
     exact, private = (command("run", "own", *given, *propose_settings(dataset, exact)) for exact in (True, False))
-    return {"reason": REASON, "command": exact, "guarantee": private}
+    return {"reason": REASON, "command": exact, "guarantee": private, "looking_s": _looking_seconds(dataset)}
+
+
+def _looking_seconds(dataset: Dataset) -> float:
+    """Forecast for the proposed command: seconds to look at all images through the lens of recipe own."""
+    own = resolve("own").recipe
+    num, size = len(dataset.train) + len(dataset.test), own.data.image_size or dataset.image_size
+    return round(seconds_to_look(str(own.model.lens), size, num, pick_device("auto")), 2)
 
 
 def _lines(found: Row) -> list[str]:
@@ -113,6 +124,9 @@ def _print(found: Row) -> None:
     print(f"\n{found['reason']}")
     if found["command"]:
         print(f"run it: {found['command']}")
+        print(
+            f"looking at all images through the lens takes about {duration(found['looking_s'])} on this machine, once"
+        )
         print(f"\nwith a guarantee of epsilon 8 for each image, as real sites would run it; {found['noise']}")
         print(f"run it: {found['guarantee']}")
 
