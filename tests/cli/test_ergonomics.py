@@ -11,11 +11,13 @@ import typer.main
 from typer.testing import CliRunner
 
 import rescene
+from rescene.cli import progress
 from rescene.cli.app import app
 from rescene.cli.help import GROUPS, examples, leaves
 from rescene.cli.progress import Pace
 from rescene.cli.shared_options import complete_method, complete_recipe, recipe_keys
 from rescene.config import recipe_names, resolve
+from rescene.lens import expect_looks, tell_looked
 from rescene.methods import method_class, method_names
 
 invoke = CliRunner().invoke
@@ -205,3 +207,33 @@ def test_doctor_tells_of_extras_and_ends_with_a_verdict(monkeypatch):
     result = invoke(app, ["doctor"])
     assert result.exit_code == 5 and "use --out on another disk" in result.output
     assert re.search(r"1 of \d+ checks need something done", result.output)
+
+
+def test_a_look_says_how_many_pictures_of_how_many_and_the_time_left(monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    line, log = progress.LookLine(), progress.LookLog()
+    words = []
+    for done in (32, 64, 96, 128):
+        now[0] += 6
+        line.take(done, 128)
+        log.take(done, 128)
+        words.append(line.words)
+    assert words == ["looked at 32 of 128 pictures", "looked at 64 of 128 pictures, 0:12 left",
+                     "looked at 96 of 128 pictures, 0:06 left", ""]  # fmt: skip
+    assert capsys.readouterr().err.splitlines() == [words[1]], "12 s after the start; the next one would be due at 22 s"
+    line.take(32, 320)
+    assert line.words == "looked at 32 of 320 pictures", "another look: nothing is known of its pace"
+
+
+@pytest.mark.parametrize(("quiet", "lines"), [(False, 1), (True, 0)])
+def test_looks_are_told_unless_somebody_wants_quiet(quiet, lines, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "LOOK_LINE_S", 0.0)
+    for watched in (progress.watch, progress.watch_looks):
+        with watched(quiet):
+            expect_looks(3)
+            tell_looked(2)
+            tell_looked(1)
+        assert len(capsys.readouterr().err.splitlines()) == lines
+    tell_looked(1)  # nobody listens any more
+    assert capsys.readouterr().err == ""

@@ -279,7 +279,7 @@ def test_one_file_holds_lens_and_head_and_computes_what_the_run_does(checkpoint,
     open_lens.cache_clear()
     other = open_model(tmp_path / "out" / f"model.{kind}", trust=kind == "pt2")
     test = load(path=images).test
-    assert difference(original.scores, other.scores, test.pixels) < 1e-4
+    assert difference(original.scores(test.pixels), other.scores, test.pixels) < 1e-4
     right = float((other.scores(test.pixels).argmax(dim=1) == test.labels).float().mean())
     assert 100 * right == pytest.approx(run.values["aa"], abs=100 * 2 / len(test) + 0.01)
 

@@ -20,6 +20,7 @@ from rescene.data import Dataset, Images, Transform
 from rescene.engine import continuation, experiment
 from rescene.engine.experiment import prepare, prepare_sizes
 from rescene.lens import lens as lenses
+from rescene.lens import looks_to
 from rescene.lens.feature_cache import FeatureCache, key_of
 from rescene.lens.features import LeavesLens
 from rescene.lens.lens import open_lens, sized, through, write_lens
@@ -142,6 +143,18 @@ def test_only_new_pictures_are_looked_at_and_the_bytes_are_those_of_a_look_at_al
     for known in (grown, data(n=old)):
         through(lens_file, known, kept=kept)
     assert looks == [], "the grown set and the earlier one are both known"
+
+
+def test_a_look_tells_after_each_chunk_how_many_pictures_it_has_seen_of_how_many(lens_file, tmp_path):
+    heard, kept = [], FeatureCache(tmp_path / "seen")
+    with looks_to(lambda done, total: heard.append((done, total))):
+        through(lens_file, data(n=40), kept=kept)
+        assert heard == [(32, 42), (40, 42), (42, 42)]
+        heard.clear()
+        through(lens_file, data(n=40), kept=kept)
+        assert heard == [], "nothing was looked at"
+        through(lens_file, data(n=40))
+    assert heard == [(32, 42), (40, 42), (42, 42)]
 
 
 def folder_of(root, *classes, count=40):

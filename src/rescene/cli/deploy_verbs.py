@@ -406,6 +406,7 @@ def _started(begin: Callable[[], list[Any]], folder: Path, wait: bool) -> None:
 
 
 def _check_site(folder: Path, recipe: str, overrides: list[str], trial: bool, as_json: bool) -> None:
+    from rescene.cli.progress import watch_looks
     from rescene.config import resolve
     from rescene.deploy.check_site import check_site
     from rescene.deploy.findings import row
@@ -418,7 +419,8 @@ def _check_site(folder: Path, recipe: str, overrides: list[str], trial: bool, as
         from rescene.deploy.trial import try_round
 
         try:
-            found = try_round(Site.open(folder), resolved)
+            with watch_looks(quiet=as_json):
+                found = try_round(Site.open(folder), resolved)
             rows.append(row("trial round", f"{found.method}: {found.seconds:.1f} s, {found.num_bytes:,} bytes"))
         except ResceneError as error:
             problem = f"{error.code}: {error.what}" + (f"; {error.why}" if error.why else "")

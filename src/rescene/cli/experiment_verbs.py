@@ -214,11 +214,13 @@ def continue_run(
 ) -> None:
     """Add new classes or domains to a finished run, and go on with them in a copy of it."""
     load_plugins(plugin)
+    from rescene.cli.progress import watch_looks
     from rescene.cli.run_folders import read_growth
     from rescene.cli.running import run_one
     from rescene.engine.continuation import continued
 
-    resolved, target = continued(folder, *read_growth(growth or []), out)
+    with watch_looks(quiet or as_json):
+        resolved, target = continued(folder, *read_growth(growth or []), out)
     interruptible(
         lambda: run_one(resolved, target, quiet, as_json, log=log, elsewhere=elsewhere), command("resume", target)
     )

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rescene.cli.costing import duration
 from rescene.cli.terminal import Row, print_rows
 from rescene.config import resolve
 from rescene.core.errors import ResceneError, command
@@ -16,6 +17,8 @@ from rescene.data import Dataset, inspect, load_readable, plan_tasks
 from rescene.data.contact_sheet import contact_sheet
 from rescene.data.detect import detect
 from rescene.data.inspection import found_files, propose_settings, why_not
+from rescene.engine import pick_device
+from rescene.lens import seconds_to_look
 from rescene.report.picture_pages import write_inspection
 
 MOST_CLASSES = 40  # listed on a terminal; --json has them all
@@ -63,10 +66,13 @@ def _advice(dataset: Dataset, given: Sequence[str]) -> Row:
     """The command that suits the images and why, and the same with a guarantee; no command where none makes sense."""
     problem = why_not(dataset)
     if problem:
-        return {"reason": problem, "command": "", "guarantee": "", "run_image_size": None}
+        return {"reason": problem, "command": "", "guarantee": "", "run_image_size": None, "looking_s": 0.0}
     exact, private = (command("run", "own", *given, *propose_settings(dataset, exact)) for exact in (True, False))
-    side = resolve("own", []).recipe.images.image_size
-    return {"reason": REASON, "command": exact, "guarantee": private, "run_image_size": side or dataset.image_size}
+    own = resolve("own").recipe
+    side = own.images.image_size or dataset.image_size
+    num = len(dataset.train) + len(dataset.test)
+    seconds = round(seconds_to_look(str(own.model.lens), side, num, pick_device("auto")), 2)
+    return {"reason": REASON, "command": exact, "guarantee": private, "run_image_size": side, "looking_s": seconds}
 
 
 def _lines(found: Row) -> list[str]:
@@ -130,6 +136,9 @@ def _print(found: Row) -> None:
     print(f"\n{found['reason']}")
     if found["command"]:
         print(f"run it: {found['command']}")
+        print(
+            f"looking at all images through the lens takes about {duration(found['looking_s'])} on this machine, once"
+        )
         print(f"\nwith a guarantee of epsilon 8 for each image, as real sites would run it; {found['noise']}")
         print(f"run it: {found['guarantee']}")
 

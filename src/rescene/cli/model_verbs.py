@@ -33,12 +33,14 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write a run's model as a file with its classes and normalisation, check it, and write its model card."""
+    from rescene.cli.progress import watch_looks
     from rescene.report.model_card import write_card
     from rescene.use import export as export_model
 
     load_plugins(plugin)
     target = out or folder / "export"
-    rows = export_model(folder, [kind.strip() for kind in to.split(",")], target)
+    with watch_looks(quiet=as_json):
+        rows = export_model(folder, [kind.strip() for kind in to.split(",")], target)
     card = write_card(folder, target)
     if as_json:
         print(json.dumps({"files": rows, "card": str(card)}))
@@ -60,6 +62,7 @@ def predict(
     plugin: Plugin = None,
 ) -> None:
     """Name what is in images: the likeliest classes and the model's confidence."""
+    from rescene.cli.progress import watch_looks
     from rescene.use import find_images, mending, open_model
     from rescene.use import predict as answer
 
@@ -67,7 +70,8 @@ def predict(
         raise ConfigError("E140", f"no such format: {kind}", where="--format", fix=f"one of: {', '.join(FORMATS)}")
     load_plugins(plugin)
     opened, files = open_model(model, trust), find_images(images)
-    answers, unreadable = answer(opened, files, top)
+    with watch_looks(quiet=kind == "json"):
+        answers, unreadable = answer(opened, files, top)
     for path, why in unreadable.items():
         print(f"warning[W203] left out, cannot be read as an image: {path} ({why})", file=sys.stderr)
     if not answers:

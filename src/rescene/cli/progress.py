@@ -10,24 +10,28 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from rescene.cli.terminal import console, position
 from rescene.core.errors import ConfigError
+from rescene.lens import looks_to
 from rescene.report import write_report
 from rescene.report.load import is_run
 
 Event = dict[str, Any]
 PAGE = "the report follows the run: {page}"
 WIDE = 1.5  # from this ratio of the slowest to the mean pace, the time left is a range
+LOOK_LINE_S = 10.0  # seconds between two lines about a look in a log
 HOST = "127.0.0.1"
 REPORT_SHARE = 1 / 20  # of the time of a run may go into its report
 FIRST_REPORT_S = 3.0  # assumed for the first report: short runs get theirs at the end only
@@ -49,11 +53,70 @@ def watch(quiet: bool) -> Iterator[Callable[[Event], None]]:
     if quiet:
         yield lambda event: None
     elif screen.is_terminal:
-        panel = Panel(screen)
-        with Live(get_renderable=panel.table, console=screen, refresh_per_second=4):
+        panel, look = Panel(screen), LookLine()
+        shown = partial(_above_each_other, look.text, panel.table)
+        with looks_to(look.take), Live(get_renderable=shown, console=screen, refresh_per_second=4):
             yield panel.take
     else:
-        yield Lines().take
+        with looks_to(LookLog().take):
+            yield Lines().take
+
+
+@contextmanager
+def watch_looks(quiet: bool) -> Iterator[None]:
+    """Show how many pictures passed the lens, of how many, and the time left: in a line that changes, in lines, or not at all."""
+    screen = console(stderr=True)
+    if quiet:
+        yield
+    elif screen.is_terminal:
+        look = LookLine()
+        with looks_to(look.take), Live(get_renderable=look.text, console=screen, refresh_per_second=4, transient=True):
+            yield
+    else:
+        with looks_to(LookLog().take):
+            yield
+
+
+def _above_each_other(line: Callable[[], Text], table: Callable[[], Table]) -> Table | Group:
+    """The line above the table, while it says something."""
+    text = line()
+    return Group(text, table()) if text else table()
+
+
+class LookLine:
+    """How far a look at pictures is, in words. The time left comes from the chunks since the first one."""
+
+    def __init__(self) -> None:
+        self.first = self.last = (0, 0.0)  # pictures looked at, and when
+        self.words = ""
+
+    def take(self, done: int, total: int) -> None:
+        """So many of all pictures were looked at."""
+        now = time.monotonic()
+        if not self.words or done <= self.last[0]:  # another look began
+            self.first = (done, now)
+        self.last = (done, now)
+        num, seconds = done - self.first[0], now - self.first[1]
+        left = f", {clock((total - done) * seconds / num)} left" if num else ""
+        self.words = f"looked at {done:,} of {total:,} pictures{left}" if done < total else ""
+
+    def text(self) -> Text:
+        """The words as they are now; nothing before and after a look."""
+        return Text(self.words)
+
+
+class LookLog:
+    """A line about a look every ten seconds, for logs and pipes. A short look gets none."""
+
+    def __init__(self) -> None:
+        self.line, self.said = LookLine(), time.monotonic()
+
+    def take(self, done: int, total: int) -> None:
+        """So many of all pictures were looked at."""
+        self.line.take(done, total)
+        if self.line.words and time.monotonic() - self.said >= LOOK_LINE_S:
+            self.said = time.monotonic()
+            print(self.line.words, file=sys.stderr, flush=True)
 
 
 class Pace:

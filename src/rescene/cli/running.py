@@ -24,9 +24,10 @@ from rescene.config import Resolved, resolve
 from rescene.core.documents import parse_yaml
 from rescene.core.errors import ConfigError, ResceneError, command, for_people
 from rescene.data import LazySplit
-from rescene.engine import pick_device, prepare_sizes
+from rescene.engine import Experiment, pick_device, prepare_sizes
 from rescene.engine.nominal import nominal_cost
 from rescene.engine.object_record import refuse_others
+from rescene.lens import seconds_to_look
 from rescene.report import write_report
 from rescene.report.model_card import write_card
 from rescene.sweeps.cluster import on_cluster, read_settings
@@ -93,6 +94,7 @@ def plan_run(resolved: Resolved, out: Path | None, as_json: bool) -> None:
         "data": f"{experiment.dataset.name}, {len(experiment.dataset.train)} train and {len(experiment.dataset.test)} test images",
         "device": str(experiment.device),
         "sites": f"{federation.num_clients}, {federation.per_round} per round, {federation.num_rounds} rounds per task",
+        "looking_s": looking_seconds(experiment),
         "cost": cost,
         "tasks": [
             {
@@ -112,11 +114,23 @@ def plan_run(resolved: Resolved, out: Path | None, as_json: bool) -> None:
         return
     for key in ("method", "data", "device", "sites", "folder"):
         print(f"{key:<8} {facts[key]}")
+    if facts["looking_s"]:
+        words = "about {} for all pictures through the lens {}; those that were looked at before take none"
+        print(f"{'looking':<8} {words.format(duration(facts['looking_s']), resolved.recipe.model.lens)}")
     if cost:
         up, down = cost["uplink_bytes_per_message"] / 1e6, cost["downlink_bytes_per_message"] / 1e6
         print(f"{'bytes':<8} {up:.2f} MB up and {down:.2f} MB down per site and round (nominal)")
     print_rows([row | {"task": row["task"] + 1} for row in facts["tasks"]])
     print("dry run: nothing was trained")
+
+
+def looking_seconds(experiment: Experiment) -> float:
+    """Forecast of the seconds to look at all pictures of a run through its lens; 0 without a lens that takes time."""
+    lens, dataset = experiment.recipe.model.lens, experiment.dataset
+    if lens is None:
+        return 0.0
+    size = dataset.picture_size or dataset.image_size
+    return round(seconds_to_look(lens, size, len(dataset.train) + len(dataset.test), experiment.device), 2)
 
 
 def print_summary(

@@ -12,6 +12,8 @@ Sums add up over sites, rounds and tasks, so the head does not depend on how the
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -47,10 +49,11 @@ def discriminant_head(
     means = torch.where(present[:, None], sums / counts.clamp_min(1e-12)[:, None], 0.0)
     within = scatter_within(counts, sums, second)
     variance = float(within.diagonal().mean().clamp_min(1e-12))
-    solved = regularised_solve(within, means.T, ridge * variance, floor)
+    solve = regularised_inverse(within, ridge * variance, floor)
+    solved = solve(means.T)
     lengths = (means.T * solved).sum(dim=0)
     if noise is not None:
-        trace = regularised_solve(within, torch.eye(len(within)).to(within), ridge * variance, floor).trace()
+        trace = solve(torch.eye(len(within)).to(within)).trace()
         lengths = lengths - noise.double() / counts.clamp_min(1.0).square() * trace
     bias = -0.5 * lengths
     return solved.T.contiguous(), torch.where(present, bias, -1e9)
@@ -61,15 +64,19 @@ def regularised_solve(matrix: Tensor, right: Tensor, ridge: float, floor: float 
 
     Without either a singular matrix (more features than images) has its pseudo-inverse.
     """
+    return regularised_inverse(matrix, ridge, floor)(right)
+
+
+def regularised_inverse(matrix: Tensor, ridge: float, floor: float = 0.0) -> Callable[[Tensor], Tensor]:
+    """:func:`regularised_solve` for several right sides: eigenvectors, which take longest, are computed once."""
     if floor > 0:
         values, vectors = torch.linalg.eigh(matrix)
         values = values.clamp_min(floor) + ridge
-        solved: Tensor = vectors @ ((vectors.T @ right) / values[:, None])
-    elif ridge > 0:
-        solved = torch.linalg.solve(matrix + ridge * torch.eye(len(matrix)).to(matrix), right)
-    else:
-        solved = torch.linalg.pinv(matrix, hermitian=True) @ right
-    return solved
+        return lambda right: vectors @ ((vectors.T @ right) / values[:, None])
+    if ridge > 0:
+        return partial(torch.linalg.solve, matrix + ridge * torch.eye(len(matrix)).to(matrix))
+    inverse = torch.linalg.pinv(matrix, hermitian=True)
+    return lambda right: inverse @ right
 
 
 def scatter_within(counts: Tensor, sums: Tensor, second: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -42,6 +43,7 @@ from rescene.lens.backbone import (
 )
 from rescene.lens.feature_cache import FeatureCache, key_of, picture_names
 from rescene.lens.features import LeavesLens
+from rescene.lens.look_progress import expect_looks, tell_looked
 from rescene.nets.own_networks import OBJECT, OwnModel
 from rescene.nets.timm_networks import TIMM
 from rescene.nets.weights import read_weights
@@ -50,6 +52,7 @@ BUILT_IN = ("waves", "leaves")
 LEAVES_FILE = Path(__file__).with_name("leaves.safetensors")
 KEY = "rescene-lens"  # under which a lens file says what it is
 CHUNK = {"cpu": 32, "cuda": 256}  # pictures at a time
+MEASURED = 8  # pictures for a forecast
 STEP = 16  # bytes to one deviation of a feature
 
 
@@ -82,10 +85,14 @@ class Lens:
         return (128 + self.step * z).clamp(0, 255)
 
     @torch.no_grad()
-    def look(self, pixels: Tensor) -> Tensor:
-        """:meth:`seen` as bytes, in chunks."""
+    def look(self, pixels: Tensor, told: Callable[[int], None] = lambda num: None) -> Tensor:
+        """:meth:`seen` as bytes, in chunks; ``told`` hears how many pictures each chunk had."""
         self.module.to(pixels.device)
-        return torch.cat([self.seen(part).round().to(torch.uint8) for part in pixels.split(CHUNK[pixels.device.type])])
+        found = []
+        for part in pixels.split(CHUNK[pixels.device.type]):
+            found.append(self.seen(part).round().to(torch.uint8))
+            told(len(part))
+        return torch.cat(found)
 
     def transform(self, num_channels: int) -> Transform:
         """Bytes back to standardised features; it is stated, not measured."""
@@ -322,6 +329,7 @@ def through(
     device = device or torch.device("cpu")
     splits = {"train": dataset.train, "test": dataset.test}
     if kept is None:
+        expect_looks(len(dataset.train) + len(dataset.test))
         seen = {split: _looked(lens, images.pixels, device) for split, images in splits.items()}
     else:
         seen = _recalled(lens, splits, device, kept)
@@ -335,14 +343,14 @@ def _recalled(lens: Lens, splits: dict[str, Images], device: torch.device, kept:
     names = {split: picture_names(images, chunk) for split, images in splits.items()}
     key = key_of(lens.sha256, splits["train"].pixels.shape[1:], device)
     known = kept.read(key, {name for own in names.values() for name in own})
+    places = {split: _places_to_look_at([name not in known for name in own], chunk) for split, own in names.items()}
+    expect_looks(sum(map(len, places.values())))
     features = dict(known)
-    for split, images in splits.items():
-        missing = [i for i, name in enumerate(names[split]) if name not in known]
-        if missing:
-            places = _places_to_look_at(missing, len(images), chunk)
-            pixels = images.pixels if places == list(range(len(images))) else images.pixels[places]
-            rows = _looked(lens, pixels, device).cpu()
-            features = {names[split][i]: row for i, row in zip(places, rows, strict=True)} | features
+    for split, own in places.items():
+        if own:
+            pixels = splits[split].pixels
+            rows = _looked(lens, pixels if own == list(range(len(pixels))) else pixels[own], device).cpu()
+            features = {names[split][i]: row for i, row in zip(own, rows, strict=True)} | features
     kept.write(key, features, features.keys() - known.keys())
     return {
         split: torch.stack([features[name] for name in own]) if own else _looked(lens, splits[split].pixels, device)
@@ -350,18 +358,20 @@ def _recalled(lens: Lens, splits: dict[str, Images], device: torch.device, kept:
     }
 
 
-def _places_to_look_at(missing: Sequence[int], n: int, chunk: int) -> list[int]:
-    """Places of n pictures to look at for those that are missing, so that each is in a chunk as large as in a look at all n.
+def _places_to_look_at(is_new: Sequence[bool], chunk: int) -> list[int]:
+    """Places of pictures to look at for those that are new, so that each is in a chunk as large as in a look at all of them.
 
     Full chunks are filled up with other pictures; the smaller chunk at the end is looked at whole.
 
-    >>> _places_to_look_at([1, 4, 5], n=11, chunk=4), _places_to_look_at([10], n=11, chunk=4)
-    ([1, 4, 5, 0], [8, 9, 10])
+    >>> _places_to_look_at([i in (1, 4, 5) for i in range(11)], chunk=4)
+    [1, 4, 5, 0]
+    >>> _places_to_look_at([i == 10 for i in range(11)], chunk=4)
+    [8, 9, 10]
     """
-    full = n - n % chunk
-    inside = [i for i in missing if i < full]
+    full = len(is_new) - len(is_new) % chunk
+    inside = [i for i in range(full) if is_new[i]]
     fill = range(-len(inside) % chunk)
-    last = range(full, n) if len(inside) < len(missing) else ()
+    last = range(full, len(is_new)) if any(is_new[full:]) else ()
     return [*inside, *fill, *last]
 
 
@@ -373,6 +383,23 @@ def sized(name: str | None, dataset: Dataset) -> Dataset:
     one = lens.look(torch.zeros(1, *dataset.train.pixels.shape[1:], dtype=torch.uint8))
     black = torch.zeros(1, dtype=torch.uint8)
     return _as_seen(lens, dataset, {split: black.expand(len(part), *one.shape[1:]) for split, part in parts.items()})
+
+
+def seconds_to_look(name: str, size: int, num: int, device: torch.device) -> float:
+    """About how long a look at ``num`` pictures with this side takes on this device, from a look at a few random ones.
+
+    0 for a lens without learned numbers, which is quick.
+    """
+    lens = open_lens(name)
+    if not lens.num_bytes:
+        return 0.0
+    few = torch.randint(
+        0, 256, (MEASURED, 3, size, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
+    lens.look(few[:2].to(device)).cpu()  # the first look is slower
+    begin = time.perf_counter()
+    lens.look(few.to(device)).cpu()
+    return (time.perf_counter() - begin) / MEASURED * num
 
 
 def _as_seen(lens: Lens, dataset: Dataset, seen: dict[str, Tensor]) -> Dataset:
@@ -389,4 +416,4 @@ def _looked(lens: Lens, pixels: Tensor, device: torch.device) -> Tensor:
     """Looked at on ``device``, kept where the pixels were; a set without pictures keeps its form."""
     if not len(pixels):
         return lens.look(torch.zeros(1, *pixels.shape[1:], dtype=torch.uint8))[:0]
-    return torch.cat([lens.look(part.to(device)).to(pixels.device) for part in pixels.split(4096)])
+    return torch.cat([lens.look(part.to(device), tell_looked).to(pixels.device) for part in pixels.split(4096)])

@@ -24,13 +24,14 @@ def patch_strengths(x: Tensor, filters: Tensor, offsets: Tensor, side: int) -> T
     """f of side x side parts: pixels in [0, 1], [n, 3, s, s] -> [n, parts, 2K], the K patches first, then their negatives.
 
     ``filters`` [K, 3, SIDE, SIDE] and ``offsets`` [K] hold dictionary and whitening. One product for all places is twice as
-    fast on a CPU as a convolution.
+    fast on a CPU as a convolution. The strengths of all places are the largest tensor of a look, so they are changed in place.
     """
     deviation = patch_deviation(x)
     p = F.unfold(x, SIDE) / deviation.flatten(2)
-    s = p.transpose(1, 2) @ filters.flatten(1).T - offsets  # [n, places, K]
+    s = (p.transpose(1, 2) @ filters.flatten(1).T).sub_(offsets)  # [n, places, K]
     area = areas(deviation.shape[-1], side).to(x)
-    like, unlike = (area @ F.relu(t - THRESHOLD) for t in (s, -s))
+    like = area @ (s - THRESHOLD).relu_()
+    unlike = area @ s.neg_().sub_(THRESHOLD).relu_()
     return torch.cat([like, unlike], dim=2).sqrt()
 
 

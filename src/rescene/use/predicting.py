@@ -13,9 +13,10 @@ from torch import Tensor
 from rescene.core.errors import DataError, ResceneWarning
 from rescene.data.sources.decode import EXTENSIONS, decode, reason, shown
 from rescene.data.sources.image_folder import survey, warn_of_left
+from rescene.lens import expect_looks, tell_looked
 from rescene.use.model import Model
 
-_AT_ONCE = 256  # pictures; bounds memory
+_AT_ONCE, _THROUGH_LENS = 256, 32  # pictures; bounds memory, of which a lens takes more
 
 
 @dataclass(frozen=True)
@@ -69,16 +70,20 @@ def predict(model: Model, files: Sequence[Path], top: int = 3) -> tuple[list[Pre
     """Answers in the order of ``files``, and why the others could not be read as pictures."""
     answers: list[Prediction] = []
     unreadable: dict[Path, str] = {}
-    for start in range(0, len(files), _AT_ONCE):
-        some = files[start : start + _AT_ONCE]
+    at_once = _THROUGH_LENS if model.about.get("lens") else _AT_ONCE
+    expect_looks(len(files))
+    for start in range(0, len(files), at_once):
+        some = files[start : start + at_once]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ResceneWarning)  # told by the second value
             seen = decode(some, [shown(file) for file in some], model.image_size, skip_unreadable=True)
         unreadable |= {some[i]: reason(problem) for i, problem in seen.refused.items()}
         if not seen.kept:
+            tell_looked(len(some))
             continue
         values, places = torch.softmax(model.scores(seen.pixels), dim=1).topk(min(top, len(model.classes)))
         for i, pixels, value, place in zip(seen.kept, seen.pixels, values.tolist(), places.tolist(), strict=True):
             named = tuple((model.classes[c], v) for c, v in zip(place, value, strict=True))
             answers.append(Prediction(some[i], named, pixels))
+        tell_looked(len(some))
     return answers, unreadable
