@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 from rescene.cli import running
 from rescene.cli.app import app
 from rescene.paper import Store, compare, paper_recipe, printed, recipes
+from rescene.paper.band_check import verdicts_grid
 from rescene.paper.compare import KEEPERS
 from rescene.paper.figures import _final_rows, _mark
 from rescene.paper.pages import refreshed
@@ -270,6 +272,16 @@ def test_fewer_server_epochs_look_different_in_a_figure(here):
             drawn.append(_mark(row, 8))
     full, fast = drawn
     assert full.get("fillstyle", "full") == "full" and fast["fillstyle"] != "full"
+
+
+def test_readme_says_how_many_figures_of_the_paper_are_open():
+    judged = [("accuracy", "open"), ("accuracy", "in band"), ("accuracy", "open"), ("formula", "explained")]
+    grid = verdicts_grid([SimpleNamespace(kind=kind, verdict=verdict) for kind, verdict in judged])
+    assert grid.columns == ("figures of the paper", "compared", "in band", "explained", "open")
+    assert grid.rows == (("accuracy", "3", "1", "0", "2"), ("formulas (no run)", "1", "0", "1", "0"))
+    assert "<!-- rescene paper: check -->\n| figures of the paper | compared |" in (ROOT / "README.md").read_text(
+        "utf-8"
+    )
 
 
 @pytest.mark.parametrize("name", ["docs/paper.md", "docs/mechanisms.md", "README.md"])

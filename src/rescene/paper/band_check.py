@@ -41,6 +41,18 @@ def _counted(kind: str, found: Sequence[Finding]) -> str:
     return f"{KINDS[kind]}: {told} of {sum(own.values())}"
 
 
+def verdicts_grid(found: Sequence[Finding]) -> TableGrid:
+    """How many figures of the paper that a stored run stands beside got each verdict, kind by kind."""
+    verdicts = sorted({finding.verdict for finding in found} - {"in band", "open"})
+    columns = ["in band", *verdicts, "open"]
+    rows: list[tuple[Entry, ...]] = []
+    for kind, title in KINDS.items():
+        own = Counter(finding.verdict for finding in found if finding.kind == kind)
+        if own:
+            rows.append((title, str(sum(own.values())), *(str(own[verdict]) for verdict in columns)))
+    return TableGrid("", ("figures of the paper", "compared", *columns), tuple(rows))
+
+
 def claims_grid(verdicts: Iterable[Verdict], stand_ins: Mapping[str, str]) -> TableGrid:
     """Every claim with its verdict; ``stand_ins``: cells that were run in another form only, and in which."""
     rows: list[tuple[Entry, ...]] = [

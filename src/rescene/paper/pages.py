@@ -10,11 +10,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from rescene.core.errors import ConfigError
-from rescene.paper.band_check import claims_grid
+from rescene.paper.band_check import claims_grid, verdicts_grid
 from rescene.paper.claims import OurBook, judge
+from rescene.paper.compare import findings
 from rescene.paper.paper_tables import results_grid, status_grid, table_grid
 from rescene.paper.reading_tables import open_grid, readings_grid, summary_grid
-from rescene.paper.recipes import paper_recipe
+from rescene.paper.recipes import paper_recipe, recipe_names
 from rescene.paper.store import Store
 from rescene.report.table_formats import TableGrid, render
 
@@ -31,6 +32,11 @@ def _status_grid(store: Store) -> TableGrid:
     return replace(status_grid(store), notes=())
 
 
+def judged_figures(store: Store) -> TableGrid:
+    """What ``rescene paper check`` counts, over all tables."""
+    return verdicts_grid(findings(recipe_names(lite=False), store))
+
+
 def privacy_grid(store: Store) -> TableGrid:
     """The paper's sigma sweep in its lite form, of which results are stored."""
     return replace(table_grid(paper_recipe("privacy-lite"), store, commands=False), title="")
@@ -44,6 +50,7 @@ BLOCKS: dict[str, Callable[[Store], TableGrid]] = {
     "readings": readings_grid,
     "open": open_grid,
     "summary": summary_grid,
+    "check": judged_figures,
 }
 
 
