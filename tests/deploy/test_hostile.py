@@ -26,6 +26,7 @@ QUESTIONS = {
     "scaffold": {"client_round"},
     "fot": {"client_round", "sketch_inputs"},
     "fedssi": {"client_round", "consolidate"},
+    "pilora": {"client_round", "receive_network"},
 }
 FAST = ("rescene", "fedavg", "fedcbdr")
 PER_ANSWER = {"rescene": 180, "fedavg": 180, "fedcbdr": 45}
@@ -35,7 +36,8 @@ PER_ANSWER = {"rescene": 180, "fedavg": 180, "fedcbdr": 45}
     "method", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in QUESTIONS]
 )
 def test_a_flood_of_hostile_uploads_changes_no_bit(tmp_path, method):
-    resolved = resolve("smoke", [*SHORT, f"method={method}"])
+    network = ["model.name=vit-mini"] if method == "pilora" else []
+    resolved = resolve("smoke", [*SHORT, f"method={method}", *network])
     Canary.path, per_answer = tmp_path / "pickle was here", PER_ANSWER.get(method, 40)
     across(resolved, tmp_path / "quiet", LocalPost(sites(tmp_path)))
     post = FloodedPost(sites(tmp_path / "flooded"), per_answer)

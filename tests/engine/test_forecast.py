@@ -21,6 +21,7 @@ SMALL = {"federation.num_clients": 5, "federation.per_round": 3, "federation.num
          "federation.min_size": 0, "model.width": 2, "train.batch_size": 8, "train.local_epochs": 2,
          "train.server_epochs": 2, "tasks.limit": None}  # fmt: skip
 METHODS = [name for name in method_names() if method_class(name).__module__.startswith("rescene.methods.")]
+NETWORKS = {"pilora": {"model.name": "vit-mini"}}  # of methods that cannot use a ConvNet
 LONG = ("moments", "afl", "fedcgs")  # they solve for a head over all pixels, most of a minute each
 BYTES = 1e-3
 VARIANTS = [
@@ -85,8 +86,8 @@ LOOSE = {  # in a network of a few hundred weights what a rehearsal counts by it
 
 @pytest.mark.parametrize("method", [pytest.param(m, marks=pytest.mark.slow) if m in LONG else m for m in METHODS])
 def test_every_method_costs_what_was_forecast(monkeypatch, tmp_path, image_folder, method):
-    lens = {"model.name": "linear", "model.width": None} if method_class(method).additive else {}
-    measured, found = ledger_and_forecast(monkeypatch, tmp_path / "r", image_folder, method, lens)
+    network = {"model.name": "linear", "model.width": None} if method_class(method).additive else NETWORKS.get(method)
+    measured, found = ledger_and_forecast(monkeypatch, tmp_path / "r", image_folder, method, network)
     assert_foreseen(found, measured, LOOSE.get(method, ()))
     assert measured["client_flops"] + measured["server_flops"] + measured["uplink_bytes"] > 0
 

@@ -88,6 +88,7 @@ def _methods(add) -> None:
         add(method, method)
     for method in ("afl", "fedcgs", "moments"):
         add(method, method, **LINEAR)
+    add("pilora", "pilora", **TRANSFORMER)
 
 
 PLUS = (
@@ -96,6 +97,7 @@ PLUS = (
 OLD_SETTINGS = {"method__server_augment": True, "method__surrogates_per_class": "half"}  # the same for other methods
 LINEAR = {"model__name": "linear", "model__lens": "waves", "model__width": None, "train__augment": False}
 MLP = {"model__name": "mlp", "model__lens": "waves", "train__augment": False}
+TRANSFORMER = {"model__name": "vit-mini", "model__width": 8}
 GROUP = {"model__norm": "group"}
 
 
@@ -114,6 +116,7 @@ def _options_of_methods(add) -> None:
     add("fedcbdr-global", "fedcbdr", method__budget_scope="global", method__form="svd", method__reweight=True)
     add("cfed-batch", "cfed", method__statistics="batch", method__weighting="size", method__server_distillation=False)
     add("icarl-softmax", "icarl", method__objective="softmax", method__classifier="head")
+    add("pilora-new", "pilora", **TRANSFORMER, method__trains_with="new", method__weighting="uniform")
     add("refed-last-layer", "refed", method__importance="last-layer", method__locality=0.2)
     add(
         "fedaf-ball",
@@ -270,7 +273,7 @@ SLOW = {  # left out of `make test`: variants whose base is in it
     "dp-sgd-fedprox", "dp-sgd-scaffold", "scaffold-keep", "fot-free", "domain-fot", "fedssi-end",
     "feddm-plus", "raw-upload-plus", "moments-few-features", "buffer-random", "release-pooled", "release-epsilon", "dp-sgd-capped",
     "one-by-one-fedavg", "evaluated-at-the-end", "domain-fedavg", "domain-rescene", "tasks-seeded", "lens-mlp",
-    "cfed-batch", "icarl-softmax", "local-site", "rescene-match", "fedaf-plus", "rescene-paper-experiment",
+    "cfed-batch", "pilora-new", "icarl-softmax", "local-site", "rescene-match", "fedaf-plus", "rescene-paper-experiment",
 }  # fmt: skip
 RUNS = {run.name: run for run in _all_runs()}
 

@@ -21,6 +21,7 @@ def images(n, size=32, seed=0):
         ("resnet18", 64, 512),
         ("resnet50", 16, 2048),
         ("vit-small", 64, 384),
+        ("vit-mini", 32, 128),
         ("convnet", 32, 128),
     ],
 )
@@ -72,6 +73,17 @@ def test_convnet_cost_by_hand():
     state = arch.build(5).state_dict()
     assert state_bytes(state) == 4 * num_values
     assert state_bytes({key: value.half() for key, value in state.items()}) == 2 * num_values
+
+
+def test_vit_mini_cost_by_hand():
+    # 16 patches of 4 x 4 x 3 values and a class token of 8 numbers; four blocks: q, k, v, out, and an MLP of 32.
+    each = 4 * 8 * 8 + 2 * 8 * 32
+    macs = 16 * 48 * 8 + 4 * 17 * each + 8 * 5
+    arch = Arch("vit-mini", 16, width=8)
+    assert forward_flops(arch, 5) == 2 * macs
+    biases = 4 * (3 * 8 + 8 + 32 + 8) + 8 + 5
+    num_values = 48 * 8 + 4 * each + 8 * 5 + biases + 8 + 17 * 8 + 2 * 8 * (2 * 4 + 1)  # class token, positions, norms
+    assert state_bytes(arch.build(5).state_dict()) == 4 * num_values
 
 
 @pytest.mark.parametrize(

@@ -138,10 +138,11 @@ def test_arch_is_a_record_that_survives_saving():
     [
         ({"name": "resnet8"}, "did you mean 'resnet18'"),
         ({"name": "convnet", "norm": "grup"}, "did you mean 'group'"),
-        ({"name": "mobilenet"}, "resnet18, resnet50, vit-small, convnet"),
+        ({"name": "mobilenet"}, "resnet18, resnet50, vit-small, vit-mini, convnet"),
         ({"name": "resnet18", "width": 16}, "only convnet"),
         ({"name": "convnet", "width": 0}, "at least 1"),
         ({"name": "vit-small", "image_size": 30}, "steps of 4"),
+        ({"name": "vit-mini", "image_size": 30}, "steps of 4"),
         ({"name": "convnet", "image_size": 4}, "at least 8"),
     ],
 )

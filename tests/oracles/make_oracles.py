@@ -11,6 +11,7 @@ commit made each file, and where that code differs from ours.
 from __future__ import annotations
 
 import ast
+import collections
 import copy
 import io
 import json
@@ -27,6 +28,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
+from scipy.spatial.distance import cdist
 from torch import nn, optim
 from torch.autograd import Variable
 
@@ -35,6 +37,7 @@ from rescene.nets import Arch
 HERE = Path(__file__).parent
 GLFC, TARGET = "conditionWang/FCIL", "zj-jayzhang/Federated-Class-Continual-Learning"
 AFL, ACIL = "ZHUANGHP/Analytic-federated-learning", "ZHUANGHP/Analytic-continual-learning"
+PILORA = "Ghy0501/PILoRA"
 CGS, DM, ICARL = "Yuqin-G/FedCGS", "VICO-UoE/DatasetCondensation", "srebuffi/iCaRL"
 SOURCES = {  # repository: commit, licence
     GLFC: ("11e161a9d57ecd14126201b7bd9a424137749ee5", "none stated"),
@@ -43,6 +46,7 @@ SOURCES = {  # repository: commit, licence
     ACIL: ("0afd6bf87622e808ce7f730f8556e78229b9e758", "MIT"),
     CGS: ("25402e60e1b242e965634e2b6b4b3056eec4595c", "none stated"),
     DM: ("53f63a672eab9ade02aabe6432706ef56f317d64", "MIT"),
+    PILORA: ("6d1c4efaca134cfc4493cf151329d693e07e75c8", "none stated"),
     ICARL: ("7a3d254da4b3f0f19f67b8c25ba72374674bafaf", "MIT"),
 }
 GIVEN = {"torch": torch, "nn": nn, "F": F, "np": np, "optim": optim, "copy": copy, "Variable": Variable, "ABC": ABC}
@@ -422,6 +426,90 @@ def icarl_herding(clones: Clones) -> Tensors:
     return {"z": z, "rank": rank}
 
 
+# --- PILoRA
+
+
+class Toy(nn.Module):
+    """An attention layer with the published pairs, features that depend on queries and values, and published distances."""
+
+    def __init__(self, clones: Clones, width: int, rank: int, num_classes: int, num_old: int) -> None:
+        super().__init__()
+        got = clones.take(PILORA, "PILoRA-cifar/VLT.py", "_LoRA_qkv_timm", "VLT", Tensor=torch.Tensor)
+        layers = [[nn.Linear(*size, bias=False) for _ in range(2)] for size in [(width, rank), (rank, width)] * 2]
+        self.encoder = got._LoRA_qkv_timm(nn.Linear(width, 3 * width), *layers)
+        self.encoder.change_lora(1)
+        self.centers = nn.ParameterList([nn.Parameter(drawn(150 + c, width, 1)) for c in range(num_classes)])
+        self.distances = got.VLT.compute_distance
+        for seed, (name, value) in enumerate(self.encoder.named_parameters()):
+            value.data = 0.5 * drawn(160 + seed, *value.shape)
+            value.requires_grad_(not name.startswith("qkv"))
+        for center in self.centers[:num_old]:
+            center.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        queries, _, values = self.encoder(x).chunk(3, dim=-1)
+        features = (queries.tanh() + values).mean(dim=1)
+        distances, centers = self.distances(self, features)
+        return None, features, distances, centers, None
+
+
+def pilora_step(clones: Clones) -> Tensors:
+    """One step of a site in its second task: two old classes and two new ones; gradients, weights, mean features."""
+    published = clones.take(PILORA, "PILoRA-cifar/CPN.py", "pl_loss", "DCE")
+    site = clones.take(PILORA, "PILoRA-cifar/update.py", "LocalUpdate", DCE=published.DCE).LocalUpdate
+    model, x, labels = Toy(clones, 5, 2, 4, 2), drawn(140, 6, 3, 5), torch.tensor([2, 3, 3, 2, 2, 3])
+    earlier = {"q": 0.5 * drawn(141, 2, 5), "v": 0.5 * drawn(142, 2, 5)}
+    stored = with_prefix("before", model.state_dict()) | with_prefix("earlier", earlier) | {"x": x, "labels": labels}
+    _, _, distances, _, _ = model(x)
+    stored["distances"], stored["loss"] = distances.detach(), published.DCE(labels, distances)[1].detach()
+    client = SimpleNamespace(args=SimpleNamespace(local_ep=1, device="cpu"), trainloader=[(x, labels)])
+    after, means = site.update_weights(client, model, model, 0.002, 1e-5, 1, [earlier["q"]], [earlier["v"]])
+    gradients = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+    found = {str(label): torch.from_numpy(mean) for label, mean in means.items() if len(mean)}
+    return stored | with_prefix("after", after) | with_prefix("gradient", gradients) | with_prefix("mean", found)
+
+
+def pilora_server(clones: Clones) -> Tensors:
+    """The server's average of three sites over ten classes (no site has the last one), and its global model in two tasks."""
+    file = "PILoRA-cifar/utils.py"
+    names = ("get_trainable_param_names", "compute_weight", "average_weights", "global_server")
+    got = clones.take(PILORA, file, *names, cdist=cdist, collections=collections)
+    sites = [{f"centers.{c}": drawn(200 + 20 * k + c, 3, 1) for c in range(10)} for k in range(3)]
+    for k, site in enumerate(sites):
+        site["lora"] = drawn(190 + k, 2, 3)
+    means, held = drawn(300, 3, 10, 3), torch.rand(3, 10, generator=seeded(301)) < 0.6
+    held[:, 9] = False
+    lists = [[means[k, c].numpy() if held[k, c] else [] for k in range(3)] for c in range(10)]
+    model = {name: nn.Parameter(value.clone()) for name, value in sites[0].items()}
+    average = got.average_weights(sites, Named(model), None, "Q", lists, [0.5, 0.3, 0.2])
+    stored = {"means": means, "held": held.to(torch.int8)} | with_prefix("average", average)
+    for k, site in enumerate(sites):
+        stored |= with_prefix(f"site{k}", site)
+    whole = Named({f"linear_{kind}_0": nn.Parameter(torch.zeros(8, 8)) for kind in KINDS})
+    for task in (0, 1):
+        learned = Named({f"linear_{kind}_{task}": nn.Parameter(drawn(310, *KINDS[kind])) for kind in KINDS})
+        earlier = [[drawn(320 + i, *KINDS[kind])] for i, kind in enumerate(("a_q", "a_v", "b_q", "b_v"))]
+        got.global_server(learned, whole, *earlier, task)
+        stored |= with_prefix(f"global{task}", whole.held)
+    return stored
+
+
+KINDS = {"a_q": (4, 8), "a_v": (4, 8), "b_q": (8, 4), "b_v": (8, 4)}
+
+
+class Named:
+    """Parameters under names with dots, which a module would take apart."""
+
+    def __init__(self, held: dict[str, nn.Parameter]) -> None:
+        self.held = held
+
+    def named_parameters(self) -> Any:
+        return list(self.held.items())
+
+    def state_dict(self) -> Any:
+        return self.held
+
+
 NOTES: dict[str, dict[str, Any]] = {
     "glfc_losses": {
         "source": (GLFC, "src/GLFC.py:189-245", "_compute_loss, efficient_old_class_weight, entropy"),
@@ -491,6 +579,22 @@ NOTES: dict[str, dict[str, Any]] = {
         "source": (ICARL, "iCaRL-TheanoLasagne/main_cifar_100_theano.py:225-242", "the herding loop"),
         "difference": "The largest inner product with unit features is the smallest distance, so the picks are the same. When an "
         "image wins again, line 242 counts it into the mean once more although it is kept once; ours never picks it again.",
+    },
+    "pilora_step": {
+        "source": (
+            PILORA,
+            "PILoRA-cifar/update.py:37-100, VLT.py:16-57, 242-252, CPN.py:10-36",
+            "LocalUpdate.update_weights, _LoRA_qkv_timm, compute_distance, DCE",
+        ),
+        "difference": "None for one step. Prototypes of classes that have not come yet are random there and count in the softmax; "
+        "ours has only those of classes seen (PILORA-4).",
+    },
+    "pilora_server": {
+        "source": (PILORA, "PILoRA-cifar/utils.py:126-224", "compute_weight, average_weights, global_server"),
+        "difference": "Where no site has a class, line 144 gives each site the weight 0.1, a mean for ten sites only; ours is the "
+        "mean. Where all prototypes of a class are as far away, line 141 divides 0 by 0; ours is the mean. From the second task "
+        "on no name in line 213 fits the global model, so that its pairs stay those of the first task and only prototypes are "
+        "learned; ours adds up the pairs of all tasks.",
     },
 }
 

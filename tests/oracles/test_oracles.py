@@ -20,8 +20,11 @@ from rescene.functional.compensation import compensation_loss, compensation_weig
 from rescene.functional.discriminant import regularised_solve
 from rescene.functional.distillation import distillation_loss
 from rescene.functional.fisher import fisher_diagonal, quadratic_penalty
+from rescene.functional.low_rank import change_of_output, overlap
+from rescene.functional.prototypes import prototype_distances, prototype_loss, prototype_weights
 from rescene.methods.afl import ridge_head
 from rescene.methods.fedcgs import gaussian_head
+from rescene.methods.pilora import AdamSteps, PILoRA
 from rescene.nets import Arch
 from rescene.training.reconstruction import Inversion, encoder_gradients, labels_from_gradients, perturb, reconstruct
 from rescene.training.synthesis import Search, Synthesis
@@ -335,3 +338,67 @@ def test_icarl_herding():
     rank = t["rank"]
     theirs = [int((rank == place).nonzero()) for place in range(1, 7)]
     assert herd(z, z.mean(dim=0), 6).tolist() == theirs
+
+
+# --- PILoRA
+
+
+def both(tensors, letter):
+    """A or B of queries and values of the second task."""
+    return torch.stack([tensors[f"encoder.linear_{letter}_{kind}_1.weight"] for kind in "qv"])
+
+
+def toy_features(t, x, a, b):
+    """The features of the stand-in network that made the fixture."""
+    before = part(t, "before")
+    out = F.linear(x, before["encoder.qkv.weight"], before["encoder.qkv.bias"]) + change_of_output(x, a, b)
+    queries, _, values = out.chunk(3, dim=-1)
+    return (queries.tanh() + values).mean(dim=1)
+
+
+def centers(tensors, *classes):
+    return torch.stack([tensors[f"centers.{c}"].squeeze(1) for c in classes])
+
+
+def test_pilora_loss_and_its_gradients():
+    """One step of a site: distances, the loss with its penalties, gradients, Adam's step, mean features."""
+    t, method = stored("pilora_step"), PILoRA()
+    before, after, gradient = part(t, "before"), part(t, "after"), part(t, "gradient")
+    a, b = (both(before, letter).requires_grad_() for letter in "ab")
+    own = centers(before, 2, 3).requires_grad_()
+    features = toy_features(t, t["x"], a, b)
+    distances = prototype_distances(features, torch.cat([centers(before, 0, 1), own]))
+    assert close(distances, t["distances"], 1e-5)
+    loss = prototype_loss(distances, t["labels"], method.compact_weight)
+    assert close(loss, t["loss"], 1e-5)
+    earlier = [torch.stack([t["earlier.q"], t["earlier.v"]])]
+    loss = loss + method.sparsity_weight * a.abs().sum() + method.overlap_weight * overlap(a, earlier)
+    AdamSteps([a, b], own, method.lora_lr, method.prototype_lr).step(loss)
+    for ours, letter in ((a, "a"), (b, "b")):
+        assert close(ours.grad, both(gradient, letter), 1e-5) and close(ours, both(after, letter), 1e-6)
+    assert close(own.grad, centers(gradient, 2, 3), 1e-5) and close(own, centers(after, 2, 3), 1e-6)
+    means = torch.stack([features[t["labels"] == label].mean(dim=0) for label in (2, 3)])
+    assert close(means, torch.stack([t["mean.2"], t["mean.3"]]), 1e-5)
+
+
+def test_pilora_server():
+    t = stored("pilora_server")
+    sites, average = [part(t, f"site{k}") for k in range(3)], part(t, "average")
+    held, shares = t["held"].bool(), [0.5, 0.3, 0.2]
+    ours = weighted_average([{"lora": site["lora"]} for site in sites], shares)["lora"]
+    assert close(ours, average["lora"], 1e-6)
+    for c in range(10):
+        learned, theirs = torch.cat([centers(site, c) for site in sites]), centers(average, c)[0]
+        weights = prototype_weights(learned, t["means"][held[:, c], c], PILoRA().temperature)
+        if held[:, c].any():
+            assert close(weights @ learned, theirs, 1e-5)
+        else:  # theirs has the weight of ten sites for each of the three
+            assert close(weights @ learned * 0.3, theirs, 1e-5)
+    assert held[:, :9].any(dim=0).all() and not held[:, 9].any()
+
+
+def test_pilora_published_global_model_keeps_the_pairs_of_the_first_task():
+    t = stored("pilora_server")
+    first, second = part(t, "global0"), part(t, "global1")
+    assert all(bool(value.any()) for value in first.values())
+    assert all(torch.equal(first[name], second[name]) for name in first)

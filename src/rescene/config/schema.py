@@ -159,10 +159,12 @@ class ModelSection(Section):
 
     name: str = Field(
         "resnet18",
-        description="resnet18, resnet50, vit-small, convnet, mlp, linear, timm:NAME, or a network of a plug-in",
+        description="resnet18, resnet50, vit-small, vit-mini, convnet, mlp, linear, timm:NAME, or a network of a plug-in",
     )
     norm: Literal["batch", "group"] = Field("batch", description="normalisation layers of resnet and convnet")
-    width: int | None = Field(None, ge=1, description="base channels of convnet, hidden units of mlp")
+    width: int | None = Field(
+        None, ge=1, description="base channels of convnet, hidden units of mlp, numbers of a token of vit-mini"
+    )
     lens: str | None = Field(
         None,
         description="frozen feature extractor in front of the network: leaves, waves, the file of a lens (.safetensors, .onnx) or "
@@ -319,7 +321,7 @@ class Recipe(Section):
         """Whether the network has BatchNorm; an own network is looked at."""
         if is_own(self.model.name):
             return own_model(self.model.name).taken_apart(self.data.image_size or 32).has_batch_norm
-        return self.model.norm == "batch" and self.model.name not in ("vit-small", "mlp")
+        return self.model.norm == "batch" and self.model.name not in ("vit-small", "vit-mini", "mlp")
 
     @model_validator(mode="after")
     def _sums_are_secure(self) -> Recipe:

@@ -272,11 +272,15 @@ def _prepare_planned(recipe: Recipe, plan: SitesSection, own: Dataset | None, ke
 
 
 def arch_of(recipe: Recipe, dataset: Dataset) -> Arch:
-    """The network's architecture; one of the user's own is taken apart here, so what is wrong with it is told before a run."""
+    """The network's architecture; one of the user's own is taken apart here, so what is wrong with it is told before a run.
+
+    A network that the method cannot use is refused here, too.
+    """
     model = recipe.model
     arch = Arch(model.name, dataset.image_size, model.norm, model.width, dataset.num_channels)
     if is_own(model.name):
         own_model(model.name).taken_apart(dataset.image_size)
+    recipe.build_method().check_network(arch)
     return arch
 
 

@@ -175,6 +175,9 @@ class Method(Hyperparameters):
         """What leaves a site behind this mechanism."""
         return cls.leaves_site
 
+    def check_network(self, arch: Arch) -> None:
+        """Refuse a network that the method cannot use, by a ConfigError before the run. The default takes every network."""
+
     def init(self, net: nn.Module, rng: Rng) -> Any:
         """The server's state before the first task. The default holds the initial weights."""
         return ModelState(model=weights_of(net), notes={})

@@ -19,6 +19,7 @@ from rescene.nets.cost import (
     tell_flops,
 )
 from rescene.nets.own_networks import OwnBody, OwnModel, is_own, own_model, own_names, register_model
+from rescene.nets.vit import attention_weights
 from rescene.nets.weights import load_weights
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "OwnBody",
     "OwnModel",
     "alike",
+    "attention_weights",
     "body_cost",
     "build",
     "check_fits",

@@ -20,10 +20,11 @@ from rescene.nets.layers import NORMS, ConvBody
 from rescene.nets.mlp import Identity, Perceptron
 from rescene.nets.own_networks import OwnBody, is_own, own_model, own_names
 from rescene.nets.resnet import resnet_body
-from rescene.nets.vit import VisionTransformer, patch_size
+from rescene.nets.vit import VisionTransformer, mini_size, patch_size
 
-NAMES = ("resnet18", "resnet50", "vit-small", "convnet", "mlp", "linear")
-WITH_WIDTH = ("convnet", "mlp")
+NAMES = ("resnet18", "resnet50", "vit-small", "vit-mini", "convnet", "mlp", "linear")
+WITH_WIDTH = ("convnet", "mlp", "vit-mini")
+TRANSFORMERS = ("vit-small", "vit-mini")
 MIN_IMAGE_SIZE = 8
 Body = ConvBody | VisionTransformer | Perceptron | Identity | OwnBody
 VECTORS = ("mlp", "linear")  # take a picture as one vector: any size, any number of channels
@@ -55,8 +56,9 @@ class Net(nn.Module):
 class Arch:
     """Everything needed to build a network again, apart from its weights.
 
-    ``norm`` (batch | group) is ignored by vit-small, which has LayerNorm, and by mlp and linear, which have none. ``width`` is the base
-    number of channels of convnet (32 when None) or the hidden units of mlp (256), and must be None for the others. ``name`` may
+    ``norm`` (batch | group) is ignored by vit-small and vit-mini, which have LayerNorm, and by mlp and linear, which have none.
+    ``width`` is the base number of channels of convnet (32 when None), the hidden units of mlp (256) or the numbers of a token of
+    vit-mini (128), and must be None for the others. ``name`` may
     also be a network of the user's (:mod:`rescene.nets.own_networks`) or ``timm:NAME``; these have the norms that they have.
     ``channels`` is 3, or what the data's lens gives, which only mlp and linear take.
     """
@@ -117,7 +119,7 @@ class Arch:
         """Whether a picture's features depend on the other pictures of its batch while the network trains."""
         if is_own(self.name):
             return own_model(self.name).taken_apart(self.image_size).has_batch_norm
-        return self.norm == "batch" and self.name not in ("vit-small", *VECTORS)
+        return self.norm == "batch" and self.name not in (*TRANSFORMERS, *VECTORS)
 
     @property
     def draws(self) -> bool:
@@ -133,6 +135,8 @@ class Arch:
             return convnet_body(norm=self.norm, width=self.width)
         if self.name == "vit-small":
             return VisionTransformer(self.image_size)
+        if self.name == "vit-mini":
+            return VisionTransformer(self.image_size, mini_size(self.width))
         depth = 18 if self.name == "resnet18" else 50
         return resnet_body(depth, image_size=self.image_size, norm=self.norm)
 
@@ -146,7 +150,7 @@ def build(
     width: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Net:
-    """A fresh network by name: resnet18, resnet50, vit-small, convnet, mlp or linear. See ``Arch`` and ``Arch.build``.
+    """A fresh network by name: resnet18, resnet50, vit-small, vit-mini, convnet, mlp or linear. See ``Arch`` and ``Arch.build``.
 
     >>> build("convnet", num_classes=10).features(torch.zeros(2, 3, 32, 32)).shape
     torch.Size([2, 128])
@@ -247,7 +251,9 @@ def _check_width(name: str, width: int | None) -> None:
     if width is None or (name in WITH_WIDTH and width >= 1):
         return
     why = (
-        "width must be at least 1" if name in WITH_WIDTH else f"only convnet and mlp have a choice of width, not {name}"
+        "width must be at least 1"
+        if name in WITH_WIDTH
+        else f"only {', '.join(WITH_WIDTH)} have a choice of width, not {name}"
     )
     raise ConfigError("E131", f"bad model.width {width}", where="model.width", why=why, fix="model.width=null")
 
@@ -255,7 +261,7 @@ def _check_width(name: str, width: int | None) -> None:
 def _check_image_size(name: str, image_size: int) -> None:
     if name in VECTORS and image_size >= 1:
         return
-    step = patch_size(image_size) if name == "vit-small" else 1
+    step = patch_size(image_size) if name in TRANSFORMERS else 1
     if image_size < MIN_IMAGE_SIZE or image_size % step:
         why = f"{name} takes squares of at least {MIN_IMAGE_SIZE} pixels" + (
             f", in steps of {step}" if step > 1 else ""

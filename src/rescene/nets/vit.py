@@ -1,13 +1,58 @@
-"""Vision Transformer, size Small: width 384, depth 12, 6 heads, MLP 1536, pre-norm, class token."""
+"""Vision Transformers, pre-norm, with a class token.
+
+Size Small: width 384, depth 12, 6 heads, MLP 1536. Size Mini, for a CPU: width 128 unless another is given, depth 4, a head for
+every 32 numbers of the width, MLP four times as wide.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-WIDTH, DEPTH, NUM_HEADS, MLP_WIDTH = 384, 12, 6, 1536
 INIT_STD = 0.02
+MINI_WIDTH, MINI_DEPTH, MINI_HEAD = 128, 4, 32
+
+
+class VitSize(NamedTuple):
+    """How large a Vision Transformer is."""
+
+    width: int
+    depth: int
+    num_heads: int
+    mlp_width: int
+
+
+SMALL = VitSize(384, 12, 6, 1536)
+
+
+def mini_size(width: int | None = None) -> VitSize:
+    """Size Mini; a width below or beside multiples of 32 has as many heads as divide it.
+
+    >>> mini_size().num_heads, mini_size(8).num_heads, mini_size(48).num_heads
+    (4, 1, 1)
+    """
+    width = MINI_WIDTH if width is None else width
+    num_heads = width // MINI_HEAD if width % MINI_HEAD == 0 else 1
+    return VitSize(width, MINI_DEPTH, num_heads, 4 * width)
+
+
+def attention_weights(state: Mapping[str, Tensor]) -> list[str]:
+    """Names of the weights [3 d, d] that give queries, keys and values, in the order of the network; none: no attention.
+
+    These are the layers called ``qkv``, here and in timm.
+
+    >>> attention_weights({"body.0.qkv.weight": torch.zeros(6, 2), "body.0.out.weight": torch.zeros(2, 2)})
+    ['body.0.qkv.weight']
+    """
+    return [
+        name
+        for name, value in state.items()
+        if name.endswith(".qkv.weight") and value.ndim == 2 and value.shape[0] == 3 * value.shape[1]
+    ]
 
 
 def patch_size(image_size: int) -> int:
@@ -48,18 +93,19 @@ class Block(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """Images [n, 3, s, s] -> [n, 384]: the class token after the final norm. s must be a multiple of the patch."""
+    """Images [n, 3, s, s] -> [n, width]: the class token after the final norm. s must be a multiple of the patch."""
 
-    def __init__(self, image_size: int) -> None:
+    def __init__(self, image_size: int, size: VitSize = SMALL) -> None:
         super().__init__()
+        width, depth, num_heads, mlp_width = size
         patch = patch_size(image_size)
         num_tokens = (image_size // patch) ** 2 + 1
-        self.feature_size = WIDTH
-        self.patches = nn.Conv2d(3, WIDTH, patch, stride=patch)
-        self.class_token = nn.Parameter(torch.zeros(1, 1, WIDTH))
-        self.positions = nn.Parameter(torch.zeros(1, num_tokens, WIDTH))
-        self.blocks = nn.Sequential(*(Block(WIDTH, NUM_HEADS, MLP_WIDTH) for _ in range(DEPTH)))
-        self.norm = nn.LayerNorm(WIDTH)
+        self.feature_size = width
+        self.patches = nn.Conv2d(3, width, patch, stride=patch)
+        self.class_token = nn.Parameter(torch.zeros(1, 1, width))
+        self.positions = nn.Parameter(torch.zeros(1, num_tokens, width))
+        self.blocks = nn.Sequential(*(Block(width, num_heads, mlp_width) for _ in range(depth)))
+        self.norm = nn.LayerNorm(width)
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = self.patches(x).flatten(2).transpose(1, 2)

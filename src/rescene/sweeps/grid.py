@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import itertools
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rescene.api import default_folder
 from rescene.config import Resolved, resolve
-from rescene.core.errors import ConfigError
+from rescene.core.errors import ConfigError, ResceneWarning
 from rescene.core.run_state import is_done
 from rescene.methods import method_names
+from rescene.nets import Arch, is_own
 
 METHOD = ("method", "method.name")
+ALL = tuple(f"{key}=all" for key in METHOD)
+SIDE = 32  # pixels of pictures for which a network is looked at
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?"
 RANGE = re.compile(rf"(log:)?({_NUMBER})\.\.({_NUMBER})", re.IGNORECASE)
 
@@ -35,14 +39,35 @@ class SweepCell:
 
 
 def grid(recipe: str, overrides: list[str], seeds: str, out: Path | None) -> list[SweepCell]:
-    """Every combination of comma-separated values. ``method=all``: every method that is known, plug-ins too."""
+    """Every combination of comma-separated values.
+
+    ``method=all``: every method that is known, plug-ins too, and can use the recipe's network; W580 names the others.
+    """
     axes = [axis(text) for text in overrides]
     for text in overrides:
         if RANGE.fullmatch(text.partition("=")[2]):
             fix = f"add --search 20, or list values: {text.partition('=')[0]}=a,b,c"
             raise ConfigError("E106", f"{text!r} is a range, and a grid needs values", fix=fix)
     axes.append([f"seed={seed}" for seed in read_seeds(seeds)])
-    return [cell(recipe, combination, out) for combination in itertools.product(*axes)]
+    cells = [cell(recipe, combination, out) for combination in itertools.product(*axes)]
+    return _with_a_network(cells) if any(text in ALL for text in overrides) else cells
+
+
+def _with_a_network(cells: list[SweepCell]) -> list[SweepCell]:
+    """The cells whose method can use the network; of networks of the user's own nothing is known here, so they stay."""
+    left, refused = [], {}
+    for one in cells:
+        recipe = one.resolved.recipe
+        try:
+            if not is_own(recipe.model.name):
+                recipe.build_method().check_network(Arch(recipe.model.name, SIDE, width=recipe.model.width))
+            left.append(one)
+        except ConfigError as error:
+            refused[recipe.method["name"]] = error.what
+    if refused:
+        what = f"method=all leaves out {', '.join(refused)}: {'; '.join(refused.values())}"
+        warnings.warn(ResceneWarning("W580", what, fix="sweep them apart with another model.name"), stacklevel=3)
+    return left
 
 
 def cell(recipe: str, overrides: Sequence[str], out: Path | None) -> SweepCell:

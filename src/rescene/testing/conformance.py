@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rescene.core.errors import ConfigError
 from rescene.core.record import Tree, check_tree, map_tensors, num_bytes, pack, tensors, unpack
 from rescene.core.rng import Rng
 from rescene.data import Dataset, Images, Task, Transform
@@ -48,6 +49,16 @@ class World:
     shards: list[list[Tensor]]
     arch: Arch = Arch("convnet", SIZE, "batch", 4)
     events: list[str] = field(default_factory=list)
+
+
+def world_for(method: Method, domains: bool = False) -> World:
+    """The small world with a network that the method can use: a ConvNet, or a transformer if it refuses that one."""
+    world = make_world(domains)
+    try:
+        method.check_network(world.arch)
+    except ConfigError:
+        world.arch = Arch("vit-mini", SIZE, width=8)
+    return world
 
 
 def make_world(domains: bool = False) -> World:
@@ -187,7 +198,7 @@ def _spied(method: Method, world: World, **options: Any) -> Spy:
 
 def runs_in_an_unkind_world(method: Method) -> None:
     """Empty sites, single images, missing classes, K < N: the run ends and the model is finite and has every class."""
-    world = make_world()
+    world = world_for(method)
     state = drive(method, world, federation_of(method, world))
     assert not world.events, world.events
     assert len(state.model["head.weight"]) == 4
@@ -196,7 +207,7 @@ def runs_in_an_unkind_world(method: Method) -> None:
 
 def runs_on_domains(method: Method) -> None:
     """Domain-incremental: the classes stay, the head does not grow."""
-    world = make_world(domains=True)
+    world = world_for(method, domains=True)
     state = drive(method, world, federation_of(method, world))
     assert not world.events, world.events
     assert len(state.model["head.weight"]) == 2
@@ -204,7 +215,7 @@ def runs_on_domains(method: Method) -> None:
 
 def leaves_its_arguments_alone(method: Method) -> None:
     """No verb changes a state, a payload or a client's memory in place; everything is a tree of values."""
-    world = make_world()
+    world = world_for(method)
     federation = _spied(method, world)
     seen: list[tuple[Any, str]] = []
 
@@ -222,7 +233,7 @@ def leaves_its_arguments_alone(method: Method) -> None:
 
 def draws_only_from_its_streams(method: Method) -> None:
     """The global random state neither matters nor moves."""
-    world = make_world()
+    world = world_for(method)
     models = []
     for seed in (1, 2):
         torch.manual_seed(seed)
@@ -240,7 +251,7 @@ def does_not_depend_on_the_order_of_clients(method: Method) -> None:
             answers = super().carry(list(reversed(clients)), call)
             return {client: answers[client] for client in sorted(answers)}
 
-    world = make_world()
+    world = world_for(method)
     forward = drive(method, world, federation_of(method, world))
     federation = _spied(method, world, transport=Backwards())
     assert fingerprint(drive(method, world, federation).model) == fingerprint(forward.model)
@@ -248,7 +259,7 @@ def does_not_depend_on_the_order_of_clients(method: Method) -> None:
 
 def survives_saving_after_every_step(method: Method) -> None:
     """State and clients' memories are packed and unpacked after each step; the end is the same, bit for bit."""
-    world = make_world()
+    world = world_for(method)
     whole = drive(method, world, federation_of(method, world))
     federation = federation_of(method, world)
 
@@ -265,7 +276,7 @@ def survives_saving_after_every_step(method: Method) -> None:
 
 def is_charged_for_what_it_sends(method: Method) -> None:
     """The ledger's bytes are those of the payloads that really passed."""
-    world = make_world()
+    world = world_for(method)
     federation = _spied(method, world)
     drive(method, world, federation)
     up = sum(num_bytes(upload) for _, uploads, _ in federation.traffic_log for upload in uploads.values())
@@ -282,7 +293,7 @@ def survives_a_failing_client(method: Method) -> None:
         def carry(self, clients: Sequence[int], call: Call) -> dict[int, Answer]:
             return super().carry([k for k in clients if k != 3], call)
 
-    world = make_world()
+    world = world_for(method)
     federation = _spied(method, world, transport=Broken(), quorum=0.0)
     state = drive(method, world, federation)
     assert all(bool(torch.isfinite(value).all()) for value in state.model.values() if value.is_floating_point())
@@ -290,7 +301,7 @@ def survives_a_failing_client(method: Method) -> None:
 
 def has_a_batched_form_that_agrees(method: Method) -> None:
     """Where a verb has a batched form, uploads agree with one client at a time to 1e-5."""
-    world = make_world()
+    world = world_for(method)
     logs = []
     for form in ("one-by-one", "batched"):
         federation = _spied(method, world, form=form)
@@ -334,7 +345,7 @@ def sends_what_it_expects(method: Method) -> None:
                     ) from None
             return uploads
 
-    for world in (make_world(), make_world(domains=True)):
+    for world in (world_for(method), world_for(method, domains=True)):
         federation = _spied(method, world)
         federation.__class__ = Strict
         drive(method, world, federation)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -97,6 +97,15 @@ def penalised(loss: Loss, penalty: Penalty) -> Loss:
     return total
 
 
+class Optimiser(Protocol):
+    """What makes the steps of :func:`fit`."""
+
+    lr: float  # set before each epoch where the rate is annealed
+
+    def step(self, loss: Tensor) -> None:
+        """Compute the gradient of ``loss`` and move what learns."""
+
+
 class FusedSgd:
     """SGD with momentum on a network's trainable weights: the arithmetic of ``torch.optim.SGD(..., fused=True)``.
 
@@ -142,17 +151,19 @@ def fit(
     epochs: int,
     cosine: bool = False,
     after_epoch: AfterEpoch | None = None,
+    optimiser: Optimiser | None = None,
 ) -> float:
     """Train ``net`` in place for ``epochs`` and return the mean loss of the last epoch.
 
     A trailing batch of one image is dropped when it is not the only one, since BatchNorm needs two; a set of a single image
-    is trained with the running statistics instead. The optimiser is new on every call: momentum does not cross rounds.
+    is trained with the running statistics instead. The optimiser is new on every call, unless one is given: momentum does not
+    cross rounds.
     """
     worth = epochs >= WORTH_RECORDING and next(net.parameters()).is_cuda
-    if getattr(loss, "is_repeatable", False) and worth and is_recordable(net):
+    if getattr(loss, "is_repeatable", False) and worth and is_recordable(net) and optimiser is None:
         rates = [cosine_rate(settings.lr, epoch, epochs) if cosine else settings.lr for epoch in range(epochs)]
         return fit_repeated(net, plan, fetch, loss, settings, rates, after_epoch)
-    optimiser = FusedSgd(net, settings)
+    optimiser = optimiser or FusedSgd(net, settings)
     total, count = 0.0, 0
     for epoch in laps(epochs):
         if cosine:
@@ -207,12 +218,13 @@ def fit_shard(
     first_class: int = 0,
     beside: Callable[[], Tensor] | None = None,
     after_epoch: AfterEpoch | None = None,
+    optimiser: Optimiser | None = None,
 ) -> float:
     """Local training of one client on its own images for E epochs, reshuffled each epoch; returns the last mean loss.
 
     Without a ``loss`` of one's own it is cross-entropy over the outputs from ``first_class`` on, and on a GPU the step is
     replayed as a CUDA graph. The images stay where they are: a batch is gathered from the device tensor by index,
-    normalised and augmented there. ``beside`` and ``after_epoch`` are for a loss of one's own.
+    normalised and augmented there. ``beside``, ``after_epoch`` and ``optimiser`` are for a loss of one's own.
     """
     index = shard.index
     if loss is None and is_recorded(net, shard.images.pixels, index):
@@ -229,7 +241,8 @@ def fit_shard(
         return Batch(x, shard.images.labels[index], index, None if beside is None else beside())
 
     loss = loss or cross_entropy_from(first_class)
-    return fit(net, plan, fetch, loss, settings, epochs=settings.local_epochs, after_epoch=after_epoch)
+    epochs = settings.local_epochs
+    return fit(net, plan, fetch, loss, settings, epochs=epochs, after_epoch=after_epoch, optimiser=optimiser)
 
 
 def num_local_steps(num_images: int, settings: Training) -> int:
