@@ -49,7 +49,9 @@ def privacy(
 
     if not recipe:
         raise ConfigError(
-            "E176", "a recipe or a ledger is missing", fix="rescene privacy RECIPE or RUN, or rescene privacy --ledger FOLDER"
+            "E176",
+            "a recipe or a ledger is missing",
+            fix="rescene privacy RECIPE or RUN, or rescene privacy --ledger FOLDER",
         )
     show_privacy(resolve(recipe_of(recipe), overrides or []), epsilon, sigma, delta, as_json)
 
