@@ -257,8 +257,8 @@ def _check_images(before: Finished, dataset: Dataset) -> None:
 def _seen_then(before: Finished, dataset: Dataset, classes: list[str]) -> Iterator[Dataset]:
     """The images of the classes that the run had, as its network saw them.
 
-    Through a lens the last bits may depend on what is looked at together, so first as then, if the data of the run are as they were:
-    these features are kept from then.
+    Through a lens the last bits may depend on how many pictures are looked at together, so first as then, if the data of the run
+    are as they were: these features are kept from then.
     """
     lens, device = before.recipe.model.lens, pick_device(before.recipe.device)
     if lens is not None:
