@@ -13,7 +13,7 @@ from rescene.deploy.federation_folder import FederationFolder
 from rescene.deploy.findings import Row, app_row, machine_rows, part_rows, row, secret_row
 from rescene.deploy.plan_file import read_plan
 from rescene.deploy.processes import check_port, running
-from rescene.engine.evaluate import HOW_TO_MEASURE, NO_COUNTS
+from rescene.privacy.statement import HOW_TO_MEASURE, NO_COUNTS
 
 PARTS = ("link", "executor")
 

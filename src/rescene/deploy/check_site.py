@@ -15,11 +15,10 @@ from rescene.deploy.findings import Row, app_row, key_row, machine_rows, part_ro
 from rescene.deploy.processes import running
 from rescene.deploy.site import Site
 from rescene.deploy.site_config import ledger_of
-from rescene.engine.evaluate import HOW_TO_MEASURE, NO_COUNTS
 from rescene.engine.experiment import load_data, pick_device
 from rescene.lens import open_lens
 from rescene.methods import method_class
-from rescene.privacy.statement import limit
+from rescene.privacy.statement import HOW_TO_MEASURE, NO_COUNTS, limit
 
 PARTS = ("node", "executor")
 MOST_NAMES = 12  # of classes in one line

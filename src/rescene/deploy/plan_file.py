@@ -19,7 +19,7 @@ from rescene.config.site_plan import PlannedTask, SitesSection
 from rescene.core.documents import read_yaml
 from rescene.core.errors import ConfigError, ResceneWarning, did_you_mean
 from rescene.engine.checkpoint import write_atomically
-from rescene.engine.evaluate import HOW_TO_MEASURE, NO_COUNTS
+from rescene.privacy.statement import HOW_TO_MEASURE, NO_COUNTS
 
 HEADER = """\
 # The plan of this federation. Classes get their numbers in this order, for ever: rescene deploy add-classes opens the next

@@ -17,11 +17,6 @@ from rescene.privacy.noise import Noise
 from rescene.training import class_scores
 
 TALLY_SENSITIVITY = math.sqrt(3)
-NO_COUNTS = "behind a guarantee sites answer no evaluation, because exact counts would tell of single images"
-HOW_TO_MEASURE = (
-    "name test images of the server before the first run (`test: FOLDER` in plan.yaml, one folder per class), "
-    "or let each site put noise on its counts (`privacy: {epsilon_max: 8, evaluation_sigma: 2}` in site.yaml)"
-)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from rescene.core.versions import RESULTS
 from rescene.data.validation import WORDS
 from rescene.engine.checkpoint import write_atomically
 from rescene.engine.cost_ledger import CostLedger
-from rescene.engine.evaluate import HOW_TO_MEASURE, NO_COUNTS
 from rescene.engine.experiment import Experiment
 from rescene.engine.nominal import nominal_cost
 from rescene.engine.object_record import words_of
@@ -27,6 +26,7 @@ from rescene.engine.observers.drift_record import stream_record
 from rescene.engine.observers.theory_watch import theory_record, theory_tables
 from rescene.methods import Method
 from rescene.privacy.accounting import NEIGHBOURS
+from rescene.privacy.statement import HOW_TO_MEASURE, NO_COUNTS
 
 NO_GUARANTEE = "Not private: uploads carry no formal guarantee."
 

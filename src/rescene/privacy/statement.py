@@ -5,6 +5,11 @@ from __future__ import annotations
 from rescene.privacy.accounting import Composition, replaced_epsilon, sigma_for
 
 OUTSIDE = "Not covered: settings and clips that were chosen by looking at private images, class names, sizes of sites, timing."
+NO_COUNTS = "behind a guarantee sites answer no evaluation, because exact counts would tell of single images"
+HOW_TO_MEASURE = (
+    "name test images of the server before the first run (`test: FOLDER` in plan.yaml, one folder per class), "
+    "or let each site put noise on its counts (`privacy: {epsilon_max: 8, evaluation_sigma: 2}` in site.yaml)"
+)
 
 
 def guarantee(epsilon: float, replaced: float, delta: float) -> str:
