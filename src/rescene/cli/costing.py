@@ -55,7 +55,7 @@ def price(resolved: Resolved) -> Priced:
         raise ConfigError(
             NO_FORECAST,
             f"the cost of {experiment.method.name!r} is not known in advance",
-            why="forecasts exist only without a privacy mechanism and without tasks.drift",
+            why="forecasts exist only without a privacy mechanism, tasks.drift and federation.delay",
             fix="run it with tasks.limit=1 federation.num_rounds=1 and read the cost in results.json",
         )
     return Priced(experiment, found, measured_rates(experiment, found), missing)

@@ -140,6 +140,17 @@ class FederationSection(Section):
     quorum: float = Field(0.5, ge=0, le=1, description="share of the asked sites that must answer, from 0 to 1")
     retries: int = Field(3, ge=0, description="how often a round without a quorum is repeated with other sites")
     faults: FaultsSection = FaultsSection()
+    delay: int = Field(
+        0,
+        ge=0,
+        description="simulated: an answer arrives at most so many rounds late, drawn for each site and round; 0: all are on time",
+    )
+    staleness: int | None = Field(
+        None, ge=0, description="answers that are more rounds late than this are dropped; null drops none"
+    )
+    staleness_exponent: float = Field(
+        0.5, ge=0, description="the change of weights in an answer d rounds late counts (1 + d)^-a; this is a"
+    )
     screen: Literal["none", "features"] = Field(
         "none",
         description="features: pictures of a class that lie far from what the other sites sent are left out of training",
@@ -152,6 +163,12 @@ class FederationSection(Section):
         "float32", description="number format of pictures on their way to the server"
     )
     evaluate_every: int = Field(1, ge=0, description="rounds between two evaluations; 0 evaluates after each task only")
+
+    @property
+    def simulated(self) -> tuple[str, ...]:
+        """What is simulated to go wrong, for people."""
+        late = f"answers up to {self.delay} {'round' if self.delay == 1 else 'rounds'} late"
+        return (*self.faults.words, late) if self.delay else self.faults.words
 
 
 class ModelSection(Section):
@@ -263,6 +280,22 @@ class Recipe(Section):
             raise ValueError(
                 "federation.screen: sums that are added up hide who sent what; screen=none, or privacy.pool=false"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _late_answers_are_possible(self) -> Recipe:
+        method, where = method_class(self.method["name"]), f"federation.delay={self.federation.delay}"
+        if not self.federation.delay:
+            return self
+        if not method.late_verbs:
+            able = ", ".join(name for name in method_names() if method_class(name).late_verbs)
+            what = f"{method.title} cannot learn from answers that come rounds later"
+            why = "what a site answers belongs to the round and the task in which it was asked, or nobody has shown otherwise"
+            raise ConfigError("E573", what, where=where, why=why, fix=f"federation.delay=0, or method=one of {able}")
+        if self.privacy.mechanism != "none":
+            what = f"federation.delay with privacy.mechanism={self.privacy.mechanism} is not possible"
+            why = "the budget of an answer that is dropped would be spent, and nobody accounts for that"
+            raise ConfigError("E574", what, where=where, why=why, fix="federation.delay=0, or privacy.mechanism=none")
         return self
 
     @model_validator(mode="after")

@@ -227,6 +227,18 @@ class SiteHeads:
 
 
 @dataclass(frozen=True)
+class LateCounts:
+    """Answers of sites that answer when they can: sent = on time + late + dropped + under way when the run ended."""
+
+    sent: int | None = None
+    on_time: int | None = None
+    late: int | None = None
+    rounds_late: int | None = None
+    dropped: int | None = None
+    under_way: int | None = None
+
+
+@dataclass(frozen=True)
 class SiteOrder:
     """A site with an order of its own: the classes of each step, and after each step the accuracy on all it had met."""
 
@@ -266,6 +278,7 @@ class Results:
     elsewhere: tuple[Moved, ...] = ()
     continued: tuple[Grown, ...] = ()
     simulated: tuple[str, ...] = ()
+    late_answers: LateCounts | None = None
     attack_success: float | None = None
     screen: ScreenRecord | None = None
     evaluated: str = ""

@@ -20,6 +20,7 @@ from rescene.data import Images, Task
 from rescene.engine import wire as on_wire
 from rescene.engine.evaluate import Evaluation, summed
 from rescene.engine.in_process import InProcess
+from rescene.engine.late_answers import LateAnswers
 from rescene.engine.transport import Answer, Call, FederationSettings, Transport
 from rescene.methods import Payload, Uploads
 from rescene.methods.base import Client
@@ -30,7 +31,10 @@ from rescene.privacy.totals import Total, late_threshold, protocol_bytes, thresh
 class RunFederation:
     """The clients of a run. Without a transport they are simulated in this process."""
 
-    def __init__(self, settings: FederationSettings, transport: Transport | None = None) -> None:
+    def __init__(
+        self, settings: FederationSettings, transport: Transport | None = None, late: LateAnswers | None = None
+    ) -> None:
+        self.late_answers = late
         self.settings, self.transport = settings, transport or InProcess()
         self.transport.connect(settings)
         self.method, self.arch, self.ledger, self.note = settings.method, settings.arch, settings.ledger, settings.note
@@ -69,16 +73,27 @@ class RunFederation:
         ``late``: others have answered before, so there is no quorum.
         """
         call = self._call(verb, payload)
-        answers = self._collected(sorted(clients), call)
-        self._remember(answers)
+        delayed = self.late_answers if self.late_answers is not None and self.late_answers.concerns(call) else None
+        asked = sorted(clients if delayed is None else delayed.free(clients))
+        answers = self._collected(asked, call)
         messages = {client: self._sent(upload) for client, (upload, _) in answers.items()}
-        self._meter(sorted(clients), payload, messages)
+        self._meter(asked, payload, messages)
+        if delayed is None:
+            self._remember(answers)
         if not late:
-            self._require_quorum(len(messages), len(clients), verb)
+            self._require_quorum(len(messages), len(asked), verb)
         uploads = {k: self._received(message) for k, message in messages.items()}
         uploads = dict(self.method.opened(uploads, payload, self, call.rng))
+        if delayed is not None:
+            uploads = self._as_they_arrive(delayed, call, {k: (uploads[k], answers[k][1]) for k in uploads})
         self.observe(uploads)
         return uploads
+
+    def _as_they_arrive(self, delayed: LateAnswers, call: Call, answers: Mapping[int, Answer]) -> dict[int, Payload]:
+        """What is there now: answers of this round that are on time, and late ones of earlier rounds, in client order."""
+        there = delayed.arrived(call) | delayed.on_time(call, answers)
+        self._remember(there)
+        return {client: there[client][0] for client in sorted(there)}
 
     def total(self, clients: Sequence[int], verb: str, payload: Payload, late: bool = False) -> Total:
         """Call ``verb`` on these clients and add up what they answer; nobody else sees a part (``privacy.totals``).

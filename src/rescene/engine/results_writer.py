@@ -173,10 +173,14 @@ def _held(experiment: Experiment, task: int) -> dict[str, Any]:
 def _hazards(experiment: Experiment, facts: dict[str, Any]) -> dict[str, Any]:
     """What was simulated to go wrong, what an attack achieved, what the screen did; nothing for an ordinary run."""
     federation, found = experiment.recipe.federation, dict[str, Any]()
-    if federation.faults.words:
-        found["simulated"] = list(federation.faults.words)
+    if federation.simulated:
+        found["simulated"] = list(federation.simulated)
     if facts["faults"]:
         found["faults"] = facts["faults"]
+    if federation.delay:
+        known = {"sent": 0, "on_time": 0, "late": 0, "rounds_late": 0, "dropped": 0} | facts["late_answers"]
+        arrived = known["on_time"] + known["late"] + known["dropped"]
+        found["late_answers"] = known | {"under_way": known["sent"] - arrived}
     if federation.faults.attack != "none":
         found["attack_success"] = facts["attack_success"]
     if federation.screen != "none":

@@ -19,7 +19,7 @@ def commit(run: RunParts, number: int) -> None:
     with context.timer.phase("checkpoint"):
         run.writer.wait()  # the commit before; its seconds belong into the facts of this one
         clients = {str(k): state for k, state in sorted(run.federation.client_states.items())}
-        tree = {"state": run.state, "clients": clients, **run.observers.states()}
+        tree = {"state": run.state, "clients": clients, **_under_way(run), **run.observers.states()}
         facts = {
             "facts": plain(vars(context.facts)),
             "ledger": run.federation.ledger.facts(),
@@ -37,6 +37,12 @@ def commit(run: RunParts, number: int) -> None:
                 folder.status(**status)
 
         run.writer.start(write)
+
+
+def _under_way(run: RunParts) -> dict[str, Any]:
+    """Answers on their way to the server; nothing where all are on time."""
+    late = run.federation.late_answers
+    return {} if late is None else {"under_way": late.under_way_tree()}
 
 
 def status_of(run: RunParts, state: str, done: int) -> dict[str, Any]:
@@ -57,7 +63,7 @@ def restore(run: RunParts, elsewhere: bool) -> int:
         folder.cut(saved.facts["lengths"] if saved else dict.fromkeys(folder.lengths(), 0))
     if saved is None:
         folder.describe(run.experiment)
-        for words in run.experiment.recipe.federation.faults.words:
+        for words in run.experiment.recipe.federation.simulated:
             context.note_later("warning", "W371", f"SIMULATED {words}")
     else:
         context.note_later("info", "I401", f"resumed after step {saved.step}")
@@ -75,6 +81,9 @@ def adopt(run: RunParts, saved: Saved, elsewhere: bool) -> None:
         raise _refused(run, changed)
     run.state = to_device(saved.tree["state"], e.device)
     run.federation.client_states = {int(k): to_device(v, e.device) for k, v in saved.tree["clients"].items()}
+    if run.federation.late_answers is not None:
+        found = saved.tree.get("under_way", {})
+        run.federation.late_answers.under_way = {int(k): to_device(v, e.device) for k, v in found.items()}
     context.facts = restored(saved.facts["facts"])
     _fit_plan(run, saved.step)
     run.federation.ledger.restore(saved.facts["ledger"])

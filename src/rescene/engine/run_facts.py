@@ -24,6 +24,7 @@ class Facts:
     continued: list[dict[str, Any]] = field(default_factory=list)  # when tasks were added to a finished run
     filtered_by: list[str] = field(default_factory=list)  # observers of a user that decide what the server learns from
     faults: dict[str, float] = field(default_factory=dict)  # counts of what was simulated
+    late_answers: dict[str, int] = field(default_factory=dict)  # counts, with federation.delay
     attack_success: float | None = None
     quarantine: list[dict[str, Any]] = field(default_factory=list)
     judged: dict[str, int] = field(default_factory=dict)  # by client: groups of one class and round that were screened

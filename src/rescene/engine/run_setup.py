@@ -14,6 +14,7 @@ from rescene.engine.cost_ledger import CostLedger, FlopMeter
 from rescene.engine.experiment import Experiment, prepare
 from rescene.engine.faults import Faults
 from rescene.engine.federation import RunFederation
+from rescene.engine.late_answers import LateAnswers
 from rescene.engine.observers import Guarded, Observer, Observers
 from rescene.engine.observers.adversary import Adversary, AttackWatch
 from rescene.engine.observers.cost_watch import CostWatch
@@ -69,12 +70,12 @@ def check_transport(resolved: Resolved, transport: Transport) -> None:
             "this recipe's images live at the sites, so one machine cannot run it",
             fix="rescene deploy run FEDERATION RECIPE",
         )
-    if resolved.recipe.federation.faults.words and not transport.here:
+    if resolved.recipe.federation.simulated and not transport.here:
         raise ConfigError(
             "E177",
             "this recipe simulates faults, which real sites should be spared",
-            why="; ".join(resolved.recipe.federation.faults.words),
-            fix="leave federation.faults out",
+            why="; ".join(resolved.recipe.federation.simulated),
+            fix="leave federation.faults and federation.delay out",
         )
 
 
@@ -137,6 +138,21 @@ def _federation(
         mechanism=promise.mechanism if promise else None,
         absent=absent,
     )
-    federation = RunFederation(settings, transport)
+    federation = RunFederation(settings, transport, _late_answers(context) if section.delay else None)
     federation.phase = lambda: context.timer.phase("client")
     return federation
+
+
+def _late_answers(context: RunContext) -> LateAnswers:
+    e = context.experiment
+    section = e.recipe.federation
+    return LateAnswers(
+        e.method,
+        section.delay,
+        section.staleness,
+        section.staleness_exponent,
+        section.num_rounds,
+        e.rng,
+        context.note,
+        lambda: context.facts.late_answers,  # of the facts of a checkpoint, once there are some
+    )

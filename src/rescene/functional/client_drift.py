@@ -75,6 +75,20 @@ def grown_rows(values: Parameters, like: Parameters) -> dict[str, Tensor]:
     return grown
 
 
+def changed_likewise(today: Parameters, before: Parameters, after: Parameters, weight: float) -> dict[str, Tensor]:
+    """today + weight (after - before): a change that was made to older weights, made to those of today.
+
+    Rows of classes that are new since then stay as they are, and so do entries that are no real numbers.
+
+    >>> one, three, nine = (torch.tensor([value]) for value in (1.0, 3.0, 9.0))
+    >>> changed_likewise({"a": torch.cat([nine, nine])}, {"a": one}, {"a": three}, weight=0.5)
+    {'a': tensor([10.,  9.])}
+    """
+    change = {name: after[name] - before[name] for name, value in today.items() if value.is_floating_point()}
+    grown = grown_rows(change, {name: today[name] for name in change})
+    return {name: value + weight * grown[name] if name in grown else value for name, value in today.items()}
+
+
 def _row(values: Parameters) -> Tensor:
     """All entries in one row: few operations instead of several for every parameter."""
     return torch.cat([value.reshape(-1) for value in values.values()])

@@ -15,7 +15,8 @@ from rescene.core.record import Tree
 from rescene.core.rng import Rng
 from rescene.data import Task
 from rescene.functional import weighted_average
-from rescene.methods.base import Client, Federation, Method, Payload, Uploads, weights_of
+from rescene.functional.client_drift import changed_likewise
+from rescene.methods.base import Client, Federation, LateAnswer, Method, Payload, Uploads, weights_of
 from rescene.methods.nominal_cost import TRAINING_PASSES, NominalBytes, Setting
 from rescene.methods.upload_schema import NOTHING, Form, Place, either, fields, like, notes, whole
 from rescene.nets import Arch, model_bytes
@@ -84,6 +85,13 @@ class AveragingMethod(Method):
             return NOTHING
         absent = fields({"num_images": whole(0, 0)}, {"notes": notes})
         return either(absent, fields({"model": like(payload["model"]), "num_images": whole(1)}, {"notes": notes}))
+
+    def late(self, answer: LateAnswer, payload: Payload) -> Payload:
+        """The site's change of the weights it was sent, made to the weights of today (FedBuff, Nguyen et al., AISTATS 2022)."""
+        upload, today = answer.upload, payload["model"]
+        if "model" not in upload:
+            return upload
+        return upload | {"model": changed_likewise(today, answer.sent["model"], upload["model"], answer.weight)}
 
     def server_round(self, state: Any, uploads: Uploads, round: int, federation: Federation, rng: Rng) -> Any:
         senders = [upload for upload in uploads.values() if upload["num_images"] > 0]

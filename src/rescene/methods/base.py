@@ -114,6 +114,17 @@ class Kept:
     num_bytes: int
 
 
+@dataclass(frozen=True)
+class LateAnswer:
+    """An answer that arrives in a later round than it was asked for, perhaps in a later task."""
+
+    upload: Payload
+    sent: Payload  # the question
+    classes: tuple[int, ...]  # of the task of the question
+    rounds: int  # how late it is
+    weight: float  # (1 + rounds)^-a, for a server that counts it less
+
+
 def weights_of(net: nn.Module) -> Model:
     """The network's state as plain tensors, detached from it."""
     return {name: value.detach().clone() for name, value in net.state_dict().items()}
@@ -147,6 +158,9 @@ class Method(Hyperparameters):
     # new to everybody, nor for the last labels, and a class may come again from another site
     own_orders: ClassVar[bool] = False
     one_order_only: ClassVar[Mapping[str, str]] = {"local_ce": "new"}  # hyperparameters with which it cannot
+    late_verbs: ClassVar[
+        tuple[str, ...]
+    ] = ()  # client verbs whose answers may come rounds later (federation.delay); see late()
     compute: ClassVar[tuple[str, str] | None] = None  # O(...) of all clients and of the server per task, for `explain`
     verified: ClassVar[tuple[Verified, ...]] = ()  # what it was compared with; a class speaks for itself alone
 
@@ -205,6 +219,10 @@ class Method(Hyperparameters):
     def opened(self, uploads: Uploads, payload: Payload, federation: Federation, rng: Rng) -> Uploads:
         """What the answers to ``payload`` stand for. ``rng.at(k)`` is the stream that client k had for its answer."""
         return uploads
+
+    def late(self, answer: LateAnswer, payload: Payload) -> Payload:
+        """What a late answer stands for in the round in which it arrives, where ``payload`` is asked. The default: as it is."""
+        return answer.upload
 
     def server_round(self, state: Any, uploads: Uploads, round: int, federation: Federation, rng: Rng) -> Any:
         """The server's new state after the uploads of a round. Every method must define it."""

@@ -30,6 +30,7 @@ class FedAvg(AveragingMethod):
     cost_unit: ClassVar[bool] = True
     open_ended: ClassVar[bool] = True
     own_orders: ClassVar[bool] = True
+    late_verbs: ClassVar[tuple[str, ...]] = ("client_round",)
     paper: ClassVar[str] = "McMahan et al., AISTATS 2017"
     verified: ClassVar[tuple[Verified, ...]] = (
         Verified(

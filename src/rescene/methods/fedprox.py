@@ -33,6 +33,7 @@ class FedProx(AveragingMethod):
     marker: ClassVar[str] = "<"
     open_ended: ClassVar[bool] = True
     own_orders: ClassVar[bool] = True
+    late_verbs: ClassVar[tuple[str, ...]] = ("client_round",)
     paper: ClassVar[str] = "Li et al., MLSys 2020"
     mechanisms: ClassVar[tuple[str, ...]] = ("none", "dp-sgd")
 

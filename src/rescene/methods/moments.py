@@ -33,7 +33,7 @@ from rescene.core.rng import Rng
 from rescene.core.verification import Verified
 from rescene.data import Task
 from rescene.functional.discriminant import cross_validated_ridge, discriminant_head
-from rescene.methods.base import Client, Federation, Kept, Method, Model, Payload, Uploads, weights_of
+from rescene.methods.base import Client, Federation, Kept, LateAnswer, Method, Model, Payload, Uploads, weights_of
 from rescene.methods.registry import register
 from rescene.methods.upload_schema import NOTHING, Form, Place, both, either, fields, tensor
 from rescene.privacy.accounting import check_grid, least_deviation
@@ -98,6 +98,7 @@ class Moments(Method):
     mechanisms: ClassVar[tuple[str, ...]] = ("none", "release")
     open_ended: ClassVar[bool] = True
     own_orders: ClassVar[bool] = True
+    late_verbs: ClassVar[tuple[str, ...]] = ("sum_up",)
     additive: ClassVar[bool] = True
     sums_securely: ClassVar[bool] = True
 
@@ -153,7 +154,10 @@ class Moments(Method):
         if not sent:
             return state
         classes = federation.task.classes
-        new = [received(client, answer, classes, mechanism, noises) for client, answer in sent.items()]
+        new = [
+            received(client, answer, tuple(answer.get("classes", classes)), mechanism, noises)
+            for client, answer in sent.items()
+        ]
         if mechanism is not None:
             place = f"round {round} of task {federation.task.index}"
             new = possible_parts(new, mechanism, classes, place, others=bool(state.parts))
@@ -185,6 +189,10 @@ class Moments(Method):
         question = digest(body, "moments", z.shape[1], site.mechanism.honest_sites, site.mechanism)
         found = site.answer(question, lambda: noised_sums(z, labels, len(shard.task.classes), site))
         return ({} if found is None else found), state
+
+    def late(self, answer: LateAnswer, payload: Payload) -> Payload:
+        """Sums do not depend on the round: as they are, with the classes that their rows stand for."""
+        return answer.upload | {"classes": list(answer.classes)} if answer.upload else answer.upload
 
     def expects(self, verb: str, payload: Payload, place: Place) -> Form:
         if verb != "sum_up":

@@ -37,6 +37,7 @@ def setting(run: RunRecord, runs: Sequence[RunRecord]) -> Pairs:
         ("Continued", _continued(runs)),
         ("Went on elsewhere", _elsewhere(runs)),
         ("Simulated", "; ".join(dict.fromkeys(words for other in runs for words in simulated(other))) or None),
+        ("Late answers", _late_answers(runs)),
         ("Quarantined", _quarantined(runs)),
         ("Time per run", seconds_text(seconds.mean) if seconds else None),
     ]
@@ -105,6 +106,17 @@ def _own_orders(runs: Sequence[RunRecord]) -> str | None:
         return None
     mean, least = percent(sum(known) / len(known)), percent(min(known))
     return f"each site its own; on the classes a site has met: {mean} % on average, {least} % at the worst site"
+
+
+def _late_answers(runs: Sequence[RunRecord]) -> str | None:
+    """How many answers came late or too late, where sites answer when they can."""
+    found = [run.results.late_answers for run in runs if run.results.late_answers]
+    if not found:
+        return None
+    sent, late, dropped, left = (
+        sum(getattr(one, name) or 0 for one in found) for name in ("sent", "late", "dropped", "under_way")
+    )
+    return f"{late} of {sent} late, {dropped} dropped, {left} under way at the end"
 
 
 def _quarantined(runs: Sequence[RunRecord]) -> str | None:

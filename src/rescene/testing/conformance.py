@@ -30,6 +30,7 @@ from rescene.data import Dataset, Images, Task, Transform
 from rescene.engine.cost_ledger import CostLedger, FlopMeter
 from rescene.engine.federation import RunFederation
 from rescene.engine.in_process import InProcess
+from rescene.engine.late_answers import LateAnswers
 from rescene.engine.transport import Answer, Call, FederationSettings
 from rescene.methods import Method, Payload, Uploads
 from rescene.methods.base import Client
@@ -367,6 +368,32 @@ def learns_in_own_orders(method: Method) -> None:
     assert models[0] == models[1], "it learns from the classes that other sites meet"
 
 
+def learns_from_late_answers(method: Method) -> None:
+    """A method that names ``late_verbs`` learns from answers up to two rounds late, and goes on the same after each is saved."""
+    if not method.late_verbs:
+        return
+    ends, counts = [], dict[str, int]()
+    for save in (False, True):
+        world = make_world()
+        federation = federation_of(method, world)
+        late = LateAnswers(method, 2, None, 0.5, NUM_ROUNDS, Rng(0), lambda *told, **more: None, lambda: counts)
+        federation.late_answers = late
+
+        def step(state: Any, late: LateAnswers = late, save: bool = save) -> Any:
+            if save:
+                kept = unpack(*pack(late.under_way_tree()))
+                late.under_way = {int(client): answer for client, answer in kept.items()}
+            return state
+
+        ends.append(drive(method, world, federation, step))
+        assert not world.events, world.events
+    assert counts["late"] > 0, "no answer was late"
+    model = ends[0].model
+    assert len(model["head.weight"]) == 4
+    assert all(bool(torch.isfinite(value).all()) for value in model.values() if value.is_floating_point())
+    assert fingerprint(ends[0]) == fingerprint(ends[1]), "saving the answers under way changed the end"
+
+
 CHECKS: tuple[Callable[[Method], None], ...] = (
     runs_in_an_unkind_world,
     runs_on_domains,
@@ -379,4 +406,5 @@ CHECKS: tuple[Callable[[Method], None], ...] = (
     has_a_batched_form_that_agrees,
     sends_what_it_expects,
     learns_in_own_orders,
+    learns_from_late_answers,
 )
