@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rescene.config import Recipe, Resolved, resolve
 from rescene.config.compose import SHORTHANDS
-from rescene.core.errors import ConfigError, DataError, RunError, command, did_you_mean
+from rescene.core.errors import ConfigError, DataError, ResceneWarning, RunError, command, did_you_mean
 from rescene.core.run_state import read_object
 from rescene.core.versions import RESULTS, refuse_newer
 from rescene.data import Dataset
@@ -29,7 +29,7 @@ from rescene.methods import Method
 from rescene.methods.registry import register
 from rescene.nets import OwnModel
 from rescene.nets.own_networks import enter_object as enter_model
-from rescene.notebook import FINISHED, NotebookLine, in_notebook, show_finished, show_lines
+from rescene.notebook import NotebookLine, in_notebook, show_finished, show_lines
 from rescene.trackers import Tracker, open_trackers
 
 if TYPE_CHECKING:
@@ -302,12 +302,13 @@ def _finished_before(result: Result) -> dict[str, Any]:
     """The event of a run that was asked for again: it is returned as it is, and nobody watches it."""
     config, tasks = result.values.get("config") or {}, result.values.get("tasks") or [{}]
     told = f"this run had finished before, so nothing ran and no observer was called: {result.folder}"
-    style = result.values.get("style") or {}
+    again = "to run it anew, name another folder (--out, out=) or remove this one"
+    warning, style = ResceneWarning("W562", told, fix=again), result.values.get("style") or {}
     return {
         "event": "event",
         "level": "warning",
-        "code": FINISHED,
-        "message": f"{told}; to run it anew, name another folder (--out, out=) or remove this one",
+        "code": warning.code,
+        "message": f"{told}; {again}",
         "place": (len(tasks) - 1, -1),
         "elapsed_s": 0.0,
         "method": style.get("title") or result.values.get("method", ""),
