@@ -98,7 +98,7 @@ class PILoRA(AveragingMethod):
     leaves_site: ClassVar[str] = (
         "the low-rank weights of the task, a prototype and the mean feature of each class, and the number of local images"
     )
-    compute: ClassVar[tuple[str, str] | None] = ("O(R K E D_loc F)", "O(R K |C_t| d)")
+    compute: ClassVar[tuple[str, str] | None] = ("O(R K E D_loc F)", "O(R K |C_t|)")
     remembers: ClassVar[str] = "the network that stays as it is, and the low-rank weights of earlier tasks"
     verified: ClassVar[tuple[Verified, ...]] = (
         Verified("official code", "tests/oracles/test_oracles.py::test_pilora_loss_and_its_gradients", "1e-5, losses"),
