@@ -2,13 +2,15 @@
 
 python benchmarks/privacy_audit.py OUT.jsonl [PART ...]      resumable
 
-Parts: release, per-example, waves-dp, waves-dp-pixels, moments, dp-sgd, controls, membership.
+Parts: release, per-example, waves-dp, waves-dp-pixels, moments, dp-sgd, controls, membership, glfc.
+glfc is no audit of ours: it measures how near the pictures are that GLFC's server gets back from the gradients it is sent.
 moments and dp-sgd are audited by one canary in two worlds, on made-up features of eight numbers; the others by many canaries in one run.
 """
 
 from __future__ import annotations
 
 import json
+import platform
 import sys
 import time
 from collections.abc import Iterator
@@ -24,9 +26,11 @@ from rescene.audit.shadows import membership_attack
 from rescene.audit.stage import as_promised, without_noise
 from rescene.audit.sums import DELTA, ONCE, TWO_DRAWS
 from rescene.config import resolve
+from rescene.data import load
 from rescene.engine.experiment import prepare
 from rescene.privacy.accounting import epsilon_of
 from rescene.privacy.epsilon_bounds import two_world_bound
+from rescene.training.reconstruction import Inversion, encoder_gradients, encoder_weights, reconstruct
 
 SMALL = ["method.num_steps=3", "method.ipc=1", "method.start=noise"]
 EPSILONS = (0.5, 1.0, 2.0, 4.0, 8.0)
@@ -76,6 +80,29 @@ def membership(name: str, seed: int) -> dict[str, Any]:
     return membership_attack(stage_of(prepare(recipe)), as_promised(promise and promise.mechanism), 64, 64)
 
 
+def glfc(data: str, num_inversions: int) -> dict[str, Any]:
+    """The first training image of each class as GLFC's server gets it back, with the method's defaults but for the calls."""
+    dataset = load(data)
+    first = [int((dataset.train.labels == label).nonzero()[0]) for label in range(len(dataset.classes))]
+    images, labels = dataset.train.pixels[first].float() / 255, dataset.train.labels[first]
+    side = dataset.image_size
+    encoder = encoder_weights(0, len(labels), side, side)
+    gradients = encoder_gradients(encoder, images, labels)
+    settings, generator = Inversion(num_inversions=num_inversions), torch.Generator().manual_seed(0)
+    found = reconstruct(encoder, gradients, (side, side), settings, generator)
+    mse = (found.images[:, -1] - images).square().flatten(1).mean(dim=1)  # all searches stay finite, so rows agree
+    decibel = (-10 * mse.log10()).tolist()
+    return {
+        "encoder_seed": 0,
+        "image_size": side,
+        "inversion_steps": settings.inversion_steps,
+        "psnr_db": [round(value, 1) for value in decibel],
+        "labels_right": int((found.labels == labels).sum()),
+        "losses": [float(f"{loss:.3g}") for loss in found.losses.tolist()],
+        "machine": f"{platform.machine()}, 1 thread, torch {torch.__version__}",
+    }
+
+
 def work() -> Iterator[tuple[dict[str, Any], Any]]:
     """What identifies a line, and how to get the rest of it."""
     for kind, num_canaries in (("release", 400), ("per-example", 100), ("waves-dp", 400), ("waves-dp-pixels", 400)):
@@ -91,6 +118,9 @@ def work() -> Iterator[tuple[dict[str, Any], Any]]:
     for name in SETTINGS:
         for seed in range(3):
             yield {"part": "membership", "setting": name, "seed": seed}, lambda a=(name, seed): membership(*a)
+    for data in ("fashion-mini", "cifar10"):
+        for calls in (250, 20):
+            yield {"part": "glfc", "data": data, "num_inversions": calls}, lambda a=(data, calls): glfc(*a)
 
 
 def main(out: str, *parts: str) -> None:

@@ -16,6 +16,7 @@ from rescene.paper.band_check import verdicts_grid
 from rescene.paper.compare import KEEPERS
 from rescene.paper.figures import _final_rows, _mark
 from rescene.paper.pages import refreshed
+from rescene.paper.paper_tables import RECONSTRUCTED
 
 ROOT = Path(__file__).parents[2]
 MAIN = paper_recipe("main")
@@ -289,3 +290,11 @@ def test_documents_are_up_to_date(name):
     text = (ROOT / name).read_text(encoding="utf-8")
     fresh = refreshed(text, Store([ROOT / "results"]))
     assert fresh == text, f"rescene paper readme --write {name}"
+
+
+def test_what_is_said_of_glfc_follows_from_the_stored_file():
+    lines = (ROOT / "results" / "privacy" / "glfc-reconstruction.jsonl").read_text("utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    (found,) = [row["psnr_db"] for row in rows if (row["data"], row["num_inversions"]) == ("cifar10", 250)]
+    back = [value for value in found if value > 30]  # near-copies, as everywhere
+    assert f"{len(back)} of {len(found)} at {min(back):.0f} to {max(back):.0f} dB" in RECONSTRUCTED
