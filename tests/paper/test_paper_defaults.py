@@ -24,6 +24,7 @@ CHOSEN_BY = {
         "size",
         "speed",
         "privacy",
+        "setting",
     ),
     *("training images", "test accuracy seen"),
 }

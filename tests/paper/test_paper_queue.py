@@ -88,7 +88,7 @@ def test_without_time_nothing_is_begun(tmp_path, minutes, least, predicted):
 def test_a_stopped_run_goes_on_and_loses_no_round(tmp_path):
     """The time ends, a kill ends it, and then it is left to end: every round is there once."""
     cells = wanted("a")
-    (row,) = queue(tmp_path, cells, 0.02, {}, least=0, command=pretend(pause=0.25)).run()
+    (row,) = queue(tmp_path, cells, 0.02, {}, least=0, command=pretend(pause=0.6)).run()
     folder = tmp_path / "work" / cells[0].folder
     share = _share_done(folder)
     assert row.state == "stopped" and 0 < share < 1 and not list((tmp_path / "results").rglob("results.json"))

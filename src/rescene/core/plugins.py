@@ -15,7 +15,7 @@ _registered: list[str] = []  # modules outside of this package that registered s
 def note_registered(thing: object) -> None:
     """The register functions say here what they took, so that a plug-in that registers nothing is noticed."""
     module = str(getattr(thing, "__module__", ""))
-    if module.partition(".")[0] != "rescene":
+    if module.partition(".")[0] != __name__.partition(".")[0]:
         _registered.append(module)
 
 
