@@ -19,7 +19,7 @@ SHARED = {
     "E201": "a path with nothing there",
     "E203": "images that cannot be read",
     "E213": "a folder without a readable run",
-    "E223": "a package of an extra that is not installed",
+    "E223": "a package of an extra that is not installed, or does not load",
     "E224": "a network of timm, or a lens made of one, that there is not",
     "E321": "a site that failed",
     "E408": "a folder without a finished run",

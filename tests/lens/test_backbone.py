@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import sys
 
 import pytest
 import torch
@@ -141,6 +142,17 @@ def test_what_is_missing_is_named(monkeypatch, tmp_path):
         with pytest.raises(DataError, match=rf"rescene\[{extra}\]") as error:
             open_lens(name)
         assert error.value.code == "E223"
+
+
+def test_a_torchvision_of_another_build_is_named(monkeypatch, tmp_path):
+    """Torch from one place and torchvision from another: the import fails with an error of torch's library."""
+    (tmp_path / "timm.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "timm", raising=False)
+    (tmp_path / "x.pth").write_bytes(b"x")
+    with pytest.raises(DataError, match="torchvision::nms does not exist") as error:
+        open_lens(f"timm:{NET}@{tmp_path / 'x.pth'}")
+    assert error.value.code == "E223" and "torchvision" in str(error.value.fix)
 
 
 @pytest.mark.parametrize(("lens", "words"), [

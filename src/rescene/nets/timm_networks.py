@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,24 @@ TIMM = "timm:"
 
 def timm_network(name: str, where: str) -> nn.Module:
     """The network without its classifier and without weights. Names that would fetch something are not names here."""
-    need("timm", "timm")
-    import timm
-
+    timm = _loaded_timm()
     if not name.replace("_", "").isalnum() or not timm.is_model(name):
         guess = did_you_mean(name, timm.list_models())
         fix = f"did you mean {TIMM}{guess}?" if guess else "python -c 'import timm; print(timm.list_models())'"
         raise DataError("E224", f"timm has no model {name!r}", where=where, fix=fix)
     net: nn.Module = timm.create_model(name, pretrained=False, num_classes=0)
     return net.eval()
+
+
+def _loaded_timm() -> Any:
+    """The package. It needs torchvision, which fails to load beside a build of torch that it was not made for."""
+    need("timm", "timm")
+    try:
+        return import_module("timm")
+    except (ImportError, RuntimeError, OSError) as error:
+        fix = "uv pip install --torch-backend=auto torch torchvision    # cpu instead of auto without a GPU; both of one kind"
+        why = f"{first_line(error)}; this torch is {torch.__version__}"
+        raise DataError("E223", "timm is installed and does not load", why=why, fix=fix) from error
 
 
 def checkpoint(file: Path) -> dict[str, Tensor]:
