@@ -217,8 +217,8 @@ def test_installed_packages_announce_networks_and_data(monkeypatch, tmp_path):
         "rescene.models": [Entry("announced-net", small)],
         "rescene.datasets": [Entry("announced-data", lambda: DATA)],
     }
-    monkeypatch.setattr(own_networks, "entry_points", lambda group: announced[group])
-    monkeypatch.setattr(objects, "entry_points", lambda group: announced[group])
+    monkeypatch.setattr(own_networks, "installed", lambda group: announced[group])
+    monkeypatch.setattr(objects, "installed", lambda group: announced[group])
     run = rescene.run(
         "smoke", model="announced-net", data="announced-data", method="fedavg", out=tmp_path / "run", **SMALL
     )

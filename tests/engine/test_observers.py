@@ -189,7 +189,7 @@ def test_a_plugin_file_adds_one(plain, tmp_path, monkeypatch):
 
 def test_one_of_an_installed_package_is_known_by_name(monkeypatch):
     entry = SimpleNamespace(name="diary", load=lambda: Diary)
-    monkeypatch.setattr(observers, "entry_points", lambda group: [entry] if group == "rescene.observers" else [])
+    monkeypatch.setattr(observers, "installed", lambda group: [entry] if group == "rescene.observers" else [])
     (made,) = observers.open_callbacks(["diary"])
     assert isinstance(made.inner, Diary) and made.name == "Diary"
     with pytest.raises(ConfigError, match="(?s)E504.*did you mean diary"):

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rescene.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 _COUNT = "__rescene_registered__"
 _registered: list[str] = []  # modules outside of this package that registered something, once for each thing
@@ -17,6 +22,14 @@ def note_registered(thing: object) -> None:
     module = str(getattr(thing, "__module__", ""))
     if module.partition(".")[0] != __name__.partition(".")[0]:
         _registered.append(module)
+
+
+@cache
+def installed(group: str) -> tuple[EntryPoint, ...]:
+    """What installed packages announce under this name. A process asks once: the answer takes 20 ms and stays the same."""
+    from importlib.metadata import entry_points  # a tenth of the time that --help takes
+
+    return tuple(entry_points(group=group))
 
 
 def load_plugin(path: Path) -> int:

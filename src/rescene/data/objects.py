@@ -10,7 +10,6 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rescene.core.errors import DataError, ResceneError, ResceneWarning
-from rescene.core.plugins import note_registered
+from rescene.core.plugins import installed, note_registered
 from rescene.data.images import Dataset, Images, measure
 from rescene.data.options import Options
 from rescene.data.resize import fit_pixels, resize_note
@@ -343,7 +342,7 @@ def enter_object(dataset: Dataset) -> str:
 
 def own_datasets() -> list[str]:
     """Names of data sets from plug-ins and installed packages."""
-    for entry in entry_points(group=GROUP):
+    for entry in installed(GROUP):
         if entry.name not in _OWN:
             found = entry.load()
             if callable(found):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pkgutil
 from importlib import import_module
-from importlib.metadata import entry_points
 from importlib.util import find_spec
 from typing import TypeVar
 
 from rescene.core.errors import ConfigError, did_you_mean
-from rescene.core.plugins import note_registered
+from rescene.core.plugins import installed, note_registered
 from rescene.methods.base import Method
 
 ORDER = (
@@ -47,7 +46,7 @@ def method_names() -> list[str]:
     package = import_module("rescene.methods")
     for module in pkgutil.iter_modules(package.__path__):
         import_module(f"rescene.methods.{module.name}")
-    for entry in entry_points(group="rescene.methods"):
+    for entry in installed("rescene.methods"):
         if entry.name not in _METHODS:
             entry.load()
     return sorted(_METHODS, key=lambda name: (ORDER.index(name) if name in ORDER else len(ORDER), name))

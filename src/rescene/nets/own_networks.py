@@ -13,7 +13,6 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from types import CodeType
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from rescene.core.errors import ConfigError
-from rescene.core.plugins import note_registered
+from rescene.core.plugins import installed, note_registered
 from rescene.core.rng import seeded_generator
 from rescene.nets.timm_networks import TIMM, first_line, own_look, timm_network
 
@@ -392,7 +391,7 @@ def enter_object(network: Any) -> tuple[str, OwnModel]:
 
 def own_names() -> list[str]:
     """Names of networks from plug-ins and installed packages."""
-    for entry in entry_points(group=GROUP):
+    for entry in installed(GROUP):
         if entry.name not in _OWN:
             _load(entry)
     return sorted(name for name in _OWN if not name.startswith((OBJECT, TIMM)))

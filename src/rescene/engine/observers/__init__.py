@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from rescene.core.errors import ConfigError, ResceneError, RunError, did_you_mean
-from rescene.core.plugins import note_registered
+from rescene.core.plugins import installed, note_registered
 from rescene.core.record import Tree, check_tree, map_tensors
 from rescene.nets import flops_to
 
@@ -218,7 +217,7 @@ def open_callbacks(callbacks: Sequence[str | Observer] = ()) -> list[Guarded]:
 
 def _by_name(name: str) -> Observer:
     """Of an installed package: its entry point in ``rescene.observers`` names the class."""
-    found = {entry.name: entry for entry in entry_points(group="rescene.observers")}
+    found = {entry.name: entry for entry in installed("rescene.observers")}
     if name not in found:
         close = did_you_mean(name, found)
         fix = f"did you mean {close}?" if close else "install the package that brings it, or give the object itself"
