@@ -1,6 +1,7 @@
 """Every error code of the source is in the index, and means one thing."""
 
 from collections import defaultdict
+from functools import cache
 
 from generate import errors
 
@@ -45,9 +46,14 @@ OTHER_STATUS = {
 }  # settings about data end with the recipe's status; an audit's lack of images with theirs
 
 
+@cache
+def all_uses():
+    return tuple(errors.uses())
+
+
 def by_code(attribute):
     found = defaultdict(set)
-    for use in errors.uses():
+    for use in all_uses():
         found[use.code].add(getattr(use, attribute))
     return found
 
@@ -67,7 +73,7 @@ def test_a_code_means_one_thing():
 def test_the_number_tells_the_exit_status():
     wrong = {
         use.code: use.kind
-        for use in errors.uses()
+        for use in all_uses()
         if use.kind not in ("event", "Declined") and use.code not in OTHER_STATUS
         and not any(use.code.startswith(prefix) and use.kind == kind for prefix, kind in FAMILY.items())
     }  # fmt: skip
