@@ -171,7 +171,7 @@ _show = warnings.showwarning
 def _forward(message: Any, category: Any, filename: str, lineno: int, *rest: Any, **more: Any) -> None:
     note = _listener.get()
     if note is not None and isinstance(message, ResceneWarning):
-        note("warning", message.code, message.what)
+        note("warning", message.code, message.told)
     else:
         _show(message, category, filename, lineno, *rest, **more)
 
