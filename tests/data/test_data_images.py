@@ -109,6 +109,16 @@ def test_select_takes_positions_masks_and_slices(index: object) -> None:
     assert len(chosen) == len(chosen.pixels) == 2
 
 
+@pytest.mark.parametrize("index", [[4, 1], torch.tensor([0, 1, 0, 0, 1, 0]).bool(), slice(1, 5, 3), slice(None)])
+def test_parts_know_their_digests_if_the_whole_does(index: object) -> None:
+    whole = images(6)
+    assert "digests" not in vars(whole.select(index)), "nothing is hashed before somebody asks"  # type: ignore[arg-type]
+    expected = whole.select(index).digests  # type: ignore[arg-type]
+    assert len(set(whole.digests)) == 6 and whole.digests[0] == images(6).digests[0]
+    part = whole.select(index).relabelled(torch.zeros(len(expected), dtype=torch.int64)).to("cpu")  # type: ignore[arg-type]
+    assert vars(part)["digests"] == expected
+
+
 def test_select_of_nothing_is_empty() -> None:
     assert len(images().select([])) == 0
 

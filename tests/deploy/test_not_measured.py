@@ -47,6 +47,15 @@ def test_the_run_says_at_its_start_that_accuracy_will_not_be_measured(run, tmp_p
     assert [name for name, warning in warned.items() if warning] == ["guarantee"]
 
 
+def test_a_run_with_another_task_says_it_once(tmp_path):
+    lens = small_lens(tmp_path / "lens.safetensors")
+    folders, settings = own_sites(tmp_path, lens=lens), [*SEEN, f"model.lens={lens}", "federation.per_round=3"]
+    for plan in (plan_of((NAMES[:2], 1)), plan_of((NAMES[:2], 1), (NAMES[2:], 1))):
+        run_plan(plan, tmp_path / "run", folders, settings)
+    told = [event["code"] for event in events(tmp_path / "run")]
+    assert told.count("W560") == 1 and told.count("I401") == 1
+
+
 def test_the_report_says_that_the_run_finished_and_shows_no_figure_that_nobody_measured(run, tmp_path, capsys):
     found = load_run(run)
     assert found.results.aa is None and found.results.forgetting is None and found.results.bwt is None

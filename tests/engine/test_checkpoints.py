@@ -232,3 +232,10 @@ def test_other_peoples_warnings_stay_warnings():
     with pytest.warns(UserWarning, match="theirs") as caught, warnings_to(lambda *row: pytest.fail("not ours")):
         warnings.warn("theirs", stacklevel=1)
     assert len(caught) == 1
+
+
+def test_an_event_says_how_to_mend_what_a_warning_tells():
+    heard = []
+    with warnings_to(lambda *row: heard.append(row)):
+        warnings.warn(ResceneWarning("W217", "two images leak", fix="remove\nthem"), stacklevel=1)
+    assert heard == [("warning", "W217", "two images leak; remove them")]

@@ -1,8 +1,10 @@
 """Features on disk: the same bytes as a look, never a damaged one, only new pictures looked at, and no look where sizes are enough."""
 
+import hashlib
 import json
 import stat
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ import rescene
 from rescene.cli.app import app
 from rescene.config import resolve
 from rescene.core.errors import ResceneWarning
-from rescene.data import Dataset, Images, Transform
+from rescene.data import Dataset, Images, Transform, images
 from rescene.engine import continuation, experiment
 from rescene.engine.experiment import prepare, prepare_sizes
 from rescene.lens import lens as lenses
@@ -191,6 +193,27 @@ def test_a_run_that_goes_on_looks_at_next_months_pictures_only(lens_file, looks,
     assert sum(looks) == 160
     models = [(result.folder / "model/final.safetensors").read_bytes() for result in (after, planned)]
     assert models[0] == models[1] and after.matrix[1] == planned.matrix[1]
+
+
+def test_a_run_takes_one_digest_of_each_picture(lens_file, tmp_path, monkeypatch):
+    taken = []
+
+    def blake2b(data, **sizes):
+        taken.append(bytes(data))
+        return hashlib.blake2b(data, **sizes)
+
+    monkeypatch.setattr(images, "hashlib", SimpleNamespace(blake2b=blake2b, sha256=hashlib.sha256))
+    folder = folder_of(tmp_path / "pictures", "ant", "bee", count=12)
+    settings = [
+        "tasks.plan=[[bee], [ant]]",
+        "tasks.per_task=null",
+        f"model.lens={lens_file}",
+        "method.num_features=null",
+    ]
+    recipe = resolve("own", [f"data.path={folder}", "device=cpu", *settings]).recipe
+    found = prepare(recipe, kept=FeatureCache(tmp_path / "seen"))
+    assert len(taken) == len(set(taken)) == 24
+    assert len(set(found.digests.train)) == len(found.dataset.train), "the ledger names the same pictures"
 
 
 @pytest.mark.parametrize("name", ["small", pytest.param("leaves", marks=pytest.mark.slow)])

@@ -140,6 +140,15 @@ class ResceneWarning(UserWarning):
         super().__init__(f"warning[{code}] {what}" + (f"  fix: {fix}" if fix else ""))
         self.code, self.what, self.fix = code, what, fix
 
+    @property
+    def told(self) -> str:
+        """What it says and what to do about it, in one line, for events.
+
+        >>> ResceneWarning("W217", "2 test images are training images", fix="remove them").told
+        '2 test images are training images; remove them'
+        """
+        return f"{self.what}; {' '.join(self.fix.split())}" if self.fix else self.what
+
 
 def did_you_mean(word: str, options: Iterable[str]) -> str | None:
     """The closest option to a mistyped word, or None.

@@ -42,7 +42,12 @@ class Images:
     def to(self, device: Device) -> Images:
         """The same pictures on another device (no copy if they are there already)."""
         domains, sites = (None if own is None else own.to(device) for own in (self.domains, self.sites))
-        return Images(self.pixels.to(device), self.labels.to(device), domains, sites)
+        moved = Images(self.pixels.to(device), self.labels.to(device), domains, sites)
+        return self._hand_on(moved, slice(None))
+
+    def relabelled(self, labels: Tensor) -> Images:
+        """The same pictures with other labels."""
+        return self._hand_on(replace(self, labels=labels), slice(None))
 
     def select(self, index: Tensor | Sequence[int] | slice) -> Images:
         """The pictures at these positions (positions, a boolean mask or a slice), copied unless a slice."""
@@ -50,7 +55,20 @@ class Images:
             index = torch.as_tensor(index, device=self.labels.device)
             index = index if index.dtype == torch.bool else index.long()
         domains, sites = (None if own is None else own[index] for own in (self.domains, self.sites))
-        return Images(self.pixels[index], self.labels[index], domains, sites)
+        return self._hand_on(Images(self.pixels[index], self.labels[index], domains, sites), index)
+
+    @cached_property
+    def digests(self) -> tuple[bytes, ...]:
+        """One digest of 16 bytes for each picture, by its pixels. Computed once; parts and copies of this split know theirs."""
+        rows = self.pixels.cpu().flatten(1).contiguous().numpy()
+        return tuple(hashlib.blake2b(row.data, digest_size=16).digest() for row in rows)
+
+    def _hand_on(self, part: Images, index: Tensor | slice) -> Images:
+        """``part``, which has the pictures at these positions, with their digests if they are known."""
+        if "digests" in vars(self):
+            places = torch.arange(len(self))[index if isinstance(index, slice) else index.cpu()].tolist()
+            vars(part)["digests"] = tuple(self.digests[i] for i in places)
+        return part
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import statistics
@@ -184,10 +183,9 @@ def content_rows(dataset: Dataset) -> list[Row]:
     train, test = (_counts(images, len(dataset.classes)) for images in (dataset.train, dataset.test))
     small = [f"{name} ({n})" for name, n in zip(dataset.classes, train, strict=True) if n < _TINY_CLASS]
     untested = [name for name, n in zip(dataset.classes, test, strict=True) if n == 0]
-    digests = [hashes(images) for images in (dataset.train, dataset.test)]
+    digests = [images.digests for images in (dataset.train, dataset.test)]
     repeats = [len(values) - len(set(values)) for values in digests]
-    trained = set(digests[0])
-    leaked = sum(value in trained for value in digests[1])
+    leaked = _num_trained(dataset, dataset.test.digests)
     return [
         _row(
             f"at least {_TINY_CLASS} training images per class",
@@ -206,9 +204,9 @@ def nearly_trained(dataset: Dataset, most_pairs: int | None = None) -> ResceneWa
 
     With more than ``most_pairs`` pairs of a test and a training image, a part of the test images is looked at.
     """
-    step = 1 if most_pairs is None else math.ceil(len(dataset.train) * len(dataset.test) / most_pairs)
-    pixels, trained = dataset.test.pixels[:: max(1, step)], set(hashes(dataset.train))
-    near = near_copies(dataset.train.pixels, pixels) - sum(value in trained for value in _digests(pixels))
+    step = 1 if most_pairs is None else max(1, math.ceil(len(dataset.train) * len(dataset.test) / most_pairs))
+    pixels, digests = dataset.test.pixels[::step], dataset.test.digests[::step]
+    near = near_copies(dataset.train.pixels, pixels) - _num_trained(dataset, digests)
     if near <= 0:
         return None
     looked = f"{len(pixels):,} test images" + (" that were looked at" if step > 1 else "")
@@ -238,9 +236,7 @@ def _thumbnails(pixels: torch.Tensor) -> torch.Tensor:
 
 def warn_of_leaks(dataset: Dataset) -> None:
     """Say that test images are training images, pixel by pixel (W217): they flatter the accuracy."""
-    trained = {hash(row.tobytes()) for row in dataset.train.pixels.cpu().flatten(1).numpy()}
-    leaked = sum(hash(row.tobytes()) in trained for row in dataset.test.pixels.cpu().flatten(1).numpy())
-    if leaked:
+    if leaked := _num_trained(dataset, dataset.test.digests):
         what = f"{leaked:,} of {len(dataset.test):,} test images are also training images, which flatters the accuracy"
         warnings.warn(ResceneWarning("W217", what, fix="remove them; rescene data inspect counts them"), stacklevel=2)
 
@@ -280,11 +276,12 @@ def _at_site(images: Images, site: int) -> int:
     return 0 if images.sites is None else int((images.sites == site).sum())
 
 
-def hashes(images: Images) -> list[bytes]:
+def hashes(images: Images) -> tuple[bytes, ...]:
     """One digest per picture, by its pixels."""
-    return _digests(images.pixels)
+    return images.digests
 
 
-def _digests(pixels: torch.Tensor) -> list[bytes]:
-    rows = pixels.cpu().flatten(1).contiguous().numpy()
-    return [hashlib.blake2b(row.data, digest_size=16).digest() for row in rows]
+def _num_trained(dataset: Dataset, digests: Sequence[bytes]) -> int:
+    """How many of these digests are those of training images."""
+    trained = set(dataset.train.digests)
+    return sum(digest in trained for digest in digests)

@@ -14,7 +14,6 @@ import torch
 
 from rescene.core.errors import DataError, ResceneWarning, did_you_mean
 from rescene.data.images import Dataset, Images, Transform
-from rescene.data.inspection import hashes
 
 
 def adopt(
@@ -93,7 +92,7 @@ def _joined(one: Images, other: Images) -> Images:
 
 def _order(images: Images) -> tuple[list[int], list[float]]:
     """Positions in the order of content, and for each of them a number in [0, 1) that depends on it alone."""
-    digests = hashes(images)
+    digests = images.digests
     order = sorted(range(len(digests)), key=lambda i: (digests[i], int(images.labels[i])))
     return order, [int.from_bytes(digests[i][:8], "big") / 2**64 for i in order]
 

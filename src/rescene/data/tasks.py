@@ -142,7 +142,7 @@ def relabel(dataset: Dataset, arrival: list[int]) -> Dataset:
 
 def _renamed(images: Images, new_label: Tensor) -> Images:
     labels = new_label.to(images.labels.device)[images.labels]
-    renamed = replace(images, labels=labels)
+    renamed = images.relabelled(labels)
     return renamed if bool((labels >= 0).all()) else renamed.select(labels >= 0)
 
 

@@ -62,7 +62,7 @@ def run_across(
         dataset = going.context.experiment.dataset
         transport.fingerprint = OWN if recipe.sites else dataset.pictures or dataset.fingerprint()
         if warning := accuracy_warning(recipe):
-            going.context.note_later("warning", warning.code, f"{warning.what}; {warning.fix}")
+            going.context.note_later("warning", warning.code, warning.told)
         if plan is not None:
             going.closed = lambda task: is_closed(plan, task.index)
         results = going.complete()

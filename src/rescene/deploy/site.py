@@ -103,10 +103,16 @@ SILENT = ("E378", "the site cannot do this; its own log says why")
 
 @dataclass(frozen=True)
 class Site:
-    """A site's folder and what its site.yaml says."""
+    """A site's folder and what its site.yaml says. ``seen``: where features of its images lie, if not in this folder."""
 
     folder: Path
     section: SiteSection
+    seen: Path | None = None
+
+    @property
+    def features(self) -> FeatureCache:
+        """What a lens saw of the site's images at the last look."""
+        return FeatureCache(self.seen or self.folder / "state" / "seen", last_only=True)
 
     @staticmethod
     def open(folder: Path) -> Site:
@@ -184,8 +190,7 @@ class Site:
         return Recipe.model_validate(given)
 
     def _experiment(self, request: Request, hidden: bool = False) -> Experiment:
-        kept = FeatureCache(self.folder / "state" / "seen", last_only=True)
-        return experiment_of(self.section, self._recipe(request), kept, hidden)
+        return experiment_of(self.section, self._recipe(request), self.features, hidden)
 
     def _hello(self, request: Request, hidden: bool) -> Reply:
         with _heard(hidden) as told:

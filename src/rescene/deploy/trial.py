@@ -1,7 +1,7 @@
 """A round that goes nowhere: the site answers a server in its own process, and sees what would leave before it does.
 
 Letters, work and answers are those of a real round; only the post ends here. Memory and ledger lie in a folder that is
-removed, so nothing is spent.
+removed, so nothing is spent. What a lens saw of the images stays in the site's folder, for its runs.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def try_round(site: Site, resolved: Resolved) -> Trial:
     """The first round in which this site has images, as the recipe says; nothing is sent and nothing remembered."""
     with tempfile.TemporaryDirectory(prefix="rescene-") as spare:
         notes: list[str] = []
-        post = NoPost(replace(site, folder=Path(spare) / "site"))
+        post = NoPost(replace(site, folder=Path(spare) / "site", seen=site.features.folder))
         with RunFolder(Path(spare) / "run") as folder:
             run, transport = _run(_at_site(site, resolved), post, folder, notes)
             try:

@@ -21,7 +21,7 @@ from rescene.config.site_plan import SitesSection
 from rescene.core.errors import ConfigError
 from rescene.core.rng import Rng
 from rescene.data import Dataset, LazySplit, SiteOrders, Task, Transform, load, partition, plan_tasks
-from rescene.data.inspection import hashes, warn_of_leaks, warn_of_near_copies
+from rescene.data.inspection import warn_of_leaks, warn_of_near_copies
 from rescene.data.joining import joined
 from rescene.data.natural_sites import by_site, warn_of_unused_sites
 from rescene.data.site_images import away
@@ -47,7 +47,7 @@ class Digests(NamedTuple):
     @staticmethod
     def of(dataset: Dataset) -> Digests:
         """The digests of a data set's pictures."""
-        return Digests(f"{list(dataset.train.pixels.shape[1:])}", hashes(dataset.train), hashes(dataset.test))
+        return Digests(f"{list(dataset.train.pixels.shape[1:])}", dataset.train.digests, dataset.test.digests)
 
     def at(self, digests: Sequence[bytes], index: Tensor) -> Touched:
         """What a ledger wants to know of the pictures at these positions."""

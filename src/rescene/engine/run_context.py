@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rescene.core.errors import ResceneWarning
+from rescene.core.json_files import json_lines
 from rescene.engine.run_facts import Facts
 
 if TYPE_CHECKING:  # a site only needs the warnings
@@ -81,8 +82,12 @@ class RunContext:
         self._early.append({"level": level, "code": code, "message": message})
 
     def note_kept(self) -> None:
+        """Write the events that waited. A warning that an earlier part of the run gave already is not repeated."""
+        said = {(row.get("code"), row.get("message")) for row in json_lines(self.folder.path / "events.jsonl", [])}
         for event in self._early:
-            self.note(**event)
+            words = (event["code"], with_site_names(event["message"], self.names))
+            if event["level"] != "warning" or words not in said:
+                self.note(**event)
 
     def tell(self, what: str, **fields: Any) -> None:
         """Tell whoever follows the progress."""
@@ -171,7 +176,7 @@ _show = warnings.showwarning
 def _forward(message: Any, category: Any, filename: str, lineno: int, *rest: Any, **more: Any) -> None:
     note = _listener.get()
     if note is not None and isinstance(message, ResceneWarning):
-        note("warning", message.code, message.what)
+        note("warning", message.code, message.told)
     else:
         _show(message, category, filename, lineno, *rest, **more)
 

@@ -417,7 +417,7 @@ def padded(rows: Tensor, size: int) -> Tensor:
 def packed(matrix: Tensor) -> Tensor:
     """The upper triangle of a symmetric matrix, row by row: [d, d] -> [d (d + 1) / 2]."""
     d = len(matrix)
-    return matrix[torch.triu(torch.ones(d, d, dtype=torch.bool, device=matrix.device))]
+    return matrix.masked_select(torch.triu(torch.ones(d, d, dtype=torch.bool, device=matrix.device)))
 
 
 def unpacked(upper: Tensor, d: int) -> Tensor:
@@ -430,7 +430,10 @@ def unpacked(upper: Tensor, d: int) -> Tensor:
 
 def on_diagonal(d: int, device: torch.device | None = None) -> Tensor:
     """Which entries of a packed triangle lie on the diagonal."""
-    return packed(torch.eye(d, dtype=torch.bool, device=device))
+    k = torch.arange(d, device=device)
+    found = torch.zeros(d * (d + 1) // 2, dtype=torch.bool, device=device)
+    found[k * d - k * (k - 1) // 2] = True  # rows are one shorter than the one before
+    return found
 
 
 def possible_sums(answer: dict[str, Any]) -> bool:

@@ -256,7 +256,7 @@ def events(groups: Sequence[RunGroup]) -> list[Event]:
         for row in (row for run in group.runs for row in run.events):
             if row.level in _LEVELS[:2] or row.code == _RESUMED:
                 level = row.level if row.level in _LEVELS else "info"
-                key = (level, plain(row.code, 12), plain(row.message, 400))
+                key = (level, plain(row.code, 12), plain(row.message, 800))
                 found.setdefault(key, []).append((group.label, _event_place(row)))
     told = [
         Event(*key, ", ".join(dict.fromkeys(label for label, _ in places)), places[0][1], len(places))

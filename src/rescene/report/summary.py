@@ -53,7 +53,7 @@ def unmeasured(run: RunRecord) -> tuple[str, ...]:
 
 def flattered(run: RunRecord) -> tuple[str, ...]:
     """What the run warned of that makes its accuracy look better than it is: test images that were (nearly) trained on."""
-    told = dict.fromkeys(plain(row.message, 400) for row in run.events if row.code in _FLATTER)
+    told = dict.fromkeys(plain(row.message, 800) for row in run.events if row.code in _FLATTER)
     return tuple(f"{words[0].upper()}{words[1:]}." for words in told)
 
 
