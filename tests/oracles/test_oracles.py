@@ -442,7 +442,7 @@ def test_fedweit_sends_and_answers_with_the_large_entries_of_a():
 def test_fedweit_keeps_one_output_more_than_the_published_code():
     """With v > 0 both rank outputs alike; the published comparison drops the first of those that should stay."""
     t = stored("fedweit_site")
-    ours, theirs = kept_outputs(t["mask"].sigmoid(), FedWeIT().dropped), t["kept"].bool()
+    ours, theirs = kept_outputs(t["mask"].sigmoid(), FedWeIT().dropped_outputs), t["kept"].bool()
     assert int(ours.sum()) == int(theirs.sum()) + 1 == 7 and bool(ours[theirs].all())
     assert torch.equal(t["shared"] * theirs, t["rows"])
 

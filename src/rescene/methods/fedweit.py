@@ -122,6 +122,12 @@ class FedWeIT(AveragingMethod):
     compute: ClassVar[tuple[str, str] | None] = ("O(R K E D_loc F)", "O(R K P)")
     remembers: ClassVar[str] = "the base, its own mask and weights of every task, and what it received of other sites"
     verified: ClassVar[tuple[Verified, ...]] = (
+        Verified("official code", "tests/oracles/test_oracles.py::test_fedweit_loss_and_its_gradients", "1e-5"),
+        Verified(
+            "official code",
+            "tests/oracles/test_oracles.py::test_fedweit_server_takes_the_mean_over_the_sites_that_sent_a_row",
+            "1e-6, the base of a round",
+        ),
         Verified("hand computation", "tests/methods/test_fedweit.py::test_one_step_equals_the_formula", "1e-5, a step"),
         Verified("hand computation", "tests/methods/test_fedweit.py::test_a_round_of_the_server_by_hand", "1e-6"),
     )
@@ -133,7 +139,7 @@ class FedWeIT(AveragingMethod):
     mask_weight: float = hyper(0.0, "lambda_m", "official code", "weight of |m|; the paper has lambda_1", ge=0)
     drift_weight: float = hyper(100.0, "lambda_2", "official code", "weight of the drift of earlier tasks", ge=0)
     decay: float = hyper(1e-4, "-", "official code", "weight of half the squares of A and v, in task 1 also of B", ge=0)
-    dropped: float = hyper(
+    dropped_outputs: float = hyper(
         0.3, "-", "official code", "share of a layer's outputs, those with the least mask, not sent", ge=0, lt=1
     )
     num_received: int = hyper(5, "-", "official code", "adaptive weights that sites receive in a task, at most", ge=0)
@@ -249,7 +255,7 @@ class FedWeIT(AveragingMethod):
     def _upload(self, base: Model, part: TaskPart) -> Payload:
         """What is sent of the layers that are taken apart: rows of the base, the mask, sparse weights, attention."""
         mask = {name: value.sigmoid() for name, value in part.mask.items()}
-        kept = {name: kept_outputs(value, self.dropped) for name, value in mask.items()}
+        kept = {name: kept_outputs(value, self.dropped_outputs) for name, value in mask.items()}
         sparse = {name: pruned(value, self.sparsity_weight) for name, value in part.adaptive.items()}
         # a rehearsal cannot know how many are 0: it counts all of them
         values = sparse if is_rehearsal() else {name: value[value != 0] for name, value in sparse.items()}
@@ -268,7 +274,7 @@ class FedWeIT(AveragingMethod):
         base, byte = payload["base"], torch.uint8
         parts = {
             "kept": _each(base, lambda name, b: tensor(byte, -(-len(b) // 8), high=255)),
-            "rows": _each(base, lambda name, b: tensor(b.dtype, num_kept(len(b), self.dropped), *b.shape[1:])),
+            "rows": _each(base, lambda name, b: tensor(b.dtype, num_kept(len(b), self.dropped_outputs), *b.shape[1:])),
             "mask": _each(base, lambda name, b: tensor(b.dtype, len(b), low=0, high=1)),
             "present": _each(base, lambda name, b: tensor(byte, -(-b.numel() // 8), high=255)),
             "values": _each(base, lambda name, b: tensor(b.dtype, Dim(name, b.numel()))),
@@ -314,7 +320,7 @@ class FedWeIT(AveragingMethod):
     def nominal_bytes(self, arch: Arch, classes_per_task: int, num_classes: int) -> NominalBytes | None:
         """Up: rows of the base and all of A; down: a model; kept: base, A of each task, anchors of the earlier ones."""
         model, num_tasks = model_bytes(arch, num_classes), -(-num_classes // classes_per_task)
-        return NominalBytes((2 - self.dropped) * model, model, model * 2 * num_tasks)
+        return NominalBytes((2 - self.dropped_outputs) * model, model, model * 2 * num_tasks)
 
     def nominal_server_flops(self, setting: Setting, task: int) -> float:
         """Means of B and A, and the sum of all parts of the shared model."""
