@@ -119,7 +119,9 @@ def site(tiny_world):
 def test_one_step_equals_the_formula(site, tiny_world, old_adaptive, local_ce):
     """Adam's first step goes by its rate against the sign of the gradient, which is that of the formula by hand."""
     shard, memory, payload = site
-    method = FedWeIT(adam_lr=RATE, old_adaptive=old_adaptive, local_ce=local_ce, dropped_outputs=0, train=ONE_STEP, **WEIGHTS)
+    method = FedWeIT(
+        adam_lr=RATE, old_adaptive=old_adaptive, local_ce=local_ce, dropped_outputs=0, train=ONE_STEP, **WEIGHTS
+    )
     upload, kept = method.client_round(payload, shard, memory, Rng(0))
 
     names, (old,) = list(payload["base"]), memory.earlier
@@ -284,7 +286,10 @@ def test_a_round_of_the_server_by_hand():
     assert after.model[layer].flatten().tolist() == pytest.approx([7 * 0.7 + 5, 2 * 0.3 + 1 + 0.4 * 10], rel=1e-6)
     assert after.model["body.b"].tolist() == [1.0, 3.0] and list(after.model) == list(model)
     assert set(after.latest) == {"4", "0", "1"} and set(after.latest["0"]) == {"tag", "present", "values"}
-    uniform = replace(state, sample=[]), {k: u | {"attention": {layer: torch.zeros(0)}} for k, u in uploads.items() if k < 2}
+    uniform = (
+        replace(state, sample=[]),
+        {k: u | {"attention": {layer: torch.zeros(0)}} for k, u in uploads.items() if k < 2},
+    )
     plain = FedWeIT(weighting="uniform", dropped_outputs=0.5).server_round(*uniform, 0, None, Rng(0))
     assert plain.base[layer].flatten().tolist() == [6.0, 2.0]
     assert plain.model[layer].flatten().tolist() == pytest.approx([6 * 0.8 + 6, 2 * 0.2 + 2], rel=1e-6)

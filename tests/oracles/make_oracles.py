@@ -538,7 +538,10 @@ def _cross_entropy(y: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
 def tensorflow(training: bool) -> SimpleNamespace:
     """The few operations of TensorFlow that the published functions call."""
     backend = SimpleNamespace(
-        learning_phase=lambda: training, sum=lambda x, axis: x.sum(dim=axis), flatten=torch.flatten, is_sparse=lambda x: False
+        learning_phase=lambda: training,
+        sum=lambda x, axis: x.sum(dim=axis),
+        flatten=torch.flatten,
+        is_sparse=lambda x: False,
     )
     losses = SimpleNamespace(categorical_crossentropy=_cross_entropy)
     keras = SimpleNamespace(backend=backend, losses=losses, layers=SimpleNamespace(Dense=object))
@@ -610,7 +613,9 @@ def fedweit_site(clones: Clones) -> Tensors:
     loss = site.loss(SimpleNamespace(nets=nets, args=args, state=state), nn.functional.one_hot(labels, 4), predicted)
     loss.mean().backward()
     gradients = {name: leaf[name].grad for name in learned}
-    plain = Variables(stored["shared"], [stored["old.adaptive"], stored["adaptive"]], [stored["old.mask"], stored["mask"]])
+    plain = Variables(
+        stored["shared"], [stored["old.adaptive"], stored["adaptive"]], [stored["old.mask"], stored["mask"]]
+    )
     told = SimpleNamespace(calculate_communication_costs=lambda params: None)
     sender = SimpleNamespace(nets=plain, args=args, state=state, train=told)
     (rows,), (kept,) = module.get_weights(sender)

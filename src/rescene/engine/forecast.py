@@ -259,7 +259,10 @@ class Sizes:
         self._sketch = (self._body[1], min(self._body[1], columns))  # a matrix over the inputs of the only layer,
         self._sketch_values = sum(d * min(d, columns) for d in inputs)  # which stands for those of all layers
         dropped = getattr(experiment.method, "dropped_outputs", 0.0)
-        self._rows = (num_kept(FEATURES, dropped), self._body[1])  # of the only layer, of which some outputs are not sent
+        self._rows = (
+            num_kept(FEATURES, dropped),
+            self._body[1],
+        )  # of the only layer, of which some outputs are not sent
         kept = [num_kept(len(weight), dropped) for weight in weights]  # type: ignore[arg-type]
         self._rows_values = sum(rows * d for rows, d in zip(kept, inputs, strict=True))
         self._values = {FEATURES: used, FEATURES * (FEATURES + 1) // 2: used * (used + 1) // 2}

@@ -300,7 +300,9 @@ class FedWeIT(AveragingMethod):
             return state
         sent = list(senders.values())
         shares = [upload["num_images"] if self.weighting == "size" else 1 for upload in sent]
-        means = {key: weighted_average([upload[key] for upload in sent], shares) for key in ("mask", "attention", "others")}
+        means = {
+            key: weighted_average([upload[key] for upload in sent], shares) for key in ("mask", "attention", "others")
+        }
         adaptive = weighted_average([dense(upload, state.base) for upload in sent], shares)
         received = [dense(one, state.base) for one in state.sample]
         base, layers = dict[str, Tensor](), dict[str, Tensor]()
@@ -325,7 +327,9 @@ class FedWeIT(AveragingMethod):
     def nominal_server_flops(self, setting: Setting, task: int) -> float:
         """Means of B and A, and the sum of all parts of the shared model."""
         known = min(self.num_received, task * setting.num_clients)
-        return 2.0 * setting.turns * setting.parameters * 2 + 2.0 * setting.num_rounds * setting.parameters * (2 + known)
+        return 2.0 * setting.turns * setting.parameters * 2 + 2.0 * setting.num_rounds * setting.parameters * (
+            2 + known
+        )
 
 
 def layer_weights(net: nn.Module) -> list[str]:
