@@ -81,6 +81,12 @@ LOOSE = {  # in a network of a few hundred weights what a rehearsal counts by it
         "client_flops",
     },  # the encoder follows the picture
     "target": {"server_flops"},  # so does the generator
+    "fedweit": {  # nobody can foresee how many adaptive weights are 0, so all are counted
+        "uplink_bytes",
+        "uplink_bytes_per_message",
+        "downlink_bytes",
+        "client_state_bytes",
+    },
 }
 
 

@@ -153,7 +153,7 @@ def test_sums_do_not_depend_on_the_order(setting, tmp_path):
 
 @pytest.mark.parametrize("name", [n for n in method_names() if method_class(n).own_orders])
 def test_every_method_that_claims_it_runs(name, setting, tmp_path):
-    more = {"method.local_ce": "all"} if name == "fedlwf" else {}
+    more = {"method.local_ce": "all"} if name in ("fedlwf", "fedweit") else {}
     values = rescene.run("smoke", out=tmp_path / "run", method=name, **setting | {"tasks.limit": 2} | more).values
     assert len(values["orders"]) == 3 and not values["events_summary"]["client_failures"]
     assert all(math.isfinite(value) for value in values["incremental_accuracy"])

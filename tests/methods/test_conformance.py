@@ -36,6 +36,7 @@ SMALL = {
     "icarl": {"memory": 12},
     "mfcl": {"generator_steps": 2, "generator_batch": 8, "latent_size": 8, "generator_width": 4, "synthetic_batch": 8},
     "cfed": {"num_surrogates": 8, "learners": 0.5},
+    "fedweit": {"adam_lr": 0.01, "num_received": 2},
     "pilora": {"rank": 2, "num_blocks": 2, "lora_lr": 0.01, "prototype_lr": 0.1},
 }
 TRAIN = Training(local_epochs=1, server_epochs=1, batch_size=8, lr=0.05)
@@ -51,8 +52,9 @@ def test_method_conforms(name, check):
     check(build(name))
 
 
-def test_fedlwf_learns_in_own_orders_with_the_loss_over_all_classes():
-    learns_in_own_orders(method_class("fedlwf")(local_ce="all", train=TRAIN))
+@pytest.mark.parametrize("name", ["fedlwf", "fedweit"])
+def test_it_learns_in_own_orders_with_the_loss_over_all_classes(name):
+    learns_in_own_orders(method_class(name)(local_ce="all", train=TRAIN))
 
 
 def test_the_suite_catches_a_method_that_takes_the_classes_of_a_step_for_new():

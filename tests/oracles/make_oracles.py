@@ -15,6 +15,7 @@ import collections
 import copy
 import io
 import json
+import math
 import subprocess
 import sys
 from abc import ABC
@@ -37,7 +38,7 @@ from rescene.nets import Arch
 HERE = Path(__file__).parent
 GLFC, TARGET = "conditionWang/FCIL", "zj-jayzhang/Federated-Class-Continual-Learning"
 AFL, ACIL = "ZHUANGHP/Analytic-federated-learning", "ZHUANGHP/Analytic-continual-learning"
-PILORA = "Ghy0501/PILoRA"
+PILORA, FEDWEIT = "Ghy0501/PILoRA", "wyjeong/FedWeIT"
 CGS, DM, ICARL = "Yuqin-G/FedCGS", "VICO-UoE/DatasetCondensation", "srebuffi/iCaRL"
 SOURCES = {  # repository: commit, licence
     GLFC: ("11e161a9d57ecd14126201b7bd9a424137749ee5", "none stated"),
@@ -47,6 +48,7 @@ SOURCES = {  # repository: commit, licence
     CGS: ("25402e60e1b242e965634e2b6b4b3056eec4595c", "none stated"),
     DM: ("53f63a672eab9ade02aabe6432706ef56f317d64", "MIT"),
     PILORA: ("6d1c4efaca134cfc4493cf151329d693e07e75c8", "none stated"),
+    FEDWEIT: ("83c0bcd10b4934abe3af3a9b6d2e5b77566b9567", "none stated"),
     ICARL: ("7a3d254da4b3f0f19f67b8c25ba72374674bafaf", "MIT"),
 }
 GIVEN = {"torch": torch, "nn": nn, "F": F, "np": np, "optim": optim, "copy": copy, "Variable": Variable, "ABC": ABC}
@@ -510,6 +512,133 @@ class Named:
         return self.held
 
 
+# --- FedWeIT: its code needs TensorFlow; here it runs with torch's operations of the same meaning under TensorFlow's names
+
+
+class Ragged:
+    """One array for each layer; layers have different sizes."""
+
+    def __init__(self, layers: list[Any]) -> None:
+        self.layers = [torch.as_tensor(layer) for layer in layers]
+
+    def __getitem__(self, layer: int) -> torch.Tensor:
+        return self.layers[layer]
+
+    def __add__(self, other: Ragged) -> Ragged:
+        return Ragged([a + b for a, b in zip(self.layers, other.layers, strict=True)])
+
+    def __radd__(self, number: float) -> Ragged:
+        return Ragged([number + layer for layer in self.layers])
+
+
+def _cross_entropy(y: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    return -(y * (p / p.sum(dim=-1, keepdim=True)).clamp(1e-7, 1 - 1e-7).log()).sum(dim=-1)
+
+
+def tensorflow(training: bool) -> SimpleNamespace:
+    """The few operations of TensorFlow that the published functions call."""
+    backend = SimpleNamespace(
+        learning_phase=lambda: training,
+        sum=lambda x, axis: x.sum(dim=axis),
+        flatten=torch.flatten,
+        is_sparse=lambda x: False,
+    )
+    losses = SimpleNamespace(categorical_crossentropy=_cross_entropy)
+    keras = SimpleNamespace(backend=backend, losses=losses, layers=SimpleNamespace(Dense=object))
+    return SimpleNamespace(
+        keras=keras,
+        nn=SimpleNamespace(l2_loss=lambda x: x.square().sum() / 2),
+        math=SimpleNamespace(multiply=lambda a, b: torch.as_tensor(a) * b),
+        ragged=SimpleNamespace(constant=lambda value, dtype: [Ragged(one) for one in value]),
+        reduce_sum=torch.sum,
+        abs=torch.abs,
+        multiply=torch.multiply,
+        greater=torch.gt,
+        sort=lambda x: x.sort().values,
+        cast=lambda x, dtype: x.to(dtype),
+        float32=torch.float32,
+    )
+
+
+class Variables:
+    """The variables of a site with one layer in its second task, in TensorFlow's layout [inputs, outputs]."""
+
+    def __init__(self, shared: torch.Tensor, adaptive: list[torch.Tensor], mask: list[torch.Tensor]) -> None:
+        self.shapes = [tuple(shared.shape)]
+        self.decomposed_variables = {"shared": [shared], "mask": dict(enumerate([value] for value in mask))}
+        self._held = {"adaptive": adaptive, "mask": mask}
+
+    def get_variable(self, var_type: str, lid: int, tid: int | None = None) -> torch.Tensor:
+        return self.decomposed_variables["shared"][lid] if tid is None else self._held[var_type][tid]
+
+    generate_mask = staticmethod(torch.sigmoid)
+
+
+def fedweit_site(clones: Clones) -> Tensors:
+    """A site in its second task: weights of a layer, outputs, loss and gradients, what it sends of B and of A."""
+    stored = {
+        "x": drawn(400, 6, 5), "shared": drawn(401, 5, 10), "old.adaptive": 0.1 * drawn(402, 5, 10), "adaptive": 0.002 * drawn(403, 5, 10),
+        "old.mask": drawn(404, 10), "mask": drawn(405, 10).abs(), "received": drawn(406, 5, 10, 3), "attention": drawn(407, 3),
+        "bias": drawn(408, 10), "head": drawn(409, 10, 4), "anchor": drawn(410, 5, 10),
+    }  # fmt: skip
+    labels, learned = torch.tensor([0, 1, 3, 2, 2, 1]), ("shared", "adaptive", "old.adaptive", "mask", "attention")
+    leaf = {name: value.clone().requires_grad_(name in learned) for name, value in stored.items()}
+    outputs = {}
+    for training in (True, False):
+        tf = tensorflow(training)
+        given = {
+            "tf": tf,
+            "math_ops": SimpleNamespace(cast=lambda x, dtype: x),
+            "K": tf.keras.backend,
+            "gen_math_ops": SimpleNamespace(mat_mul=torch.matmul),
+            "nn": SimpleNamespace(bias_add=torch.add),
+        }
+        layer = clones.take(FEDWEIT, "modules/layers.py", "DecomposedDense", **given).DecomposedDense
+        one = layer.__new__(layer)
+        values = {"sw": "shared", "aw": "adaptive", "aw_kb": "received", "atten": "attention", "bias": "bias"}
+        vars(one).update({key: leaf[name] for key, name in values.items()}, mask=leaf["mask"].sigmoid())
+        vars(one).update(lambda_l1=1e-3, lambda_mask=0, use_bias=True, activation=torch.relu, _compute_dtype=None)
+        outputs[training] = one.call(leaf["x"])
+        stored[f"theta.{'training' if training else 'answering'}"] = one.my_theta.detach()
+    tf = tensorflow(True)
+    given = {"tf": tf, "ClientModule": object, "math": math}
+    site = clones.take(FEDWEIT, "models/fedweit/client.py", "Client", **given).Client
+    module = clones.take(FEDWEIT, "modules/federated.py", "ClientModule", **given).ClientModule
+    state = {"curr_task": 1, "prev_body_weights": [[leaf["anchor"]]]}
+    args = SimpleNamespace(
+        wd=1e-4, lambda_l1=1e-3, lambda_l2=100.0, lambda_mask=0, model="fedweit", sparse_comm=True, client_sparsity=0.3
+    )
+    nets = Variables(leaf["shared"], [leaf["old.adaptive"], leaf["adaptive"]], [leaf["old.mask"], leaf["mask"]])
+    predicted = (outputs[True] @ leaf["head"]).softmax(dim=1)
+    loss = site.loss(SimpleNamespace(nets=nets, args=args, state=state), nn.functional.one_hot(labels, 4), predicted)
+    loss.mean().backward()
+    gradients = {name: leaf[name].grad for name in learned}
+    plain = Variables(
+        stored["shared"], [stored["old.adaptive"], stored["adaptive"]], [stored["old.mask"], stored["mask"]]
+    )
+    told = SimpleNamespace(calculate_communication_costs=lambda params: None)
+    sender = SimpleNamespace(nets=plain, args=args, state=state, train=told)
+    (rows,), (kept,) = module.get_weights(sender)
+    stored |= {"rows": torch.from_numpy(rows).float(), "kept": torch.tensor(kept)}
+    stored["sent"] = torch.from_numpy(site.get_adaptives(sender)[0])
+    return stored | with_prefix("gradient", gradients) | {"loss": loss.detach(), "labels": labels}
+
+
+def fedweit_server(clones: Clones) -> Tensors:
+    """The server's mean over three sites and two layers, with rows that nobody sent."""
+    got = clones.take(FEDWEIT, "modules/train.py", "TrainModule", tf=tensorflow(False)).TrainModule
+    server = SimpleNamespace(args=SimpleNamespace(sparse_comm=True, model="fedweit"))
+    sites, stored = [], {}
+    for k in range(3):
+        kept = [(torch.rand(size, generator=seeded(430 + 10 * k + size)) < 0.6).float() for size in (4, 6)]
+        kept[0][1] = 0  # nobody sends this one
+        sent = [drawn(460 + 10 * k + size, 3, size) * which for size, which in zip((4, 6), kept, strict=True)]
+        sites.append((([one.numpy() for one in sent], [one.tolist() for one in kept]), 7))
+        for layer in (0, 1):
+            stored |= {f"sent{k}.{layer}": sent[layer], f"kept{k}.{layer}": kept[layer]}
+    return stored | {f"mean.{layer}": torch.as_tensor(one) for layer, one in enumerate(got.aggregate(server, sites))}
+
+
 NOTES: dict[str, dict[str, Any]] = {
     "glfc_losses": {
         "source": (GLFC, "src/GLFC.py:189-245", "_compute_loss, efficient_old_class_weight, entropy"),
@@ -595,6 +724,21 @@ NOTES: dict[str, dict[str, Any]] = {
         "mean. Where all prototypes of a class are as far away, line 141 divides 0 by 0; ours is the mean. From the second task "
         "on no name in line 213 fits the global model, so that its pairs stay those of the first task and only prototypes are "
         "learned; ours adds up the pairs of all tasks.",
+    },
+    "fedweit_site": {
+        "source": (
+            FEDWEIT,
+            "models/fedweit/client.py:66-101, modules/layers.py:98-130, modules/federated.py:200-214",
+            "Client.loss, Client.get_adaptives, DecomposedDense.call, ClientModule.get_weights",
+        ),
+        "difference": "TensorFlow was not there: torch's operations of the same meaning stood in for it. The published loss is a "
+        "vector, and its gradient is that of the sum over the batch; ours is the mean, which Adam does not notice. The penalty has "
+        "a gradient for A of earlier tasks, but the published optimiser does not move it (FEDWEIT-5). Line 210 ranks outputs by |v|, "
+        "where a small mask has a large |v|, and its comparison drops one output more; ours ranks by m (FEDWEIT-4).",
+    },
+    "fedweit_server": {
+        "source": (FEDWEIT, "modules/train.py:228-252", "TrainModule.aggregate"),
+        "difference": "A row that nobody sent is 0 there and each site keeps its own; here the server's row stays (FEDWEIT-4).",
     },
 }
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from rescene.data import Transform
 from rescene.functional import group_means, herd, matching_loss, weighted_average
 from rescene.functional.compensation import compensation_loss, compensation_weights, mean_entropy, relation_loss
+from rescene.functional.decomposed import composed, kept_outputs, mean_of_kept, pruned
 from rescene.functional.discriminant import regularised_solve
 from rescene.functional.distillation import distillation_loss
 from rescene.functional.fisher import fisher_diagonal, quadratic_penalty
@@ -24,6 +25,7 @@ from rescene.functional.low_rank import change_of_output, overlap
 from rescene.functional.prototypes import prototype_distances, prototype_loss, prototype_weights
 from rescene.methods.afl import ridge_head
 from rescene.methods.fedcgs import gaussian_head
+from rescene.methods.fedweit import FedWeIT, TaskPart
 from rescene.methods.pilora import AdamSteps, PILoRA
 from rescene.nets import Arch
 from rescene.training.reconstruction import Inversion, encoder_gradients, labels_from_gradients, perturb, reconstruct
@@ -402,3 +404,56 @@ def test_pilora_published_global_model_keeps_the_pairs_of_the_first_task():
     first, second = part(t, "global0"), part(t, "global1")
     assert all(bool(value.any()) for value in first.values())
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+# --- FedWeIT; its layers are [inputs, outputs], ours [outputs, inputs]
+
+LEARNED = ("shared", "adaptive", "old.adaptive", "mask", "attention")
+
+
+def test_fedweit_loss_and_its_gradients():
+    """A site in its second task: weights of a layer, the loss with all penalties, gradients of all that learns."""
+    t = stored("fedweit_site")
+    leaf = {name: t[name].clone().requires_grad_() for name in LEARNED}
+    base, adaptive, old = ({"w": leaf[name].mT} for name in ("shared", "adaptive", "old.adaptive"))
+    mask, attention = {"w": leaf["mask"]}, {"w": leaf["attention"]}
+    received = list(t["received"].permute(2, 1, 0))
+    theta = composed(base["w"], leaf["mask"].sigmoid(), adaptive["w"], leaf["attention"], received)
+    assert close(theta.mT, t["theta.training"], 1e-6)
+    part = TaskPart(mask, adaptive, attention, {})
+    earlier = TaskPart({"w": t["old.mask"]}, old, {}, {"w": t["anchor"].mT})
+    logits = F.linear(t["x"], theta, t["bias"]).relu() @ t["head"]
+    loss = F.cross_entropy(logits, t["labels"], reduction="none") + FedWeIT()._penalty(base, part, [earlier])
+    assert close(loss, t["loss"], 1e-5)
+    gradients = torch.autograd.grad(loss.mean(), list(leaf.values()))
+    for name, ours in zip(leaf, gradients, strict=True):
+        assert close(ours, t[f"gradient.{name}"], 1e-5), name
+
+
+def test_fedweit_sends_and_answers_with_the_large_entries_of_a():
+    t, threshold = stored("fedweit_site"), FedWeIT().sparsity_weight
+    sent = pruned(t["adaptive"], threshold)
+    assert torch.equal(sent, t["sent"]) and 0 < int((sent == 0).sum()) < sent.numel()
+    received = list(t["received"].permute(2, 1, 0))
+    theta = composed(t["shared"].mT, t["mask"].sigmoid(), sent.mT, t["attention"], received)
+    assert close(theta.mT, t["theta.answering"], 1e-6)
+
+
+def test_fedweit_keeps_one_output_more_than_the_published_code():
+    """With v > 0 both rank outputs alike; the published comparison drops the first of those that should stay."""
+    t = stored("fedweit_site")
+    ours, theirs = kept_outputs(t["mask"].sigmoid(), FedWeIT().dropped_outputs), t["kept"].bool()
+    assert int(ours.sum()) == int(theirs.sum()) + 1 == 7 and bool(ours[theirs].all())
+    assert torch.equal(t["shared"] * theirs, t["rows"])
+
+
+def test_fedweit_server_takes_the_mean_over_the_sites_that_sent_a_row():
+    t = stored("fedweit_server")
+    for layer in (0, 1):
+        kept = [t[f"kept{k}.{layer}"].bool() for k in range(3)]
+        rows = [t[f"sent{k}.{layer}"].mT[which] for k, which in enumerate(kept)]
+        theirs, before = t[f"mean.{layer}"].mT, torch.full_like(t[f"mean.{layer}"].mT, 5.0)
+        ours, sent = mean_of_kept(before, kept, rows, [1, 1, 1]), torch.stack(kept).any(dim=0)
+        assert close(ours[sent], theirs[sent], 1e-6)
+        assert bool((theirs[~sent] == 0).all() and (ours[~sent] == 5).all())
+    assert not torch.stack([t[f"kept{k}.0"] for k in range(3)])[:, 1].any()

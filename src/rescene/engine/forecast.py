@@ -23,6 +23,7 @@ from rescene.core.rng import Rng, seeded_generator
 from rescene.data import Images, Task, Transform
 from rescene.engine.cost_ledger import FlopMeter
 from rescene.engine.experiment import Experiment
+from rescene.functional.decomposed import num_kept
 from rescene.methods import Payload, Uploads
 from rescene.methods.base import Client
 from rescene.nets import FLOAT_BYTES, Arch, body_cost, flops_to, forward_flops, model_bytes, rehearsal
@@ -252,10 +253,18 @@ class Sizes:
         self._body = (FEATURES, small.channels * small.image_size**2)  # shape of the miniature's only body weight
         whole = num_bytes(real.skeleton(1).body.state_dict())  # BatchNorm's counters included, as they travel
         self._body_values = whole // FLOAT_BYTES - features  # its bias is counted as features are
-        inputs = [layer.weight[0].numel() for layer in input_layers(real.skeleton(1).body).values()]  # type: ignore[index]
+        weights = [layer.weight for layer in input_layers(real.skeleton(1).body).values()]
+        inputs = [weight[0].numel() for weight in weights]  # type: ignore[index]
         columns = getattr(experiment.method, "sketch_columns", None) or max([self._body[1], *inputs])
         self._sketch = (self._body[1], min(self._body[1], columns))  # a matrix over the inputs of the only layer,
         self._sketch_values = sum(d * min(d, columns) for d in inputs)  # which stands for those of all layers
+        dropped = getattr(experiment.method, "dropped_outputs", 0.0)
+        self._rows = (
+            num_kept(FEATURES, dropped),
+            self._body[1],
+        )  # of the only layer, of which some outputs are not sent
+        kept = [num_kept(len(weight), dropped) for weight in weights]  # type: ignore[arg-type]
+        self._rows_values = sum(rows * d for rows, d in zip(kept, inputs, strict=True))
         self._values = {FEATURES: used, FEATURES * (FEATURES + 1) // 2: used * (used + 1) // 2}
 
     def num_bytes(self, tree: Tree) -> int:
@@ -266,6 +275,8 @@ class Sizes:
         shape = tuple(tensor.shape)
         if shape == self._body:
             return self._body_values
+        if shape == self._rows:
+            return self._rows_values
         if shape == self._sketch:
             return self._sketch_values
         if shape[-3:] == self._picture:
