@@ -10,7 +10,7 @@ from local_sites import TINY, LocalPost, across, changed, events, hashes, in_pro
 from own_sites import NAMES, own_sites, plan_of, run_plan, write_images
 
 from rescene.config import resolve
-from rescene.core.errors import DataError
+from rescene.core.errors import DataError, RunError
 from rescene.data import load
 from rescene.deploy.check_site import check_site
 from rescene.deploy.message_bytes import unpack_message
@@ -124,6 +124,25 @@ def test_a_trial_at_a_site_looks_through_its_lens(tmp_path):
     (folder, *_) = own_sites(tmp_path)
     with pytest.raises(DataError, match="E222"):
         try_round(Site.open(folder), resolve("smoke", [*settings, "model.lens=/at/the/operator.safetensors"]))
+
+
+def test_a_trial_sends_the_sums_that_a_run_would_send(tmp_path):
+    lens = small_lens(tmp_path / "lens.safetensors")
+    folders, settings = own_sites(tmp_path, lens=lens), [*SEEN, f"model.lens={lens}", "device=cpu"]
+    found = try_round(Site.open(folders[0]), resolve("smoke", settings))
+    assert [one.verb for one in found.answers] == ["client_round", "sum_up"]
+    run_plan(plan_of((NAMES, 1)), tmp_path / "run", folders, settings)
+    (round_, *_) = (json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    sums = round_["sites"]["0"][0]
+    assert sums < found.answers[1].num_bytes < sums + 2000  # the envelope
+
+
+def test_a_trial_says_that_a_run_would_go_on_without_the_site(tmp_path):
+    lens = small_lens(tmp_path / "lens.safetensors")
+    (folder, *_) = own_sites(tmp_path, lens=lens, privacy={"epsilon_max": 8, "min_sigma": 50.0})
+    with pytest.raises(RunError, match="E376") as error:
+        try_round(Site.open(folder), resolve("smoke", [*SEEN, f"model.lens={lens}", "device=cpu"]))
+    assert "below its floor 50" in error.value.why and "floor" in error.value.fix
 
 
 def test_the_check_of_a_site_names_its_lens(tmp_path):

@@ -13,9 +13,11 @@ from rescene.cli.running import print_summary
 from rescene.config import resolve
 from rescene.deploy.check_site import check_site
 from rescene.deploy.plan_file import accuracy_warning, with_plan
-from rescene.deploy.status import left_out_rows
+from rescene.deploy.status import declined, left_out_rows
 from rescene.report import load_run, write_report
+from rescene.report.groups import group_runs
 from rescene.report.model_card import model_card
+from rescene.report.summary import verdict
 
 PLAN = plan_of((NAMES, 1))
 
@@ -87,3 +89,28 @@ def test_a_site_is_told_by_its_check(tmp_path):
     noisy = section | {"privacy": {"epsilon_max": 8, "evaluation_sigma": 2}}
     (folder / "site.yaml").write_text(yaml.safe_dump(noisy))
     assert "with noise" in told(behind)[0]
+
+
+def test_one_model_is_counted_once_and_the_page_says_how_far_noise_moves_its_accuracy(tmp_path):
+    """Behind a floor each answer is charged: the last round of a task and the task's end have the same model."""
+    lens = small_lens(tmp_path / "lens.safetensors")
+    floors = {"epsilon_max": 20, "evaluation_sigma": 2}
+    folders = own_sites(tmp_path, lens=lens, privacy=floors)
+    run_plan(PLAN, tmp_path / "run", folders, [*SEEN, f"model.lens={lens}", "federation.per_round=3"])
+    ledger = [json.loads(line) for line in (folders[0] / "state" / "ledger.jsonl").read_text().splitlines()]
+    assert sum(line.get("charge", {}).get("mechanism") == "evaluation" for line in ledger) == 1
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert rows[0]["accuracy"] == pytest.approx(rows[1]["accuracy"][0])
+    (line,) = [line for line in verdict(group_runs([load_run(tmp_path / "run")])).lines if "noise" in line]
+    assert "points (one deviation)" in line
+
+
+def test_who_declined_is_told_on_the_first_screen_and_to_the_operator(tmp_path):
+    lens = small_lens(tmp_path / "lens.safetensors")
+    folders = own_sites(tmp_path, lens=lens)
+    section = yaml.safe_load((folders[1] / "site.yaml").read_text())
+    (folders[1] / "site.yaml").write_text(yaml.safe_dump(section | {"privacy": {"epsilon_max": 8, "min_sigma": 50.0}}))
+    run_plan(PLAN, tmp_path / "run", folders, [*SEEN, f"model.lens={lens}", "federation.per_round=3"])
+    (told,) = declined(tmp_path / "run", ["graz", "lyon", "turin"])
+    assert told.startswith("lyon, task 1, round 1:") and "below its floor 50" in told
+    assert any("declined to send" in line for line in verdict(group_runs([load_run(tmp_path / "run")])).lines)

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import html
 import json
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -145,6 +146,7 @@ def run(
     from rescene.deploy.federation_folder import FederationFolder
     from rescene.deploy.leaving import without_left
     from rescene.deploy.operator import watch_sites
+    from rescene.deploy.status import declined
 
     federation = FederationFolder.open(folder)
     resolved = without_left(federation, resolve(recipe, overrides or []))
@@ -163,6 +165,8 @@ def run(
             results = run_across(federation, resolved, place, patience, elsewhere=elsewhere)
         watch_sites(federation, place)
         _finish(results, place)
+        for words in declined(place, federation.sites):
+            print(f"left out: {words}", file=sys.stderr)
         if serve and console().is_terminal:
             with page():
                 stay_open()

@@ -62,7 +62,14 @@ def plan_tasks(
         raise _bad_plan(f"unknown scenario {scenario!r}", fix="scenario: class or domain")
     if len(given) != 1:
         named = ", ".join(given) or "none of them"
-        raise _bad_plan("a task plan needs exactly one of per_task, count, sizes and plan", why=f"given: {named}")
+        fix = (
+            f"leave out the others, as in tasks.{given[0]}=null"
+            if given
+            else "tasks.count=N, or tasks.plan=[[cat,dog],[car]]"
+        )
+        raise _bad_plan(
+            "a task plan needs exactly one of per_task, count, sizes and plan", why=f"given: {named}", fix=fix
+        )
     if plan is not None:
         arrival, sizes = _named_plan(dataset.classes, plan, order)
     else:

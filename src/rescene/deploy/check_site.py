@@ -63,7 +63,7 @@ def data_rows(site: Site) -> list[Row]:
     return [
         row("images", f"{len(dataset.train):,} to learn from, {len(dataset.test):,} to test with; {where}"),
         row("classes", _counts(dataset)),
-        row("images readable", "" if damaged else "all", "; ".join(damaged), "copy them again, or remove them"),
+        _readable(damaged, site.section.data.skip_unreadable),
         *(
             row(f"files [{warning.code}]", "", warning.what, warning.fix or "")
             for warning in told
@@ -74,6 +74,14 @@ def data_rows(site: Site) -> list[Row]:
             for one in content_rows(dataset)
         ),
     ]
+
+
+def _readable(damaged: list[str], skips: bool) -> Row:
+    """Whether every image can be read, or the site has agreed to do without those that cannot."""
+    if skips and damaged:
+        return row("images readable", f"{'; '.join(damaged)}: left out, as site.yaml says (skip_unreadable)")
+    fix = "copy them again, or remove them; or leave them out with data: {path: FOLDER, skip_unreadable: true} in site.yaml"
+    return row("images readable", "" if damaged else "all", "; ".join(damaged), fix)
 
 
 def _counts(dataset: Dataset) -> str:

@@ -80,7 +80,8 @@ device: auto         # auto, cpu, cuda
 # Limits that the server cannot lower; above them this site sends nothing:
 # privacy:
 #   epsilon_max: 8
-#   min_sigma: 1.0
+#   min_sigma: 0.5
+#   evaluation_sigma: 2  # noise on counts of the images that you keep to test with; without it no accuracy is told
 #   max_participations: 20
 """
 PROXY = """\
@@ -207,8 +208,8 @@ def images_of(data: Path, sites: Sequence[str]) -> dict[str, Path]:
 
 
 def classes_of(images: Iterable[Path]) -> list[str]:
-    """Names of the class folders of all sites, sorted."""
-    return sorted({path.name for folder in images for path in _inside(folder) if path.is_dir()})
+    """Names of the class folders of all sites that are not empty, sorted."""
+    return sorted({path.name for folder in images for path in _inside(folder) if path.is_dir() and _inside(path)})
 
 
 def _inside(folder: Path) -> list[Path]:

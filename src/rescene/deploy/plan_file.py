@@ -172,7 +172,7 @@ def accuracy_warning(recipe: Recipe) -> ResceneWarning | None:
     """W560 for a run whose accuracy no site will tell: it has a guarantee, and the plan names no test images."""
     if recipe.sites is None or recipe.sites.test is not None or not recipe.formal:
         return None
-    what = f"accuracy will not be measured, unless a site's floor has evaluation_sigma: {NO_COUNTS}"
+    what = f"accuracy is measured at those sites only whose floor has evaluation_sigma: {NO_COUNTS}"
     return ResceneWarning("W560", what, fix=f"to have it measured, {HOW_TO_MEASURE}")
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from rescene.config.site_plan import SitesSection
 from rescene.core.json_files import json_lines, records_of
-from rescene.core.results import EventRecord
+from rescene.core.results import DECLINED, EventRecord
 from rescene.core.run_state import state_of
 from rescene.deploy.plan_file import Held
 
@@ -57,6 +58,16 @@ def left_out_rows(runs: list[Path], sites: list[str]) -> list[Row]:
                 name = sites[event.client] if event.client < len(sites) else f"site {event.client}"
                 rows.append({"what": "left out", "name": name, "state": f"{place}: {event.code} {event.message}"})
     return rows[-MOST:]
+
+
+def declined(run: Path, sites: Sequence[str]) -> list[str]:
+    """Sites that did not send what they were asked for, each reason once: the model was made without it."""
+    found = [
+        f"{sites[event.client]}, {_place(event)}: {event.message}"
+        for event in _events(run / "events.jsonl")
+        if event.code == DECLINED and event.client is not None and event.client < len(sites)
+    ]
+    return list(dict.fromkeys(found))
 
 
 def _names(told: list[str], sites: list[str]) -> list[str]:

@@ -20,6 +20,7 @@ from torch import Tensor
 from rescene.config import Resolved
 from rescene.config.site_plan import PlannedTask, SitesSection
 from rescene.core.errors import DataError, RunError
+from rescene.core.results import DECLINED
 from rescene.deploy.exchange import HELLO, Letter, Patience, Undelivered
 from rescene.deploy.message_bytes import unpack_message
 from rescene.deploy.post_transport import PostTransport
@@ -105,9 +106,13 @@ def try_round(site: Site, resolved: Resolved) -> Trial:
         with RunFolder(Path(spare) / "run") as folder:
             run, transport = _run(_at_site(site, resolved), post, folder, notes)
             try:
-                return _round(run, transport, post, resolved.name)
+                found = _round(run, transport, post, resolved.name)
             except RunError as error:
                 raise RunError(error.code, error.what, why="\n".join(notes) or error.why) from error
+            if declined := [note for note in notes if note.startswith(DECLINED)]:
+                fix = "a floor (privacy: in site.yaml) that allows the recipe, or a recipe with more noise"
+                raise RunError("E376", "a run would go on without this site", why="\n".join(declined), fix=fix)
+            return found
 
 
 def _at_site(site: Site, resolved: Resolved) -> Resolved:
@@ -147,7 +152,8 @@ def _run(resolved: Resolved, post: NoPost, folder: RunFolder, notes: list[str]) 
 
 
 def _round(run: Run, transport: PostTransport, post: NoPost, recipe: str) -> Trial:
-    """begin_task, broadcast and ask of the loop, with one site; the server learns nothing from it."""
+    """begin_task, broadcast and ask of the loop, with one site. The server learns nothing, except from a method whose sites
+    send nothing until the server asks for sums in its own part of the round."""
     e, federation, client = run.context.experiment, run.federation, post.site.section.client
     head = transport.greeting("trial")
     hello = unpack_message(post.site.answer(Letter(head))).tree
@@ -165,6 +171,8 @@ def _round(run: Run, transport: PostTransport, post: NoPost, recipe: str) -> Tri
     federation.move(e.tasks[task.index], 0, [client])
     payload = e.method.broadcast(state, 0, federation, rng.at(0).at("broadcast"))
     upload = federation.ask([client], "client_round", payload)[client]
+    if not upload and (federation.mechanism is None or federation.mechanism.honest_sites is None):
+        e.method.server_round(state, {client: upload}, 0, federation, rng.at(0).at("round"))
     real = here.dataset.train.pixels[here.shards[task.index][client]]
     drawn = federation.mechanism is not None and federation.mechanism.sends_sums
     beside = _beside(upload, real, here.dataset.transform, here.dataset.classes)

@@ -21,7 +21,7 @@ from rescene.config.site_plan import SitesSection
 from rescene.core.errors import ConfigError
 from rescene.core.rng import Rng
 from rescene.data import Dataset, LazySplit, SiteOrders, Task, Transform, load, partition, plan_tasks
-from rescene.data.inspection import warn_of_leaks, warn_of_near_copies
+from rescene.data.inspection import warn_of_leaks, warn_of_near_copies, warn_of_repeats
 from rescene.data.joining import joined
 from rescene.data.natural_sites import by_site, warn_of_unused_sites
 from rescene.data.site_images import away
@@ -236,6 +236,8 @@ def _prepare_simulated(
         if recipe.images.path is not None:  # published sets are what they are
             warn_of_near_copies(dataset)
     hidden = recipe.privacy.mechanism != "none"
+    if hidden and recipe.images.path is not None:
+        warn_of_repeats(dataset)
     digests = Digests.of(planned(recipe, dataset)[0]) if hidden else Digests()  # in the order of the planned images
     dataset, tasks = planned(recipe, seen_by(recipe, look(dataset, device)))
     check_records(recipe.promise(len(tasks)), sum(len(task.train) for task in tasks))
@@ -262,6 +264,8 @@ def _prepare_planned(recipe: Recipe, plan: SitesSection, own: Dataset | None, ke
         tasks = [tested(dataset, task) if plan.test else task for task in cut(dataset, sizes)]
     else:
         warn_of_leaks(own)
+        if recipe.privacy.mechanism != "none":
+            warn_of_repeats(own)
         dataset = seen_by(recipe, through(recipe.model.lens, own, device, kept).to(device))
         tasks = cut(dataset, sizes)
         check_records(recipe.promise(len(tasks)), max((len(task.train) for task in tasks), default=0))

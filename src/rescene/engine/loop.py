@@ -12,6 +12,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from rescene.config import Resolved
 from rescene.core.errors import RunError
 from rescene.core.rng import torch_draws_from
@@ -71,6 +74,7 @@ class Run:
         self.parts = set_up(resolved, folder, progress, transport or InProcess(), callbacks)
         self.context, self.federation, self.observers = self.parts.context, self.parts.federation, self.parts.observers
         self.folder = folder
+        self._counted: tuple[int, Mapping[str, Tensor], Evaluation] | None = None  # tasks, model, what sites counted
         self.federation.observe = self._uploads_received
 
     def complete(self) -> dict[str, Any]:
@@ -280,8 +284,14 @@ class Run:
         with self.context.timer.phase("evaluate"), self.federation.ledger.meter.on("evaluation"):
             tasks = e.tasks[: task.index + 1]
             if e.tested_at_sites:
-                return self.federation.evaluate(model, tasks)
+                return self._counted_at_sites(model, tasks)
             return evaluate(self.federation.net(model), e.dataset, tasks, e.orders)
+
+    def _counted_at_sites(self, model: Mapping[str, Tensor], tasks: Sequence[Task]) -> Evaluation:
+        """What the sites count on their hold-outs. Nobody is asked twice about one model: behind a guarantee an answer costs."""
+        if self._counted is None or self._counted[0] != len(tasks) or not _alike(self._counted[1], model):
+            self._counted = len(tasks), model, self.federation.evaluate(model, tasks)
+        return self._counted[2]
 
     def finish(self) -> dict[str, Any]:
         """The model first, then the tables: whatever happens later, the result of the training is safe."""
@@ -295,6 +305,11 @@ class Run:
         self.folder.status(**status_of(self.parts, "done", self.parts.done))
         self.context.tell("done", results=results)
         return results
+
+
+def _alike(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """Whether two models have the same weights."""
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
 def _overall(found: Evaluation, scenario: str) -> float:

@@ -72,11 +72,9 @@ class Composition:
         rate = "with every record" if self.rate == 1 else f"each with a record's chance of {self.rate:g}"
         times = "participation" if self.participations == 1 else "participations"
         replayed = f" x {self.tasks} tasks" if self.tasks > 1 else ""
-        rest = "tasks, sites and classes share no record, so nothing else adds up"
+        rest = "nothing else adds up, as long as no image lies in two tasks, sites or classes"
         if self.tasks > 1:
-            rest = (
-                "the most-used one is of the first task and kept in its site's memory to the end; sites share no record"
-            )
+            rest = "the most-used one is of the first task and kept in its site's memory to the end; no image may lie at two sites"
         return (
             f"{self.steps} noisy {step} per participation ({rate}) x at most {self.participations} {times} of a site "
             f"in a task{replayed} = {self.releases} per record; {rest}"

@@ -13,11 +13,23 @@ HOW_TO_MEASURE = (
 
 
 def guarantee(epsilon: float, replaced: float, delta: float) -> str:
-    """The guarantee as one sentence, for an image added or removed and for an image replaced."""
+    """The guarantee: in plain words, then for an image added or removed and for an image replaced."""
     return (
+        f"What a site sends looks nearly the same with and without any one image. Epsilon says how nearly: {epsilon:.2f} is "
+        f"{strength(epsilon)}. "
         f"({epsilon:.2f}, {delta:g})-differentially private for each image over the whole run, all tasks, if the image is added "
         f"or removed, and ({replaced:.2f}, {delta:g}) if another takes its place."
     )
+
+
+def strength(epsilon: float) -> str:
+    """How much an epsilon protects, in words.
+
+    >>> strength(1.0), strength(8.0), strength(50.0)
+    ('strong', 'moderate, and often used in practice', 'hardly any protection')
+    """
+    steps = ((1.0, "strong"), (10.0, "moderate, and often used in practice"), (20.0, "weak"))
+    return next((words for most, words in steps if epsilon <= most + 1e-6), "hardly any protection")
 
 
 def trust(honest_sites: int | None, late_alone: bool = False) -> str:

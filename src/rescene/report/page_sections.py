@@ -46,7 +46,8 @@ def setting(run: RunRecord, runs: Sequence[RunRecord]) -> Pairs:
 
 def _set_up(run: RunRecord) -> dict[str, Any]:
     """What one run was set up with."""
-    flat, at_sites = run.settings, bool(run.config.get("sites"))  # nobody drew a split then
+    flat = run.settings
+    at_sites = bool(run.config.get("sites")) or flat.get("federation.partition") == "sites"  # nobody drew a split then
     names = [name for task in run.tasks for name in task.classes] or run.partition.classes
     turns = [len(row.participants) for row in run.rounds]
     per_task = Counter(row.task for row in run.rounds)

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rescene.core.results import Privacy
+from rescene.core.results import DECLINED, Privacy
 from rescene.report.formatting import PERCENT, bytes_text, count, percent, plain
 from rescene.report.groups import RunGroup, Spread, headline_group, rivals
 from rescene.report.load import RunRecord
 
 _SURE = 3.0  # standard errors above guessing, from which on an accuracy is better than that
 _FLATTER = ("W217", "W561")
+_NOISED = "W374"  # a site put noise on the counts of its test images
 _UNSURE_POINTS = 5.0  # the same in points, where the number of test images is not known
 
 
@@ -37,9 +38,19 @@ def verdict(groups: Sequence[RunGroup]) -> RunVerdict:
     if head is None:
         return RunVerdict("No run has finished yet.", ("The figures below show what has been measured so far.",))
     if aa is None:
-        return RunVerdict(f"{head.label} has finished; its accuracy was not measured.", unmeasured(head.finished[0]))
+        return RunVerdict(
+            f"{head.label} has finished; its accuracy was not measured.",
+            (*absent(head.finished[0]), *unmeasured(head.finished[0])),
+        )
     rival = max((group for group in groups if rivals(head, group)), key=_aa, default=None)
-    lines = [_simulated(head), *flattered(head.finished[0]), chance_line(head), _after(head), _seeds(head, rival)]
+    lines = [
+        _simulated(head),
+        *absent(head.finished[0]),
+        *flattered(head.finished[0]),
+        chance_line(head),
+        _after(head),
+        _seeds(head, rival),
+    ]
     return RunVerdict(_title(head, aa, rival), tuple(line for line in lines if line))
 
 
@@ -54,7 +65,31 @@ def unmeasured(run: RunRecord) -> tuple[str, ...]:
 def flattered(run: RunRecord) -> tuple[str, ...]:
     """What the run warned of that makes its accuracy look better than it is: test images that were (nearly) trained on."""
     told = dict.fromkeys(plain(row.message, 800) for row in run.events if row.code in _FLATTER)
-    return tuple(f"{words[0].upper()}{words[1:]}." for words in told)
+    noised = _noise(run)
+    return (*(f"{words[0].upper()}{words[1:]}." for words in told), *([noised] if noised else []))
+
+
+def _noise(run: RunRecord) -> str:
+    """How far the noise that sites put on their counts moves the accuracy; empty where there is none."""
+    found = {row.client: _last_number(row.message) for row in run.events if row.code == _NOISED}
+    words = "Sites put noise on the counts behind every accuracy of this run"
+    tested, accuracy = _num_tested(run), (run.results.aa or 0.0) / 100
+    if not found or not tested:
+        return f"{words}." if found else ""
+    counts = sum(len(task.classes) for task in run.tasks) * sum(deviation**2 for deviation in found.values())
+    points = 100 * math.sqrt(counts * (1 + accuracy**2)) / tested  # right answers and images are both noised
+    return f"{words}: the one over all classes is off by about {points:.0f} points (one deviation), those of single classes by more."
+
+
+def _last_number(words: str) -> float:
+    last = words.rsplit(" ", 1)[-1]
+    return float(last) if last.replace(".", "", 1).isdigit() else 0.0
+
+
+def absent(run: RunRecord) -> tuple[str, ...]:
+    """Which sites declined to send what they were asked for: the model was made without it."""
+    told = dict.fromkeys(plain(row.message, 300) for row in run.events if row.code == DECLINED)
+    return tuple(f"The model was made without what a site declined to send: {words}." for words in told)
 
 
 def _aa(group: RunGroup) -> float:

@@ -271,7 +271,7 @@ def _list_classes(place: Folder, split: str) -> list[File]:
     for folder in place.folders:
         images = folder.everything()
         if not images and split != "test":
-            fix = "fill or remove it"
+            fix = "fill or remove it (a file whose name begins with a dot is no image)"
             raise DataError("E204", f"no image in class folder {shown(folder.name)}", where=shown(folder.path), fix=fix)
         files += [File(image, folder.name, split) for image in images]
     return files
