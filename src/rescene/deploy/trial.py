@@ -101,7 +101,7 @@ def try_round(site: Site, resolved: Resolved) -> Trial:
     """The first round in which this site has images, as the recipe says; nothing is sent and nothing remembered."""
     with tempfile.TemporaryDirectory(prefix="rescene-") as spare:
         notes: list[str] = []
-        post = NoPost(replace(site, folder=Path(spare) / "site", seen=site.features.folder))
+        post = NoPost(replace(site, folder=Path(spare) / "site", real_folder=site.folder))
         with RunFolder(Path(spare) / "run") as folder:
             run, transport = _run(_at_site(site, resolved), post, folder, notes)
             try:
@@ -165,6 +165,10 @@ def _round(run: Run, transport: PostTransport, post: NoPost, recipe: str) -> Tri
     federation.move(e.tasks[task.index], 0, [client])
     payload = e.method.broadcast(state, 0, federation, rng.at(0).at("broadcast"))
     upload = federation.ask([client], "client_round", payload)[client]
+    if not upload and not (federation.mechanism and federation.mechanism.honest_sites):
+        e.method.server_round(
+            state, {client: upload}, 0, federation, rng.at(0)
+        )  # the server asks for it by another verb
     real = here.dataset.train.pixels[here.shards[task.index][client]]
     drawn = federation.mechanism is not None and federation.mechanism.sends_sums
     beside = _beside(upload, real, here.dataset.transform, here.dataset.classes)
