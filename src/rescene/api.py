@@ -212,8 +212,8 @@ def continue_run(
     from rescene.engine.continuation import continued
 
     folder = run.folder if isinstance(run, Result) else Path(run)
-    resolved, target = continued(folder, tasks, None if data is None else str(data), Path(out) if out else None)
     with NotebookLine(_shown(progress)) as show:
+        resolved, target = continued(folder, tasks, None if data is None else str(data), Path(out) if out else None)
         return execute(resolved, target, show, log=log, elsewhere=elsewhere, callbacks=callbacks)
 
 

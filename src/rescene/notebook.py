@@ -5,7 +5,11 @@ from __future__ import annotations
 import html
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
+
+from rescene.engine.look_log import LookLog, LookWords
+from rescene.lens import looks_to
 
 Event = dict[str, Any]
 FINISHED = "W562"  # the run that was asked for had finished before
@@ -23,9 +27,20 @@ class NotebookLine:
 
     def __init__(self, tell: Callable[[Event], None] | None) -> None:
         self.tell, self.handle = tell, None
+        self.look, self.looks = LookWords(), ExitStack()
 
     def __enter__(self) -> Callable[[Event], None]:
+        if self.tell is None:
+            self.looks.enter_context(looks_to(self.take_look))
+        elif self.tell is show_lines:
+            self.looks.enter_context(looks_to(LookLog().take))
         return self.take if self.tell is None else self.tell
+
+    def take_look(self, done: int, total: int) -> None:
+        """Show how far a look through a lens is."""
+        self.look.take(done, total)
+        if self.look.words:
+            self._say(self.look.words)
 
     def take(self, event: Event) -> None:
         """Show the latest state; warnings keep a line of their own above it."""
@@ -48,6 +63,7 @@ class NotebookLine:
             self.handle.update(bundle, raw=True)
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self.looks.close()
         if kind is not None and self.tell is None and self.handle is not None:
             self._say(f"stopped: {kind.__name__}; the same call goes on from the last round that is saved")
 

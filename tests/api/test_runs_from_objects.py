@@ -16,6 +16,7 @@ from rescene.cli.app import app
 from rescene.cli.progress import watch
 from rescene.core.errors import ConfigError, RunError
 from rescene.data import objects
+from rescene.lens import expect_looks, tell_looked
 from rescene.methods.fedavg import FedAvg
 from rescene.nets import own_networks
 from rescene.notebook import NotebookLine
@@ -259,6 +260,9 @@ def test_a_line_in_a_notebook_changes_in_its_place(monkeypatch):
     monkeypatch.setattr(IPython.display, "display", display)
     event = {"method": "FedAvg", "num_tasks": 2, "num_rounds": 2, "task": 0, "accuracy": None, "elapsed_s": 1.0}
     with NotebookLine(None) as show:
+        expect_looks(64)
+        tell_looked(32)
+        assert shown == ["looked at 32 of 64 pictures"]
         show(event | {"event": "start", "done": 0})
         for r in range(2):
             show(event | {"event": "round", "round": r})

@@ -156,7 +156,7 @@ def test_the_check_of_a_site_names_its_lens(tmp_path):
     assert "E118" in found["problem"]
 
 
-def test_a_run_reads_what_a_check_of_the_site_saw(tmp_path, monkeypatch):
+def test_a_run_reads_what_a_check_of_the_site_saw(tmp_path, monkeypatch, capsys):
     lens, looked = small_lens(tmp_path / "lens.safetensors"), []
     found = own_sites(tmp_path, lens=lens)
     for folder in found:
@@ -167,11 +167,12 @@ def test_a_run_reads_what_a_check_of_the_site_saw(tmp_path, monkeypatch):
         lenses, "_looked", lambda *args, look=lenses._looked: looked.append(len(args[1])) or look(*args)
     )
     for folder in found:
-        try_round(Site.open(folder), resolve("smoke", [*SEEN, f"model.lens={lens}", "device=cpu"]))
+        trial = try_round(Site.open(folder), resolve("smoke", [*SEEN, f"model.lens={lens}", "device=cpu"]))
+        assert [one.verb for one in trial.answers] == ["client_round", "sum_up"], "sums are asked for by their own verb"
         (kept,) = (folder / "state" / "seen").iterdir()
         assert stat.S_IMODE(kept.stat().st_mode) == 0o600 and stat.S_IMODE(kept.parent.stat().st_mode) == 0o700
         assert [path.name for path in (folder / "state").iterdir()] == ["seen"], "nothing was spent or remembered"
-    assert sum(looked) == 110
+    assert sum(looked) == 110 and "privacy floor" not in capsys.readouterr().err, "a trial sets none"
     looked.clear()
     results = run_plan(plan_of((NAMES, 1)), tmp_path / "run", found, [*SEEN, f"model.lens={lens}"])
     assert sum(looked) == 0 and results["events_summary"]["client_failures"] == 0

@@ -24,6 +24,7 @@ from rich.text import Text
 
 from rescene.cli.terminal import console, position
 from rescene.core.errors import ConfigError
+from rescene.engine.look_log import LookLog, LookWords, clock
 from rescene.lens import looks_to
 from rescene.report import write_report
 from rescene.report.load import is_run
@@ -31,7 +32,6 @@ from rescene.report.load import is_run
 Event = dict[str, Any]
 PAGE = "the report follows the run: {page}"
 WIDE = 1.5  # from this ratio of the slowest to the mean pace, the time left is a range
-LOOK_LINE_S = 10.0  # seconds between two lines about a look in a log
 HOST = "127.0.0.1"
 REPORT_SHARE = 1 / 20  # of the time of a run may go into its report
 FIRST_REPORT_S = 3.0  # assumed for the first report: short runs get theirs at the end only
@@ -53,8 +53,8 @@ def watch(quiet: bool) -> Iterator[Callable[[Event], None]]:
     if quiet:
         yield lambda event: None
     elif screen.is_terminal:
-        panel, look = Panel(screen), LookLine()
-        shown = partial(_above_each_other, look.text, panel.table)
+        panel, look = Panel(screen), LookWords()
+        shown = partial(_above_each_other, partial(_text, look), panel.table)
         with looks_to(look.take), Live(get_renderable=shown, console=screen, refresh_per_second=4):
             yield panel.take
     else:
@@ -69,54 +69,26 @@ def watch_looks(quiet: bool) -> Iterator[None]:
     if quiet:
         yield
     elif screen.is_terminal:
-        look = LookLine()
-        with looks_to(look.take), Live(get_renderable=look.text, console=screen, refresh_per_second=4, transient=True):
+        look = LookWords()
+        with (
+            looks_to(look.take),
+            Live(get_renderable=partial(_text, look), console=screen, refresh_per_second=4, transient=True),
+        ):
             yield
     else:
         with looks_to(LookLog().take):
             yield
 
 
+def _text(look: LookWords) -> Text:
+    """The words as they are now; nothing before and after a look."""
+    return Text(look.words)
+
+
 def _above_each_other(line: Callable[[], Text], table: Callable[[], Table]) -> Table | Group:
     """The line above the table, while it says something."""
     text = line()
     return Group(text, table()) if text else table()
-
-
-class LookLine:
-    """How far a look at pictures is, in words. The time left comes from the chunks since the first one."""
-
-    def __init__(self) -> None:
-        self.first = self.last = (0, 0.0)  # pictures looked at, and when
-        self.words = ""
-
-    def take(self, done: int, total: int) -> None:
-        """So many of all pictures were looked at."""
-        now = time.monotonic()
-        if not self.words or done <= self.last[0]:  # another look began
-            self.first = (done, now)
-        self.last = (done, now)
-        num, seconds = done - self.first[0], now - self.first[1]
-        left = f", {clock((total - done) * seconds / num)} left" if num else ""
-        self.words = f"looked at {done:,} of {total:,} pictures{left}" if done < total else ""
-
-    def text(self) -> Text:
-        """The words as they are now; nothing before and after a look."""
-        return Text(self.words)
-
-
-class LookLog:
-    """A line about a look every ten seconds, for logs and pipes. A short look gets none."""
-
-    def __init__(self) -> None:
-        self.line, self.said = LookLine(), time.monotonic()
-
-    def take(self, done: int, total: int) -> None:
-        """So many of all pictures were looked at."""
-        self.line.take(done, total)
-        if self.line.words and time.monotonic() - self.said >= LOOK_LINE_S:
-            self.said = time.monotonic()
-            print(self.line.words, file=sys.stderr, flush=True)
 
 
 class Pace:
@@ -151,17 +123,6 @@ class Pace:
         mean = rest * sum(seconds for _, seconds in spans) / sum(steps for steps, _ in spans)
         slow = rest * max(seconds / steps for steps, seconds in spans)
         return f"{clock(mean)} to {clock(slow)}" if slow > WIDE * mean and slow - mean > 10 else clock(mean)
-
-
-def clock(seconds: float) -> str:
-    """A length of time as on a clock.
-
-    >>> clock(75), clock(3700)
-    ('1:15', '1:01:40')
-    """
-    minutes, rest = divmod(max(0, round(seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 class Lines:

@@ -103,16 +103,16 @@ SILENT = ("E378", "the site cannot do this; its own log says why")
 
 @dataclass(frozen=True)
 class Site:
-    """A site's folder and what its site.yaml says. ``seen``: where features of its images lie, if not in this folder."""
+    """A site's folder and what its site.yaml says. ``real_folder``: in a trial, the folder of the site that tries it."""
 
     folder: Path
     section: SiteSection
-    seen: Path | None = None
+    real_folder: Path | None = None
 
     @property
     def features(self) -> FeatureCache:
         """What a lens saw of the site's images at the last look."""
-        return FeatureCache(self.seen or self.folder / "state" / "seen", last_only=True)
+        return FeatureCache((self.real_folder or self.folder) / "state" / "seen", last_only=True)
 
     @staticmethod
     def open(folder: Path) -> Site:
@@ -266,7 +266,7 @@ class Site:
     def _take_floor(self, ledger: Ledger, experiment: Experiment, run: str) -> None:
         """Without a floor, the first run's epsilon becomes it: another name of a run buys nothing."""
         limits: Floor | None = first_floor(experiment.recipe, len(experiment.tasks))
-        if limits is not None and ledger.begin(limits, run):
+        if limits is not None and ledger.begin(limits, run) and self.real_folder is None:
             words = f"epsilon {limits.epsilon_max:g} at delta {limits.delta_max:g}, over all runs"
             print(
                 f"the first run, {run}, sets this site's privacy floor: {words}; {ledger.floor_path}", file=sys.stderr

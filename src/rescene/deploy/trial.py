@@ -102,7 +102,7 @@ def try_round(site: Site, resolved: Resolved) -> Trial:
     """The first round in which this site has images, as the recipe says; nothing is sent and nothing remembered."""
     with tempfile.TemporaryDirectory(prefix="rescene-") as spare:
         notes: list[str] = []
-        post = NoPost(replace(site, folder=Path(spare) / "site", seen=site.features.folder))
+        post = NoPost(replace(site, folder=Path(spare) / "site", real_folder=site.folder))
         with RunFolder(Path(spare) / "run") as folder:
             run, transport = _run(_at_site(site, resolved), post, folder, notes)
             try:

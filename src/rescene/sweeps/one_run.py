@@ -39,11 +39,14 @@ def work(order: Order) -> None:
     from rescene.api import execute
     from rescene.config import resolve
     from rescene.core.plugins import load_plugin
+    from rescene.engine.look_log import LookLog
+    from rescene.lens import looks_to
 
     for path in order.plugins:
         load_plugin(Path(path))
     resolved = resolve(order.recipe, order.overrides)
-    execute(resolved, Path(order.folder), _tell, order.log, order.elsewhere)
+    with looks_to(LookLog().take):
+        execute(resolved, Path(order.folder), _tell, order.log, order.elsewhere)
 
 
 def _tell(event: dict[str, Any]) -> None:
