@@ -187,14 +187,8 @@ class FedCIL(AdversarialTraining, PaintingMethod):
         server = self._painter(payload["generator"], shard.transform, gan.painter.side, source)
         classes = range(shard.task.num_seen)
 
-        def pictures(logits: Tensor, y: Tensor) -> Tensor:
-            real = agreement_loss(logits, gan.judge(server.paint(y))[1])
-            labels = server.draw_labels(classes, self.synthetic_batch)
-            theirs, own = (gan.judge(painter.paint(labels))[1] for painter in (server, gan.painter))
-            return real + agreement_loss(own, theirs) + F.cross_entropy(theirs, labels)
-
         if self.consistency == "pictures":
-            return pictures
+            return lambda logits, y: agreement(gan, server, logits, y, classes, self.synthetic_batch)
         teacher = shard.net(payload["model"]).eval().requires_grad_(False)
 
         def taught(logits: Tensor, y: Tensor) -> Tensor:
@@ -296,6 +290,17 @@ class FedCIL(AdversarialTraining, PaintingMethod):
 
     def nominal_replay(self, setting: Setting) -> NominalReplay | None:
         return NominalReplay(0, 0, 0)  # painted anew in every step
+
+
+def agreement(gan: Gan, server: Painter, logits: Tensor, y: Tensor, classes: Sequence[int], num: int) -> Tensor:
+    """How much the class outputs differ between pictures with the same labels: real ones, own painted ones, the server's.
+
+    ``logits`` are those of real images with labels y. Of ``classes``, ``num`` pictures are painted by each of the two generators.
+    """
+    real = agreement_loss(logits, gan.judge(server.paint(y))[1])
+    drawn = server.draw_labels(classes, num)
+    theirs, own = (gan.judge(painter.paint(drawn))[1] for painter in (server, gan.painter))
+    return real + agreement_loss(own, theirs) + F.cross_entropy(theirs, drawn)
 
 
 def _before(site: SiteGenerators | None, task: int) -> tuple[Model | None, list[int]]:
