@@ -27,6 +27,7 @@ QUESTIONS = {
     "fot": {"client_round", "sketch_inputs"},
     "fedssi": {"client_round", "consolidate"},
     "pilora": {"client_round", "receive_network"},
+    "fedcil": {"client_round", "picture_size"},
 }
 FAST = ("rescene", "fedavg", "fedcbdr")
 PER_ANSWER = {"rescene": 180, "fedavg": 180, "fedcbdr": 45}

@@ -96,6 +96,12 @@ class FedCIL(AdversarialTraining, PaintingMethod):
     remembers: ClassVar[str] = "its generators of this task and of the task before"
     unprotected: ClassVar[str] = "each local step also learns from painted images, and no mechanism covers a generator"
     own_orders: ClassVar[bool] = True
+    verified: ClassVar[tuple[Verified, ...]] = (
+        Verified("official code", "tests/oracles/test_oracles.py::test_fedcil_step_of_a_site", "1e-5, gradients"),
+        Verified("official code", "tests/oracles/test_oracles.py::test_fedcil_consistency", "1e-5, the three terms"),
+        Verified("official code", "tests/oracles/test_oracles.py::test_fedcil_consolidation", "1e-6, two steps"),
+        Verified("hand computation", "tests/methods/test_fedcil.py::test_one_step_equals_the_formula", "1e-4, a step"),
+    )
 
     new_weight: float = hyper(0.5, "w", "official code", "weight of real images beside replayed ones", ge=0, le=1)
     consolidation_steps: int = hyper(
