@@ -275,13 +275,12 @@ class FedCIL(AdversarialTraining, PaintingMethod):
         painting = generator_flops(*self._generator_size(setting.arch, setting.num_classes))
         shown, passes = TRAINING_PASSES * setting.forward + painting, TRAINING_PASSES * painting - painting
         agree = 0.0 if self.consistency_weight == 0 else 1 - 1 / setting.num_rounds
-        own, more = (1, 2) if self.consistency == "pictures" else (0, 1)
+        more = 3 if self.consistency == "pictures" else 1
         total = 0.0
         for task, sites in enumerate(setting.sizes):
             batches = sum(-(-n // setting.train.batch_size) for n in sites) / len(sites)
             kinds = 2 + 2 * (task > 0) + more * agree  # for critic and generator; replayed and beside them; to agree on
             total += batches * self.synthetic_batch * (kinds * shown + passes)
-            total += own * agree * setting.local_images(task) * shown
         return super().nominal_client_flops(setting) + setting.turns * setting.train.local_epochs * total
 
     def nominal_server_flops(self, setting: Setting, task: int) -> float:
@@ -301,9 +300,10 @@ class FedCIL(AdversarialTraining, PaintingMethod):
 def agreement(gan: Gan, server: Painter, logits: Tensor, y: Tensor, classes: Sequence[int], num: int) -> Tensor:
     """How much the class outputs differ between pictures with the same labels: real ones, own painted ones, the server's.
 
-    ``logits`` are those of real images with labels y. Of ``classes``, ``num`` pictures are painted by each of the two generators.
+    ``logits`` are those of real images with labels y; at most ``num`` of them count. Of ``classes``, ``num`` pictures are painted
+    by each of the two generators.
     """
-    real = agreement_loss(logits, gan.judge(server.paint(y))[1])
+    real = agreement_loss(logits[:num], gan.judge(server.paint(y[:num]))[1])
     drawn = server.draw_labels(classes, num)
     theirs, own = (gan.judge(painter.paint(drawn))[1] for painter in (server, gan.painter))
     return real + agreement_loss(own, theirs) + F.cross_entropy(theirs, drawn)
