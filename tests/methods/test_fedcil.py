@@ -18,7 +18,7 @@ from rescene.methods.base import weights_of
 from rescene.methods.fedcil import FedCIL, SiteGenerators, _after, _before, agreement
 from rescene.methods.upload_schema import Misfit, Place, check_form
 from rescene.training import Training
-from rescene.training.acgan import BETAS, DECAY, Gan, Painter
+from rescene.training.adversarial import BETAS, DECAY, Gan, Painter
 from rescene.training.generator import fresh_generator, grow_inputs, restored_generator
 
 ONE_STEP = Training(local_epochs=1, batch_size=64, augment=False)

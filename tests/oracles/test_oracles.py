@@ -31,7 +31,7 @@ from rescene.methods.fedcgs import gaussian_head
 from rescene.methods.fedcil import FedCIL, ServerState, SiteGenerators, agreement
 from rescene.methods.pilora import AdamSteps, PILoRA
 from rescene.nets import Arch
-from rescene.training.acgan import AdversarialSteps, Gan
+from rescene.training.adversarial import AdversarialSteps, Gan
 from rescene.training.reconstruction import Inversion, encoder_gradients, labels_from_gradients, perturb, reconstruct
 from rescene.training.synthesis import Search, Synthesis
 

@@ -42,7 +42,7 @@ from rescene.methods.registry import register
 from rescene.methods.upload_schema import Dim, Form, Place, either, fields, labels, like, notes, whole
 from rescene.nets import FLOAT_BYTES, Arch, body_cost, laps, model_bytes, real_side
 from rescene.training import Batch, Loss, fit_shard
-from rescene.training.acgan import AdversarialSteps, AdversarialTraining, Gan, Painter
+from rescene.training.adversarial import AdversarialSteps, AdversarialTraining, Gan, Painter
 from rescene.training.generator import (
     fresh_generator,
     generator_flops,
