@@ -16,7 +16,7 @@ IMPATIENT = Patience(gather_s=0, deadline_s=0.2, poll_s=0, attempts=2)
 
 
 OTHERS = ["fedewc", "refed", "fedlwf", "target", "glfc", "fedcbdr", "feddm", "fedaf", "icarl", "cfed", "mfcl", "scaffold",
-          "fot", "fedssi", "pilora", "fedweit"]  # fmt: skip
+          "fot", "fedssi", "pilora", "fedweit", "fedcil"]  # fmt: skip
 
 
 @pytest.mark.parametrize(

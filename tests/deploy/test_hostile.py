@@ -28,6 +28,7 @@ QUESTIONS = {
     "fedssi": {"client_round", "consolidate"},
     "pilora": {"client_round", "receive_network"},
     "fedweit": {"client_round", "receive_adaptives"},
+    "fedcil": {"client_round", "picture_size"},
 }
 FAST = ("rescene", "fedavg", "fedcbdr")
 PER_ANSWER = {"rescene": 180, "fedavg": 180, "fedcbdr": 45}

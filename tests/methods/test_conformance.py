@@ -35,6 +35,7 @@ SMALL = {
     "refed": {"storage": 16, "pim_epochs": 2},
     "icarl": {"memory": 12},
     "mfcl": {"generator_steps": 2, "generator_batch": 8, "latent_size": 8, "generator_width": 4, "synthetic_batch": 8},
+    "fedcil": {"consolidation_steps": 2, "latent_size": 8, "generator_width": 4, "synthetic_batch": 8},
     "cfed": {"num_surrogates": 8, "learners": 0.5},
     "fedweit": {"adam_lr": 0.01, "num_received": 2},
     "pilora": {"rank": 2, "num_blocks": 2, "lora_lr": 0.01, "prototype_lr": 0.1},

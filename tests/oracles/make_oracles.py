@@ -16,6 +16,7 @@ import copy
 import io
 import json
 import math
+import random
 import subprocess
 import sys
 from abc import ABC
@@ -38,7 +39,7 @@ from rescene.nets import Arch
 HERE = Path(__file__).parent
 GLFC, TARGET = "conditionWang/FCIL", "zj-jayzhang/Federated-Class-Continual-Learning"
 AFL, ACIL = "ZHUANGHP/Analytic-federated-learning", "ZHUANGHP/Analytic-continual-learning"
-PILORA, FEDWEIT = "Ghy0501/PILoRA", "wyjeong/FedWeIT"
+PILORA, FEDWEIT, FEDCIL = "Ghy0501/PILoRA", "wyjeong/FedWeIT", "daiqing98/FedCIL"
 CGS, DM, ICARL = "Yuqin-G/FedCGS", "VICO-UoE/DatasetCondensation", "srebuffi/iCaRL"
 SOURCES = {  # repository: commit, licence
     GLFC: ("11e161a9d57ecd14126201b7bd9a424137749ee5", "none stated"),
@@ -49,6 +50,7 @@ SOURCES = {  # repository: commit, licence
     DM: ("53f63a672eab9ade02aabe6432706ef56f317d64", "MIT"),
     PILORA: ("6d1c4efaca134cfc4493cf151329d693e07e75c8", "none stated"),
     FEDWEIT: ("83c0bcd10b4934abe3af3a9b6d2e5b77566b9567", "none stated"),
+    FEDCIL: ("c439de076ae8423fdc676299e8a0ef40ebf75312", "none stated"),
     ICARL: ("7a3d254da4b3f0f19f67b8c25ba72374674bafaf", "MIT"),
 }
 GIVEN = {"torch": torch, "nn": nn, "F": F, "np": np, "optim": optim, "copy": copy, "Variable": Variable, "ABC": ABC}
@@ -639,6 +641,119 @@ def fedweit_server(clones: Clones) -> Tensors:
     return stored | {f"mean.{layer}": torch.as_tensor(one) for layer, one in enumerate(got.aggregate(server, sites))}
 
 
+# --- FedCIL
+
+
+class Cpu:
+    """torch for code that names a GPU: every device is the CPU."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def device(self, *_: Any) -> torch.device:
+        return torch.device("cpu")
+
+
+class ToyCritic(nn.Module):
+    """The outputs of the published critic on a single layer: sigmoid of the score, softmax of the classes, their logits."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        self.body, self.fc, self.fc_aux = nn.Linear(9, 5), nn.Linear(5, 1), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor, if_features: bool = False) -> Any:
+        features = self.body(x.flatten(1)).tanh()
+        logits = self.fc_aux(features)
+        out = self.fc(features).sigmoid().squeeze(), logits.softmax(dim=1), logits
+        return (*out, features) if if_features else out
+
+
+class ToyGenerator(nn.Module):
+    """Three places for the class and four of noise -> a picture of 3 x 3."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        self.fc = nn.Linear(7, 9)
+
+    def forward(self, z: torch.Tensor) -> torch.Tensor:
+        return self.fc(z).tanh().view(-1, 1, 3, 3)
+
+
+def toy_gan(clones: Clones, seed: int, heard: list[Tensors] | None = None) -> Any:
+    """The published GAN around the two toys; what it draws is appended to ``heard``."""
+    space = {"gan": SimpleNamespace(Critic=ToyCritic, Generator=ToyGenerator), "torch": Cpu()}
+    made = clones.take(FEDCIL, "FLAlgorithms/generator/model.py", "WGAN", **space).WGAN(7, 3, 1, 1, 1, "MNIST")
+    made.num_classes = 3
+    for place, value in enumerate(made.parameters()):
+        value.data = 0.5 * drawn(seed + place, *value.shape)
+    options = {"lr": 1e-4, "weight_decay": 1e-5, "betas": (0.5, 0.99)}  # main.py: the defaults
+    made.set_critic_optimizer(optim.Adam(made.critic.parameters(), **options))
+    made.set_generator_optimizer(optim.Adam(made.generator.parameters(), **options))
+    draw = made.generate_noise_with_classes
+
+    def listening(*args: Any, **named: Any) -> Any:
+        noise, labels, fake = draw(*args, **named)
+        if heard is not None:
+            heard.append({"noise": noise.clone(), "labels": labels.clone()})
+        return noise, labels, fake
+
+    made.generate_noise_with_classes = listening
+    return made
+
+
+def fedcil_step(clones: Clones) -> Tensors:
+    """One step of a site in the second round of its second task."""
+    np.random.seed(0)
+    heard: list[Tensors] = []
+    site, server = toy_gan(clones, 400, heard), toy_gan(clones, 420)
+    given = {"x": drawn(440, 6, 1, 3, 3), "x_": drawn(441, 6, 1, 3, 3)}
+    given |= {"y": torch.tensor([1, 2, 2, 1, 2, 2]), "y_": torch.tensor([0, 1, 1, 0, 0, 1])}
+    stored = given | with_prefix("before", site.state_dict()) | with_prefix("server", server.generator.state_dict())
+    gradients: Tensors = {}
+
+    def moving(*_: Any) -> None:  # later steps add to these gradients
+        gradients.update(
+            {name: value.grad.clone() for name, value in site.named_parameters() if value.grad is not None}
+        )
+
+    site.critic_optimizer.register_step_pre_hook(moving)
+    told = site.train_a_batch_all(
+        available_labels=[0, 1, 2], classes_so_far=[0, 1, 2], generator_server=server, glob_iter_=1, **given
+    )
+    stored |= {name: torch.tensor(told[name]) for name in ("c_loss", "g_loss", "kd_loss_d", "kd_loss_g")}
+    gradients |= {name: value.grad for name, value in site.named_parameters() if name.startswith("generator")}
+    stored |= with_prefix("gradient", gradients) | with_prefix("after", site.state_dict())
+    return stored | {name: torch.stack([draws[name] for draws in heard]) for name in ("noise", "labels")}
+
+
+def fedcil_consolidation(clones: Clones) -> Tensors:
+    """Two steps of the server in the second task, on pictures of two sites."""
+    np.random.seed(1)
+    random.seed(1)
+    heard: list[Tensors] = []
+    space = {"Server": object, "random": random, "torch": Cpu()}
+    published = clones.take(FEDCIL, "FLAlgorithms/servers/serverpFedCL.py", "FedCL", **space).FedCL
+    server, batches = object.__new__(published), []
+    server.generator, server.current_task = toy_gan(clones, 450, heard), 1
+    server.selected_users = server.users = [
+        SimpleNamespace(generator=toy_gan(clones, 470 + 40 * k), last_generator=toy_gan(clones, 490 + 40 * k),
+                        current_labels=[k, 2], classes_past_task=[1 - k], gen_batch_size=6,
+                        available_labels=[0, 1, 2], available_labels_current=[0, 1, 2])
+        for k in range(2)
+    ]  # fmt: skip
+
+    def listening(*args: Any) -> Any:
+        batches.append(published.get_balanced_samples(server, *args))
+        return batches[-1]
+
+    server.get_balanced_samples = listening
+    stored = with_prefix("before", server.generator.state_dict())
+    server.fine_tune_generator(SimpleNamespace(md_iter=2, gen_batch_size=6))
+    stored |= {"x": torch.stack([x.detach() for x, _ in batches]), "y": torch.stack([y for _, y in batches])}
+    stored |= {name: torch.stack([draws[name] for draws in heard]) for name in ("noise", "labels")}
+    return stored | with_prefix("after", server.generator.state_dict())
+
+
 NOTES: dict[str, dict[str, Any]] = {
     "glfc_losses": {
         "source": (GLFC, "src/GLFC.py:189-245", "_compute_loss, efficient_old_class_weight, entropy"),
@@ -739,6 +854,23 @@ NOTES: dict[str, dict[str, Any]] = {
     "fedweit_server": {
         "source": (FEDWEIT, "modules/train.py:228-252", "TrainModule.aggregate"),
         "difference": "A row that nobody sent is 0 there and each site keeps its own; here the server's row stays (FEDWEIT-4).",
+    },
+    "fedcil_step": {
+        "source": (
+            FEDCIL,
+            "FLAlgorithms/generator/model.py:179-299, 417-512",
+            "WGAN.train_a_batch_all, _c_loss, _g_loss, generate_noise_with_classes",
+        ),
+        "difference": "Line 494 multiplies the three consistency terms by 0, so that they are computed and change nothing; ours "
+        "has a weight for them. The class stands in the first numbers of the noise there, and after the noise here.",
+    },
+    "fedcil_consolidation": {
+        "source": (
+            FEDCIL,
+            "FLAlgorithms/servers/serverpFedCL.py:322-394, FLAlgorithms/generator/model.py:103-150",
+            "FedCL.fine_tune_generator, get_balanced_samples, WGAN.train_a_batch",
+        ),
+        "difference": "None for these steps. Adam goes on from round to round there, and starts anew here.",
     },
 }
 

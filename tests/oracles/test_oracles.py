@@ -8,14 +8,18 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
+from torch import nn
 
-from rescene.data import Transform
+from rescene.core.rng import Rng
+from rescene.data import Batch, Transform
 from rescene.functional import group_means, herd, matching_loss, weighted_average
+from rescene.functional.acgan import conditioned
 from rescene.functional.compensation import compensation_loss, compensation_weights, mean_entropy, relation_loss
 from rescene.functional.decomposed import composed, kept_outputs, mean_of_kept, pruned
 from rescene.functional.discriminant import regularised_solve
@@ -25,9 +29,11 @@ from rescene.functional.low_rank import change_of_output, overlap
 from rescene.functional.prototypes import prototype_distances, prototype_loss, prototype_weights
 from rescene.methods.afl import ridge_head
 from rescene.methods.fedcgs import gaussian_head
+from rescene.methods.fedcil import FedCIL, ServerState, SiteGenerators, agreement
 from rescene.methods.fedweit import FedWeIT, TaskPart
 from rescene.methods.pilora import AdamSteps, PILoRA
 from rescene.nets import Arch
+from rescene.training.adversarial import AdversarialSteps, Gan
 from rescene.training.reconstruction import Inversion, encoder_gradients, labels_from_gradients, perturb, reconstruct
 from rescene.training.synthesis import Search, Synthesis
 
@@ -457,3 +463,104 @@ def test_fedweit_server_takes_the_mean_over_the_sites_that_sent_a_row():
         assert close(ours[sent], theirs[sent], 1e-6)
         assert bool((theirs[~sent] == 0).all() and (ours[~sent] == 5).all())
     assert not torch.stack([t[f"kept{k}.0"] for k in range(3)])[:, 1].any()
+
+
+# --- FedCIL
+
+
+class ToyNet(nn.Module):
+    """The stand-in critic that made the fixture, without its score."""
+
+    def __init__(self, tensors):
+        super().__init__()
+        self.body, self.head = nn.Linear(9, 5), nn.Linear(5, 3)
+        for layer, name in ((self.body, "body"), (self.head, "fc_aux")):
+            layer.load_state_dict(part(tensors, f"critic.{name}"))
+
+    def features(self, x):
+        return self.body(x.flatten(1)).tanh()
+
+
+class StoredDraws:
+    """A painter whose noise and labels are those that the published code drew, at these places one after the other."""
+
+    def __init__(self, t, generator, places):
+        self.t, self.generator, self.places = t, nn.Linear(7, 9), list(places)
+        self.generator.load_state_dict(generator)
+
+    def draw_labels(self, classes, num):
+        labels = self.t["labels"][self.places[0]]
+        assert len(labels) == num and set(labels.tolist()) <= set(classes)
+        return labels
+
+    def paint(self, labels, learns=False):
+        place = self.places.pop(0)
+        assert torch.equal(labels, self.t["labels"][place])
+        with torch.set_grad_enabled(learns):
+            return self.generator(self.t["noise"][place]).tanh().view(-1, 1, 3, 3)
+
+
+def toy_gan(t, places):
+    before = part(t, "before")
+    realness = nn.Linear(5, 1)
+    realness.load_state_dict(part(before, "critic.fc"))
+    return Gan(ToyNet(before), realness, StoredDraws(t, part(before, "generator.fc"), places))
+
+
+def toy_weights(gan, value=lambda parameter: parameter):
+    """The toy's tensors under the names of the fixture."""
+    layers = {"critic.body": gan.net.body, "critic.fc_aux": gan.net.head, "critic.fc": gan.realness}
+    layers["generator.fc"] = gan.painter.generator
+    return {f"{name}.{key}": value(p) for name, layer in layers.items() for key, p in layer.named_parameters()}
+
+
+def assert_all_close(ours, theirs, tolerance):
+    assert set(ours) == set(theirs)
+    assert all(close(value, theirs[name], tolerance) for name, value in ours.items())
+
+
+def test_fedcil_step_of_a_site():
+    """The critic's loss on real and replayed images, both gradients, and what two steps of Adam make of the weights."""
+    t, method = stored("fedcil_step"), FedCIL(synthetic_batch=6)
+    gan = toy_gan(t, (0, 1, 5))
+    replayed = SimpleNamespace(draw_labels=lambda classes, num: t["y_"], paint=lambda labels: t["x_"])
+    batch = Batch(t["x"], t["y"], t["y"])
+    loss = method._loss(gan, [0, 1, 2], [(replayed, [0, 1])], None)(gan.net, batch)
+    assert close(loss, t["c_loss"], 1e-5)
+    AdversarialSteps(gan, [0, 1, 2], method).step(loss)
+    assert_all_close(toy_weights(gan, lambda parameter: parameter.grad), part(t, "gradient"), 1e-5)
+    assert_all_close(toy_weights(gan), part(t, "after"), 1e-6)
+    assert gan.painter.places == []
+
+
+def test_fedcil_consistency():
+    """The three terms, which the published step computes and multiplies by 0."""
+    t = stored("fedcil_step")
+    gan, server = toy_gan(t, (4,)), StoredDraws(t, part(part(t, "server"), "fc"), (2, 3))
+    found = agreement(gan, server, gan.judge(t["x"])[1], t["y"], [0, 1, 2], 6)
+    assert close(found, t["kd_loss_d"] + t["kd_loss_g"], 1e-5)
+    assert float(t["kd_loss_d"]) > 0.01 and float(t["kd_loss_g"]) > 0.01
+
+
+def test_fedcil_consolidation(monkeypatch):
+    """Two steps of the server on the pictures that the published code drew from the sites' generators."""
+    t, method = stored("fedcil_consolidation"), FedCIL(synthetic_batch=6, consolidation_steps=2)
+    gan, batches = toy_gan(t, range(6)), iter(zip(t["x"], t["y"], strict=True))
+    monkeypatch.setattr(FedCIL, "_gan", lambda self, parts, net, *place: gan)
+    monkeypatch.setattr(FedCIL, "_painter", lambda self, weights, *place: None)
+    monkeypatch.setattr(FedCIL, "_pooled", lambda self, sampled, source: next(batches))
+    sites = [SiteGenerators(1, {}, [k, 2], {}, [1 - k]) for k in range(2)]
+    task = SimpleNamespace(num_seen=3)
+    federation = SimpleNamespace(task=task, device="cpu", transform=None, net=lambda model: gan.net)
+    state = ServerState(model={}, realness={}, generator={}, image_size=3, sites={}, notes={})
+    after = method._consolidated(state, sites, federation, Rng(0))
+    assert_all_close(toy_weights(gan), part(t, "after"), 1e-6)
+    assert close(after.generator["weight"], t["after.generator.fc.weight"], 1e-6)
+    assert next(batches, None) is None and gan.painter.places == []
+
+
+@pytest.mark.parametrize("name", ["fedcil_step", "fedcil_consolidation"])
+def test_fedcil_has_the_published_input_with_the_class_behind_the_noise(name):
+    t = stored(name)
+    for z, labels in zip(t["noise"], t["labels"], strict=True):
+        assert torch.equal(conditioned(z[:, 3:], labels, 3), z.roll(-3, dims=1))

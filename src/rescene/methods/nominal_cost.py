@@ -37,6 +37,7 @@ LEGEND = {
     "S_kd": "distillation steps per synthesis round",
     "B_syn": "synthesis batch",
     "S_gen": "steps of MFCL's generator",
+    "S_con": "steps of FedCIL's consolidation",
     "P": "model parameters",
     "S": "condensation steps",
     "IPC": "surrogates per class and client",

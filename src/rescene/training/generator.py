@@ -72,6 +72,16 @@ def restored_generator(weights: Mapping[str, Tensor], latent_size: int, width: i
     return made.eval()
 
 
+def grow_inputs(weights: Mapping[str, Tensor], num_inputs: int, source: torch.Generator) -> dict[str, Tensor]:
+    """Weights of a generator with ``num_inputs`` inputs: the old ones are kept, new columns are drawn as torch would draw them."""
+    first, grown = weights["first.weight"], {name: value.clone() for name, value in weights.items()}
+    if num_inputs > first.shape[1]:
+        bound = 1 / math.sqrt(num_inputs)
+        columns = torch.empty(len(first), num_inputs - first.shape[1], device=source.device)
+        grown["first.weight"] = torch.cat([first, columns.uniform_(-bound, bound, generator=source).to(first)], dim=1)
+    return grown
+
+
 def tell_painting(num_images: int, passes: int, latent_size: int, width: int, image_size: int) -> None:
     """Count ``passes`` passes of so many latent vectors through a generator of this very size, in a rehearsal too."""
     flops = generator_flops(latent_size, width, image_size)
