@@ -14,18 +14,22 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from rescene.data import Transform
+from rescene.data import Batch, Transform
 from rescene.functional import group_means, herd, matching_loss, weighted_average
 from rescene.functional.compensation import compensation_loss, compensation_weights, mean_entropy, relation_loss
 from rescene.functional.discriminant import regularised_solve
 from rescene.functional.distillation import distillation_loss
 from rescene.functional.fisher import fisher_diagonal, quadratic_penalty
 from rescene.functional.low_rank import change_of_output, overlap
+from rescene.functional.prompts import contrastive_continual_loss
 from rescene.functional.prototypes import prototype_distances, prototype_loss, prototype_weights
 from rescene.methods.afl import ridge_head
 from rescene.methods.fedcgs import gaussian_head
+from rescene.methods.fedcprompt import AdamSteps as PromptSteps
+from rescene.methods.fedcprompt import FedCPrompt
 from rescene.methods.pilora import AdamSteps, PILoRA
-from rescene.nets import Arch
+from rescene.nets import Arch, Net, PromptPool, pool_state, prompted_features
+from rescene.nets.vit import VisionTransformer, VitSize
 from rescene.training.reconstruction import Inversion, encoder_gradients, labels_from_gradients, perturb, reconstruct
 from rescene.training.synthesis import Search, Synthesis
 
@@ -55,7 +59,7 @@ def test_every_fixture_says_where_it_comes_from():
     for record in RECORDS.values():
         assert re.fullmatch("[0-9a-f]{40}", record["commit"]) and re.search(r":\d+", record["place"])
         assert record["repository"].startswith("https://") and record["licence"] and record["difference"]
-    assert sum(path.stat().st_size for path in FIXTURES.iterdir()) < 200_000
+    assert sum(path.stat().st_size for path in FIXTURES.iterdir()) < 220_000
 
 
 def test_every_oracle_stands_in_the_docs():
@@ -402,3 +406,76 @@ def test_pilora_published_global_model_keeps_the_pairs_of_the_first_task():
     first, second = part(t, "global0"), part(t, "global1")
     assert all(bool(value.any()) for value in first.values())
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+# --- Fed-CPrompt
+
+
+THEIR_NAMES = {
+    "patch_embed.proj": "patches",
+    "cls_token": "class_token",
+    "pos_embed": "positions",
+    "attn.qkv": "attention.qkv",
+    "attn.proj": "attention.out",
+    "mlp.fc1": "mlp.0",
+    "mlp.fc2": "mlp.2",
+}
+
+
+def prompts_of(tensors, rows=slice(None)):
+    """Their prompts, one tensor for each block, as ours."""
+    return PromptPool(*(torch.stack([tensors[f"e_{kind}_{block}"] for block in (0, 1)])[:, rows] for kind in "kap"))
+
+
+def their_network(tensors):
+    renamed = {}
+    for name, value in part(tensors, "received.feat").items():
+        for theirs, ours in THEIR_NAMES.items():
+            name = name.replace(theirs, ours)
+        renamed[name] = value
+    body = VisionTransformer(8, VitSize(width=4, depth=2, num_heads=2, mlp_width=8))
+    body.load_state_dict(renamed)
+    return Net(body, 4).requires_grad_(False)
+
+
+def test_fedcprompt_step():
+    """Adam, whose first step has the size of its rate, makes the tolerance of weights one percent of that step."""
+    found = stored("fedcprompt_step")
+    net, x, y, new = their_network(found), found["x"], found["labels"], slice(2, 4)
+    received = prompts_of(part(found, "received.prompt"))
+    old, own = PromptPool(*(p[:, :2] for p in received)), prompts_of(part(found, "before"))
+    query = net.body(x)
+    for name, pool in (("old", old), ("received", received), ("own", own)):
+        assert close(prompted_features(net.body, x, query, pool), found[f"features.{name}"], 1e-5), name
+
+    method = FedCPrompt(prompts_per_task=2, prompt_length=4, num_blocks=2)
+    terms = method.pull, method.push, method.margin
+    z, z_received, z_old = (found[f"features.{name}"] for name in ("own", "received", "old"))
+    assert close(contrastive_continual_loss(z, z_received, z_old, *terms), found["contrast"], 1e-5)
+    assert close(contrastive_continual_loss(z, z_received, None, *terms), found["first"], 1e-5)
+
+    head = {f"head.{kind}": found[f"received.last.{kind}"] for kind in ("weight", "bias")}
+    learned = pool_state(prompts_of(part(found, "before"), new)) | {name: rows[2:] for name, rows in head.items()}
+    learned = {name: value.clone().requires_grad_() for name, value in learned.items()}
+    loss = method._loss(pool_state(received) | head, learned, (2, 3))(net, Batch(x, y, y))
+    assert close(loss.detach(), found["loss"], 1e-5)
+    PromptSteps(list(learned.values()), method.prompt_lr).step(loss)
+    for kind, tolerance in (("gradient", 1e-4), ("after", 1e-6)):
+        theirs = pool_state(prompts_of(part(found, f"{kind}.prompt"), new))
+        theirs |= {name: found[f"{kind}.{name.replace('head', 'last')}"][2:] for name in head}
+        for name, value in learned.items():
+            assert close(value.grad if kind == "gradient" else value.detach(), theirs[name], tolerance), (kind, name)
+
+
+def test_fedcprompt_learns_what_their_step_moves():
+    """Their optimiser holds the prompts of all tasks and the whole head; only those of the task move."""
+    found = stored("fedcprompt_step")
+    before, after = prompts_of(part(found, "before")), prompts_of(part(found, "after.prompt"))
+    assert all(torch.equal(a[:, :2], b[:, :2]) and not torch.equal(a, b) for a, b in zip(after, before, strict=True))
+    assert all(torch.equal(found[f"after.last.{k}"][:2], found[f"received.last.{k}"][:2]) for k in ("weight", "bias"))
+
+
+def test_fedcprompt_average():
+    found = stored("fedcprompt_average")
+    ours = weighted_average([part(found, f"site{k}") for k in range(3)], [5, 1, 2])
+    assert all(close(ours[name], value, 1e-6) for name, value in part(found, "average").items())

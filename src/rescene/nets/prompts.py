@@ -81,7 +81,7 @@ class Prefix:
         """Tokens [n, m, d] -> [n, num + m, d]."""
         x, *more = inputs
         self.is_open = True
-        return (torch.cat([x.new_zeros(len(x), self.num, x.shape[2]), x], dim=1), *more)
+        return (torch.cat([x.new_zeros(x.shape[0], self.num, x.shape[2]), x], dim=1), *more)
 
     def fill(self, qkv: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
         """Queries, keys and values [n, num + m, 3 d], with the prompts in the place of those of the empty tokens."""
