@@ -89,6 +89,7 @@ def _methods(add) -> None:
     for method in ("afl", "fedcgs", "moments"):
         add(method, method, **LINEAR)
     add("pilora", "pilora", **TRANSFORMER)
+    add("fedcprompt", "fedcprompt", **TRANSFORMER)
 
 
 PLUS = (
@@ -117,6 +118,7 @@ def _options_of_methods(add) -> None:
     add("cfed-batch", "cfed", method__statistics="batch", method__weighting="size", method__server_distillation=False)
     add("icarl-softmax", "icarl", method__objective="softmax", method__classifier="head")
     add("pilora-new", "pilora", **TRANSFORMER, method__trains_with="new", method__weighting="uniform")
+    add("fedcprompt-late", "fedcprompt", **TRANSFORMER, federation__delay=1, method__weighting="uniform")
     add("refed-last-layer", "refed", method__importance="last-layer", method__locality=0.2)
     add(
         "fedaf-ball",
@@ -273,7 +275,7 @@ SLOW = {  # left out of `make test`: variants whose base is in it
     "dp-sgd-fedprox", "dp-sgd-scaffold", "scaffold-keep", "fot-free", "domain-fot", "fedssi-end",
     "feddm-plus", "raw-upload-plus", "moments-few-features", "buffer-random", "release-pooled", "release-epsilon", "dp-sgd-capped",
     "one-by-one-fedavg", "evaluated-at-the-end", "domain-fedavg", "domain-rescene", "tasks-seeded", "lens-mlp",
-    "cfed-batch", "pilora-new", "icarl-softmax", "local-site", "rescene-match", "fedaf-plus", "rescene-paper-experiment",
+    "cfed-batch", "pilora-new", "fedcprompt-late", "icarl-softmax", "local-site", "rescene-match", "fedaf-plus", "rescene-paper-experiment",
 }  # fmt: skip
 RUNS = {run.name: run for run in _all_runs()}
 

@@ -36,6 +36,7 @@ SMALL = {
     "icarl": {"memory": 12},
     "mfcl": {"generator_steps": 2, "generator_batch": 8, "latent_size": 8, "generator_width": 4, "synthetic_batch": 8},
     "cfed": {"num_surrogates": 8, "learners": 0.5},
+    "fedcprompt": {"prompts_per_task": 3, "prompt_length": 4, "num_blocks": 2, "prompt_lr": 0.01},
     "pilora": {"rank": 2, "num_blocks": 2, "lora_lr": 0.01, "prototype_lr": 0.1},
 }
 TRAIN = Training(local_epochs=1, server_epochs=1, batch_size=8, lr=0.05)

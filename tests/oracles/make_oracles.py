@@ -531,7 +531,9 @@ def prompted_model(clones: Clones, num_tasks: int) -> nn.Module:
     """Their network with their prompts in two blocks, two for each of two tasks; what it gives beside logits is cut to what
     their step takes (line 489 of vit_coda_p.py returns four values, line 196 of prompt.py takes three)."""
     given = {"partial": partial, "PatchEmbed": Patches, "trunc_normal_": nn.init.trunc_normal_}
-    parts = clones.take(CPROMPT, "models/vision_transformer.py", "Mlp", "Attention", "Block", "VisionTransformer", **given)
+    parts = clones.take(
+        CPROMPT, "models/vision_transformer.py", "Mlp", "Attention", "Block", "VisionTransformer", **given
+    )
     file, names = "models/vit_coda_p.py", ("DEBUG_METRICS", "CodaPrompt", "tensor_prompt", "ortho_penalty", "ResNetZoo")
     zoo = clones.take(CPROMPT, file, *names)
 
@@ -558,7 +560,7 @@ def fedcprompt_step(clones: Clones) -> Tensors:
     state = {name: 0.5 * drawn(400 + i, *value.shape) for i, (name, value) in enumerate(model.state_dict().items())}
     for net in (old, received, model):
         net.load_state_dict(state)
-    new = {name: value for name, value in model.prompt.named_parameters()}
+    new = dict(model.prompt.named_parameters())
     with torch.no_grad():
         for i, value in enumerate(new.values()):
             value[2:] += 0.02 * drawn(450 + i, *value[2:].shape)  # a step of the round has been made

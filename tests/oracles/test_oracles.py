@@ -21,7 +21,7 @@ from rescene.functional.discriminant import regularised_solve
 from rescene.functional.distillation import distillation_loss
 from rescene.functional.fisher import fisher_diagonal, quadratic_penalty
 from rescene.functional.low_rank import change_of_output, overlap
-from rescene.functional.prompts import contrastive_continual_loss
+from rescene.functional.prompt_attention import contrastive_continual_loss
 from rescene.functional.prototypes import prototype_distances, prototype_loss, prototype_weights
 from rescene.methods.afl import ridge_head
 from rescene.methods.fedcgs import gaussian_head

@@ -107,8 +107,8 @@ class Arch:
     def restore(self, state: Mapping[str, Tensor]) -> Net:
         """A new network, in training mode, that holds a clone of these weights on their device and in their dtype.
 
-        The head's size is that of ``head.weight``; the network has prompts if the weights have. BatchNorm's step counters may be left out of ``state``. A state of
-        another architecture is a ConfigError naming the keys that do not fit.
+        The head's size is that of ``head.weight``; the network has prompts if the weights have. BatchNorm's step counters may be
+        left out of ``state``. A state of another architecture is a ConfigError naming the keys that do not fit.
         """
         net = _fitting(self, state)
         _check_keys(net.state_dict(), state)

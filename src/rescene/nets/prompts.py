@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rescene.functional.prompts import mixed_prompts, prompt_weights
+from rescene.functional.prompt_attention import mixed_prompts, prompt_weights
 from rescene.nets.vit import attention_weights
 
 PREFIX = "prompts."  # before the names of their tensors in a state dict

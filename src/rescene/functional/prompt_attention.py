@@ -38,7 +38,7 @@ def mixed_prompts(weights: Tensor, prompts: Tensor) -> Tensor:
     [[[2.0, -1.0]]]
     """
     flat = weights @ prompts.flatten(start_dim=-2)
-    return flat.unflatten(-1, prompts.shape[-2:])
+    return flat.view(*flat.shape[:-1], *prompts.shape[-2:])
 
 
 def orthogonal_rows(num: int, size: int, generator: torch.Generator) -> Tensor:
