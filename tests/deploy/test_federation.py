@@ -16,14 +16,14 @@ IMPATIENT = Patience(gather_s=0, deadline_s=0.2, poll_s=0, attempts=2)
 
 
 OTHERS = ["fedewc", "refed", "fedlwf", "target", "glfc", "fedcbdr", "feddm", "fedaf", "icarl", "cfed", "mfcl", "scaffold",
-          "fot", "fedssi", "pilora", "fedweit", "fedcil"]  # fmt: skip
+          "fot", "fedssi", "pilora", "fedweit", "fedcil", "fedcprompt"]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "method", ["rescene", "fedavg", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
 )
 def test_the_same_bits_as_in_one_process(tmp_path, method):
-    network = ["model.name=vit-mini", "model.width=8"] if method == "pilora" else []
+    network = ["model.name=vit-mini", "model.width=8"] if method in ("pilora", "fedcprompt") else []
     resolved = resolve("smoke", [*TINY, f"method={method}", *network])
     here, there = tmp_path / "here", tmp_path / "there"
     expected, found = in_process(resolved, here), across(resolved, there, LocalPost(sites(tmp_path)))

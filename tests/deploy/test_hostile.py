@@ -29,6 +29,7 @@ QUESTIONS = {
     "pilora": {"client_round", "receive_network"},
     "fedweit": {"client_round", "receive_adaptives"},
     "fedcil": {"client_round", "picture_size"},
+    "fedcprompt": {"client_round", "receive_network"},
 }
 FAST = ("rescene", "fedavg", "fedcbdr")
 PER_ANSWER = {"rescene": 180, "fedavg": 180, "fedcbdr": 45}
@@ -38,7 +39,7 @@ PER_ANSWER = {"rescene": 180, "fedavg": 180, "fedcbdr": 45}
     "method", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in QUESTIONS]
 )
 def test_a_flood_of_hostile_uploads_changes_no_bit(tmp_path, method):
-    network = ["model.name=vit-mini"] if method == "pilora" else []
+    network = ["model.name=vit-mini"] if method in ("pilora", "fedcprompt") else []
     resolved = resolve("smoke", [*SHORT, f"method={method}", *network])
     Canary.path, per_answer = tmp_path / "pickle was here", PER_ANSWER.get(method, 40)
     across(resolved, tmp_path / "quiet", LocalPost(sites(tmp_path)))

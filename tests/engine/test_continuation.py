@@ -62,7 +62,7 @@ def own(tmp_path_factory):
     "method", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in method_names()]
 )
 def test_the_bits_are_those_of_a_run_that_was_planned_so(method, tmp_path):
-    network = {"model.name": "vit-mini", "model.width": 8} if method == "pilora" else {}
+    network = {"model.name": "vit-mini", "model.width": 8} if method in ("pilora", "fedcprompt") else {}
     before = run(tmp_path / "r", [A, B], method=method, **network)
     after = rescene.continue_run(before, [C])
     planned = run(tmp_path / "planned", [A, B, C], method=method, **network)

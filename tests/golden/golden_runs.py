@@ -91,6 +91,7 @@ def _methods(add) -> None:
     for method in ("afl", "fedcgs", "moments"):
         add(method, method, **LINEAR)
     add("pilora", "pilora", **TRANSFORMER)
+    add("fedcprompt", "fedcprompt", **TRANSFORMER)
 
 
 PLUS = (
@@ -122,6 +123,7 @@ def _options_of_methods(add) -> None:
     add("fedweit-fixed", "fedweit", method__old_adaptive="fixed", method__local_ce="all", method__weighting="uniform",
         method__mask_weight=0.01, method__dropped_outputs=0.5)  # fmt: skip
     add("fedcil-teacher", "fedcil", method__consistency="teacher", method__weighting="uniform", method__new_weight=0.3)
+    add("fedcprompt-late", "fedcprompt", **TRANSFORMER, federation__delay=1, method__weighting="uniform")
     add("refed-last-layer", "refed", method__importance="last-layer", method__locality=0.2)
     add(
         "fedaf-ball",
@@ -278,7 +280,7 @@ SLOW = {  # left out of `make test`: variants whose base is in it
     "dp-sgd-fedprox", "dp-sgd-scaffold", "scaffold-keep", "fot-free", "domain-fot", "fedssi-end",
     "feddm-plus", "raw-upload-plus", "moments-few-features", "buffer-random", "release-pooled", "release-epsilon", "dp-sgd-capped",
     "one-by-one-fedavg", "evaluated-at-the-end", "domain-fedavg", "domain-rescene", "tasks-seeded", "lens-mlp",
-    "cfed-batch", "pilora-new", "fedweit-fixed", "fedcil-teacher", "icarl-softmax",
+    "cfed-batch", "pilora-new", "fedweit-fixed", "fedcil-teacher", "fedcprompt-late", "icarl-softmax",
     "local-site", "rescene-match", "fedaf-plus", "rescene-paper-experiment",
 }  # fmt: skip
 RUNS = {run.name: run for run in _all_runs()}

@@ -38,6 +38,7 @@ SMALL = {
     "fedcil": {"consolidation_steps": 2, "latent_size": 8, "generator_width": 4, "synthetic_batch": 8},
     "cfed": {"num_surrogates": 8, "learners": 0.5},
     "fedweit": {"adam_lr": 0.01, "num_received": 2},
+    "fedcprompt": {"prompts_per_task": 3, "prompt_length": 4, "num_blocks": 2, "prompt_lr": 0.01},
     "pilora": {"rank": 2, "num_blocks": 2, "lora_lr": 0.01, "prototype_lr": 0.1},
 }
 TRAIN = Training(local_epochs=1, server_epochs=1, batch_size=8, lr=0.05)

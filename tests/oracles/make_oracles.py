@@ -21,6 +21,7 @@ import subprocess
 import sys
 from abc import ABC
 from contextlib import contextmanager, redirect_stdout
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +41,7 @@ HERE = Path(__file__).parent
 GLFC, TARGET = "conditionWang/FCIL", "zj-jayzhang/Federated-Class-Continual-Learning"
 AFL, ACIL = "ZHUANGHP/Analytic-federated-learning", "ZHUANGHP/Analytic-continual-learning"
 PILORA, FEDWEIT, FEDCIL = "Ghy0501/PILoRA", "wyjeong/FedWeIT", "daiqing98/FedCIL"
+CPROMPT = "grbagwe/Fed-CPrompt"
 CGS, DM, ICARL = "Yuqin-G/FedCGS", "VICO-UoE/DatasetCondensation", "srebuffi/iCaRL"
 SOURCES = {  # repository: commit, licence
     GLFC: ("11e161a9d57ecd14126201b7bd9a424137749ee5", "none stated"),
@@ -51,6 +53,7 @@ SOURCES = {  # repository: commit, licence
     PILORA: ("6d1c4efaca134cfc4493cf151329d693e07e75c8", "none stated"),
     FEDWEIT: ("83c0bcd10b4934abe3af3a9b6d2e5b77566b9567", "none stated"),
     FEDCIL: ("c439de076ae8423fdc676299e8a0ef40ebf75312", "none stated"),
+    CPROMPT: ("a19c98b90e28d134e867a39f9f686a10369f6007", "none stated"),
     ICARL: ("7a3d254da4b3f0f19f67b8c25ba72374674bafaf", "MIT"),
 }
 GIVEN = {"torch": torch, "nn": nn, "F": F, "np": np, "optim": optim, "copy": copy, "Variable": Variable, "ABC": ABC}
@@ -754,6 +757,86 @@ def fedcil_consolidation(clones: Clones) -> Tensors:
     return stored | with_prefix("after", server.generator.state_dict())
 
 
+# --- Fed-CPrompt
+
+
+class Patches(nn.Module):
+    """timm's layer of this name, as far as it is needed here."""
+
+    def __init__(self, img_size: int, patch_size: int, in_chans: int, embed_dim: int) -> None:
+        super().__init__()
+        self.num_patches = (img_size // patch_size) ** 2
+        self.proj = nn.Conv2d(in_chans, embed_dim, patch_size, patch_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.proj(x).flatten(2).transpose(1, 2)
+
+
+def prompted_model(clones: Clones, num_tasks: int) -> nn.Module:
+    """Their network with their prompts in two blocks, two for each of two tasks; what it gives beside logits is cut to what
+    their step takes (line 489 of vit_coda_p.py returns four values, line 196 of prompt.py takes three)."""
+    given = {"partial": partial, "PatchEmbed": Patches, "trunc_normal_": nn.init.trunc_normal_}
+    parts = clones.take(
+        CPROMPT, "models/vision_transformer.py", "Mlp", "Attention", "Block", "VisionTransformer", **given
+    )
+    file, names = "models/vit_coda_p.py", ("DEBUG_METRICS", "CodaPrompt", "tensor_prompt", "ortho_penalty", "ResNetZoo")
+    zoo = clones.take(CPROMPT, file, *names)
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            size = {"embed_dim": 4, "depth": 2, "num_heads": 2, "mlp_ratio": 2.0}
+            self.feat = parts.VisionTransformer(8, 4, norm_layer=nn.LayerNorm, **size).requires_grad_(False)
+            self.prompt, self.last = zoo.CodaPrompt(4, 2, [4, 4, 6, 0, 0], key_dim=4), nn.Linear(4, 4)
+            self.task_id, self.prompt.task_count_f = None, num_tasks - 1
+
+        def forward(self, x: torch.Tensor, train: bool) -> Any:
+            return zoo.ResNetZoo.forward(self, x, train=train)[:3]
+
+    return Whole()
+
+
+def fedcprompt_step(clones: Clones) -> Tensors:
+    """A site's step in its second task: features, contrastive loss, gradients, weights after Adam; and the loss of a first task."""
+    names = ("TripletLoss", "positive_loss", "DualPrompt")
+    got = clones.take(CPROMPT, "learners/prompt.py", *names, LWF=nn.Module)
+    default = clones.take(CPROMPT, "learners/default.py", "NormalNN").NormalNN
+    old, received, model = prompted_model(clones, 1), prompted_model(clones, 2), prompted_model(clones, 2)
+    state = {name: 0.5 * drawn(400 + i, *value.shape) for i, (name, value) in enumerate(model.state_dict().items())}
+    for net in (old, received, model):
+        net.load_state_dict(state)
+    new = dict(model.prompt.named_parameters())
+    with torch.no_grad():
+        for i, value in enumerate(new.values()):
+            value[2:] += 0.02 * drawn(450 + i, *value[2:].shape)  # a step of the round has been made
+    stored = with_prefix("received", state) | with_prefix("before", new)
+    x, labels = drawn(460, 3, 3, 8, 8), torch.tensor([2, 3, 2])
+    learner = SimpleNamespace(model=model, fedmoon=[3], triplet_loss=got.TripletLoss(margin=1), dw_k=torch.ones(5))
+    learner.valid_out_dim, learner.last_valid_out_dim = 4, 2
+    learner.criterion_fn = nn.CrossEntropyLoss(reduction="none")
+    learner.criterion = lambda *given: default.criterion(learner, *given)
+    learner.optimizer = torch.optim.Adam([*model.prompt.parameters(), *model.last.parameters()], lr=1e-4)
+    with patch.object(torch.Tensor, "cuda", torch.Tensor.clone):  # as on a GPU: their step adds to what comes back
+        for name, net in (("old", old), ("received", received), ("own", model)):
+            stored[f"features.{name}"] = net(x, train=True)[2].detach()
+        first = got.positive_loss()(stored["features.own"], stored["features.received"])
+        loss, _, _, _, contrast = got.DualPrompt.update_model(learner, x, labels, None, received, old)
+    gradients = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+    stored |= {"x": x, "labels": labels, "loss": loss, "contrast": contrast, "first": first}
+    after = {name: value for name, value in model.state_dict().items() if not name.startswith("feat")}
+    return stored | with_prefix("gradient", gradients) | with_prefix("after", after)
+
+
+def fedcprompt_average(clones: Clones) -> Tensors:
+    """The server's average over three sites."""
+    average = clones.take(CPROMPT, "trainer.py", "federated_average").federated_average
+    sites = [{"prompts": drawn(470 + k, 2, 3), "head": drawn(480 + k, 2)} for k in range(3)]
+    stored = with_prefix("average", average(sites, [5, 1, 2]))
+    for k, site in enumerate(sites):
+        stored |= with_prefix(f"site{k}", site)
+    return stored
+
+
 NOTES: dict[str, dict[str, Any]] = {
     "glfc_losses": {
         "source": (GLFC, "src/GLFC.py:189-245", "_compute_loss, efficient_old_class_weight, entropy"),
@@ -871,6 +954,19 @@ NOTES: dict[str, dict[str, Any]] = {
             "FedCL.fine_tune_generator, get_balanced_samples, WGAN.train_a_batch",
         ),
         "difference": "None for these steps. Adam goes on from round to round there, and starts anew here.",
+    },
+    "fedcprompt_step": {
+        "source": (
+            CPROMPT,
+            "learners/prompt.py:27-46, 189-388, models/vit_coda_p.py:276-410, 473-490, models/vision_transformer.py:45-222",
+            "DualPrompt.update_model, TripletLoss, positive_loss, CodaPrompt.forward, ResNetZoo.forward, VisionTransformer",
+        ),
+        "difference": "None for one step. As stored, that code does not run: its network returns four values and its step takes "
+        "three; the fourth is left out here.",
+    },
+    "fedcprompt_average": {
+        "source": (CPROMPT, "trainer.py:47-62", "federated_average"),
+        "difference": "None. Theirs also averages what no site has changed.",
     },
 }
 

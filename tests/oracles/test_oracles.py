@@ -26,13 +26,17 @@ from rescene.functional.discriminant import regularised_solve
 from rescene.functional.distillation import distillation_loss
 from rescene.functional.fisher import fisher_diagonal, quadratic_penalty
 from rescene.functional.low_rank import change_of_output, overlap
+from rescene.functional.prompt_attention import contrastive_continual_loss
 from rescene.functional.prototypes import prototype_distances, prototype_loss, prototype_weights
 from rescene.methods.afl import ridge_head
 from rescene.methods.fedcgs import gaussian_head
 from rescene.methods.fedcil import FedCIL, ServerState, SiteGenerators, agreement
+from rescene.methods.fedcprompt import FedCPrompt
 from rescene.methods.fedweit import FedWeIT, TaskPart
-from rescene.methods.pilora import AdamSteps, PILoRA
-from rescene.nets import Arch
+from rescene.methods.pilora import DECAY, PILoRA
+from rescene.nets import Arch, Net, PromptPool, pool_state, prompted_features
+from rescene.nets.vit import VisionTransformer, VitSize
+from rescene.training import AdamSteps
 from rescene.training.adversarial import AdversarialSteps, Gan
 from rescene.training.reconstruction import Inversion, encoder_gradients, labels_from_gradients, perturb, reconstruct
 from rescene.training.synthesis import Search, Synthesis
@@ -63,7 +67,7 @@ def test_every_fixture_says_where_it_comes_from():
     for record in RECORDS.values():
         assert re.fullmatch("[0-9a-f]{40}", record["commit"]) and re.search(r":\d+", record["place"])
         assert record["repository"].startswith("https://") and record["licence"] and record["difference"]
-    assert sum(path.stat().st_size for path in FIXTURES.iterdir()) < 200_000
+    assert sum(path.stat().st_size for path in FIXTURES.iterdir()) < 220_000
 
 
 def test_every_oracle_stands_in_the_docs():
@@ -381,7 +385,7 @@ def test_pilora_loss_and_its_gradients():
     assert close(loss, t["loss"], 1e-5)
     earlier = [torch.stack([t["earlier.q"], t["earlier.v"]])]
     loss = loss + method.sparsity_weight * a.abs().sum() + method.overlap_weight * overlap(a, earlier)
-    AdamSteps([a, b], own, method.lora_lr, method.prototype_lr).step(loss)
+    AdamSteps([([a, b], method.lora_lr), ([own], method.prototype_lr)], DECAY).step(loss)
     for ours, letter in ((a, "a"), (b, "b")):
         assert close(ours.grad, both(gradient, letter), 1e-5) and close(ours, both(after, letter), 1e-6)
     assert close(own.grad, centers(gradient, 2, 3), 1e-5) and close(own, centers(after, 2, 3), 1e-6)
@@ -564,3 +568,76 @@ def test_fedcil_has_the_published_input_with_the_class_behind_the_noise(name):
     t = stored(name)
     for z, labels in zip(t["noise"], t["labels"], strict=True):
         assert torch.equal(conditioned(z[:, 3:], labels, 3), z.roll(-3, dims=1))
+
+
+# --- Fed-CPrompt
+
+
+THEIR_NAMES = {
+    "patch_embed.proj": "patches",
+    "cls_token": "class_token",
+    "pos_embed": "positions",
+    "attn.qkv": "attention.qkv",
+    "attn.proj": "attention.out",
+    "mlp.fc1": "mlp.0",
+    "mlp.fc2": "mlp.2",
+}
+
+
+def prompts_of(tensors, rows=slice(None)):
+    """Their prompts, one tensor for each block, as ours."""
+    return PromptPool(*(torch.stack([tensors[f"e_{kind}_{block}"] for block in (0, 1)])[:, rows] for kind in "kap"))
+
+
+def their_network(tensors):
+    renamed = {}
+    for name, value in part(tensors, "received.feat").items():
+        for theirs, ours in THEIR_NAMES.items():
+            name = name.replace(theirs, ours)
+        renamed[name] = value
+    body = VisionTransformer(8, VitSize(width=4, depth=2, num_heads=2, mlp_width=8))
+    body.load_state_dict(renamed)
+    return Net(body, 4).requires_grad_(False)
+
+
+def test_fedcprompt_step():
+    """Adam, whose first step has the size of its rate, makes the tolerance of weights one percent of that step."""
+    found = stored("fedcprompt_step")
+    net, x, y, new = their_network(found), found["x"], found["labels"], slice(2, 4)
+    received = prompts_of(part(found, "received.prompt"))
+    old, own = PromptPool(*(p[:, :2] for p in received)), prompts_of(part(found, "before"))
+    query = net.body(x)
+    for name, pool in (("old", old), ("received", received), ("own", own)):
+        assert close(prompted_features(net.body, x, query, pool), found[f"features.{name}"], 1e-5), name
+
+    method = FedCPrompt(prompts_per_task=2, prompt_length=4, num_blocks=2)
+    terms = method.pull, method.push, method.margin
+    z, z_received, z_old = (found[f"features.{name}"] for name in ("own", "received", "old"))
+    assert close(contrastive_continual_loss(z, z_received, z_old, *terms), found["contrast"], 1e-5)
+    assert close(contrastive_continual_loss(z, z_received, None, *terms), found["first"], 1e-5)
+
+    head = {f"head.{kind}": found[f"received.last.{kind}"] for kind in ("weight", "bias")}
+    learned = pool_state(prompts_of(part(found, "before"), new)) | {name: rows[2:] for name, rows in head.items()}
+    learned = {name: value.clone().requires_grad_() for name, value in learned.items()}
+    loss = method._loss(pool_state(received) | head, learned, (2, 3))(net, Batch(x, y, y))
+    assert close(loss.detach(), found["loss"], 1e-5)
+    AdamSteps([(list(learned.values()), method.prompt_lr)]).step(loss)
+    for kind, tolerance in (("gradient", 1e-4), ("after", 1e-6)):
+        theirs = pool_state(prompts_of(part(found, f"{kind}.prompt"), new))
+        theirs |= {name: found[f"{kind}.{name.replace('head', 'last')}"][2:] for name in head}
+        for name, value in learned.items():
+            assert close(value.grad if kind == "gradient" else value.detach(), theirs[name], tolerance), (kind, name)
+
+
+def test_fedcprompt_learns_what_their_step_moves():
+    """Their optimiser holds the prompts of all tasks and the whole head; only those of the task move."""
+    found = stored("fedcprompt_step")
+    before, after = prompts_of(part(found, "before")), prompts_of(part(found, "after.prompt"))
+    assert all(torch.equal(a[:, :2], b[:, :2]) and not torch.equal(a, b) for a, b in zip(after, before, strict=True))
+    assert all(torch.equal(found[f"after.last.{k}"][:2], found[f"received.last.{k}"][:2]) for k in ("weight", "bias"))
+
+
+def test_fedcprompt_average():
+    found = stored("fedcprompt_average")
+    ours = weighted_average([part(found, f"site{k}") for k in range(3)], [5, 1, 2])
+    assert all(close(ours[name], value, 1e-6) for name, value in part(found, "average").items())

@@ -26,7 +26,7 @@ from rescene.engine.experiment import Experiment
 from rescene.functional.decomposed import num_kept
 from rescene.methods import Payload, Uploads
 from rescene.methods.base import Client
-from rescene.nets import FLOAT_BYTES, Arch, body_cost, flops_to, forward_flops, model_bytes, rehearsal
+from rescene.nets import FLOAT_BYTES, Arch, body_cost, flops_to, forward_flops, model_bytes, pool_of, rehearsal
 from rescene.privacy.mechanism import Mechanism
 from rescene.privacy.totals import Total, added
 from rescene.training.layer_inputs import input_layers
@@ -124,7 +124,7 @@ def forecast(experiment: Experiment) -> Forecast | None:
     small = Miniature(experiment)
     try:
         with torch.random.fork_rng(devices=[]), rehearsal(small.pixels), flops_to(small.meter.add):
-            moments, largest = _schedule(experiment, small)
+            moments, largest, looks = _schedule(experiment, small)
     except ConfigError:
         raise
     except Exception as error:
@@ -134,11 +134,11 @@ def forecast(experiment: Experiment) -> Forecast | None:
             why="a forecast runs the method on small pictures and a small network, and the method refuses these",
             fix="run it with tasks.limit=1 federation.num_rounds=1 and read the cost in results.json",
         ) from error
-    return Forecast(tuple(moments), largest, _evaluation_flops(experiment))
+    return Forecast(tuple(moments), largest, looks * _evaluation_flops(experiment))
 
 
-def _schedule(experiment: Experiment, small: Miniature) -> tuple[list[Moment], int]:
-    """Every step of the run, and the bytes of the largest client state."""
+def _schedule(experiment: Experiment, small: Miniature) -> tuple[list[Moment], int, int]:
+    """Every step of the run, the bytes of the largest client state, and how often the final model looks at a picture."""
     method: Any = experiment.method
     rng, moments, largest = experiment.rng.at("server"), [], 0
     state = method.init(small.arch.build(experiment.tasks[0].num_seen), rng.at("init"))
@@ -152,11 +152,12 @@ def _schedule(experiment: Experiment, small: Miniature) -> tuple[list[Moment], i
             uploads = small.ask(small.participants, "client_round", payload)
             state = method.server_round(state, uploads, r, small, rng.at(task.index, r, "round"))
             moments.append(small.told(state))
-            largest = max(largest, model_bytes(experiment.arch, task.num_seen) + small.largest_state())
+            prompts = small.sizes.num_bytes(list(pool_of(state.model) or ()))
+            largest = max(largest, model_bytes(experiment.arch, task.num_seen) + prompts + small.largest_state())
         small.move(task, None, small.clients)
         state = method.end_task(state, task, small, rng.at(task.index, "end"))
         moments.append(small.told(state))
-    return moments, largest
+    return moments, largest, 1 if pool_of(state.model) is None else 2
 
 
 class Miniature:

@@ -49,7 +49,7 @@ from rescene.methods.nominal_cost import NominalBytes, Setting
 from rescene.methods.registry import register
 from rescene.methods.upload_schema import NOTHING, Dim, Form, Place, both, either, fields, like, notes, tensor, whole
 from rescene.nets import Arch, is_rehearsal, model_bytes
-from rescene.training import Batch, Loss, fit_shard
+from rescene.training import AdamSteps, Batch, Loss, fit_shard
 
 ADAPTIVE_START = 3  # A starts as B divided by this (official code)
 MOST_TAG = 1 << 40  # random numbers by which sites recognise their own weights
@@ -90,19 +90,6 @@ class SiteMemory:
 
 
 NOBODY = SiteMemory(-1, {}, None, [], [], [])
-
-
-class AdamSteps:
-    """Adam on a list of tensors."""
-
-    def __init__(self, learned: Sequence[Tensor], lr: float) -> None:
-        self.lr, self._adam = lr, torch.optim.Adam(learned, lr=lr)
-
-    def step(self, loss: Tensor) -> None:
-        """Move the tensors."""
-        self._adam.zero_grad()
-        loss.backward()
-        self._adam.step()
 
 
 @register
@@ -194,7 +181,7 @@ class FedWeIT(AveragingMethod):
         net = shard.net(payload["base"] | payload["others"])
         loss = self._loss(base, part, earlier, _received(memory, payload), shard.task)
         rest = [value for name, value in net.named_parameters() if name not in base]
-        steps = AdamSteps([*base.values(), *_learned([part, *earlier]), *rest], self.adam_lr)
+        steps = AdamSteps([([*base.values(), *_learned([part, *earlier]), *rest], self.adam_lr)])
         final = fit_shard(net, shard, self.train, rng.at("sgd").generator(shard.device), loss, optimiser=steps)
         part, *earlier = (_detached(one) for one in (part, *earlier))
         base = {name: value.detach() for name, value in base.items()}
@@ -209,7 +196,8 @@ class FedWeIT(AveragingMethod):
         usable = torch.tensor([float(_usable(memory, place)) for place in range(num)])
 
         def drawn(kind: str, size: int, like: Tensor) -> Tensor:
-            return torch.randn(size, generator=rng.at(kind).generator()).to(like) * max(size, 1) ** -0.5
+            values = torch.randn(size, generator=rng.at(kind).generator()).to(like)
+            return values * float(max(size, 1) ** -0.5)
 
         return TaskPart(
             mask={name: drawn(f"mask {name}", len(value), value) for name, value in base.items()},

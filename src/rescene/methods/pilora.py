@@ -40,7 +40,7 @@ from rescene.methods.nominal_cost import NominalBytes, Setting
 from rescene.methods.registry import register
 from rescene.methods.upload_schema import NOTHING, Dim, Form, Place, either, fields, labels, like, notes, tensor, whole
 from rescene.nets import FLOAT_BYTES, Arch, attention_weights, body_cost, is_rehearsal, model_bytes
-from rescene.training import Batch, Loss, fit_shard
+from rescene.training import AdamSteps, Batch, Loss, fit_shard
 from rescene.training.sgd import cosine_rate
 
 START = 0.1  # deviation of a new prototype (official code)
@@ -69,21 +69,6 @@ class TaskStart:
     model: Model
     earlier: list[Tensor]
     task: int
-
-
-class AdamSteps:
-    """Adam with one learning rate for the pair and another for the prototypes."""
-
-    def __init__(self, pair: Sequence[Tensor], prototypes: Tensor, lora_lr: float, prototype_lr: float) -> None:
-        self.lr = lora_lr
-        groups = [{"params": list(pair), "lr": lora_lr}, {"params": [prototypes], "lr": prototype_lr}]
-        self._adam = torch.optim.Adam(groups, weight_decay=DECAY)
-
-    def step(self, loss: Tensor) -> None:
-        """Move the pair and the prototypes."""
-        self._adam.zero_grad()
-        loss.backward()
-        self._adam.step()
 
 
 @register
@@ -183,7 +168,7 @@ class PILoRA(AveragingMethod):
         sums, counts = torch.zeros_like(payload["prototypes"]), torch.zeros_like(payload["prototypes"][:, 0])
         loss = self._loss(payload["prototypes"], classes, own, pair["a"], client_state.earlier, (sums, counts))
         rates = (payload["rate"] * self.lora_lr, payload["rate"] * self.prototype_lr)
-        steps = AdamSteps(list(pair.values()), own, *rates)
+        steps = AdamSteps([(list(pair.values()), rates[0]), ([own], rates[1])], DECAY)
         final = fit_shard(net, shard, self.train, rng.at("sgd").generator(shard.device), loss, optimiser=steps)
         held = counts.nonzero().squeeze(1)
         upload = {

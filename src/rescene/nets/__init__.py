@@ -19,6 +19,7 @@ from rescene.nets.cost import (
     tell_flops,
 )
 from rescene.nets.own_networks import OwnBody, OwnModel, is_own, own_model, own_names, register_model
+from rescene.nets.prompts import PromptPool, pool_of, pool_state, prompted_features
 from rescene.nets.vit import attention_weights
 from rescene.nets.weights import load_weights
 
@@ -29,6 +30,7 @@ __all__ = [
     "Net",
     "OwnBody",
     "OwnModel",
+    "PromptPool",
     "alike",
     "attention_weights",
     "body_cost",
@@ -48,6 +50,9 @@ __all__ = [
     "num_parameters",
     "own_model",
     "own_names",
+    "pool_of",
+    "pool_state",
+    "prompted_features",
     "register_model",
     "real_side",
     "rehearsal",

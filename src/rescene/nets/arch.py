@@ -1,7 +1,7 @@
 """Networks as values: ``Arch`` says how to build one, a state dict holds its weights, ``Net`` is the two put together.
 
 Every network is a body (images -> features) and a linear head (features -> logits). The head grows with the classes.
-State dict keys are stable: ``body.*``, ``head.weight``, ``head.bias``.
+State dict keys are stable: ``body.*``, ``head.weight``, ``head.bias``, and ``prompts.*`` where there are prompts.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from rescene.nets.convnet import convnet_body
 from rescene.nets.layers import NORMS, ConvBody
 from rescene.nets.mlp import Identity, Perceptron
 from rescene.nets.own_networks import OwnBody, is_own, own_model, own_names
+from rescene.nets.prompts import PromptPool, Prompts, pool_of, prompted_features
 from rescene.nets.resnet import resnet_body
 from rescene.nets.vit import VisionTransformer, mini_size, patch_size
 
@@ -33,18 +34,27 @@ COUNTER = "num_batches_tracked"  # BatchNorm's step counter: it never influences
 
 
 class Net(nn.Module):
-    """A body and a linear head: images [n, 3, s, s] -> features [n, feature_size] -> logits [n, num_classes]."""
+    """A body and a linear head: images [n, 3, s, s] -> features [n, feature_size] -> logits [n, num_classes].
+
+    With ``prompts`` a transformer looks twice (:mod:`rescene.nets.prompts`).
+    """
 
     def __init__(self, body: Body, num_classes: int) -> None:
         super().__init__()
+        self.prompts: Prompts | None = None
         self.feature_size: int = body.feature_size
         self.body = body
         self.head = nn.Linear(body.feature_size, num_classes)
 
     def features(self, x: Tensor) -> Tensor:
         """The pooled vector before the head, [n, feature_size]."""
-        out: Tensor = self.body(x)
+        out: Tensor = self.body(x) if self.prompts is None else self._prompted(x, self.prompts)
         return out
+
+    def _prompted(self, x: Tensor, prompts: Prompts) -> Tensor:
+        with torch.no_grad():
+            query = self.body(x)
+        return prompted_features(self.body, x, query, prompts.pool)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits [n, num_classes]."""
@@ -97,10 +107,10 @@ class Arch:
     def restore(self, state: Mapping[str, Tensor]) -> Net:
         """A new network, in training mode, that holds a clone of these weights on their device and in their dtype.
 
-        The head's size is that of ``head.weight``. BatchNorm's step counters may be left out of ``state``. A state of
-        another architecture is a ConfigError naming the keys that do not fit.
+        The head's size is that of ``head.weight``; the network has prompts if the weights have. BatchNorm's step counters may be
+        left out of ``state``. A state of another architecture is a ConfigError naming the keys that do not fit.
         """
-        net = self.skeleton(_head_size(state))
+        net = _fitting(self, state)
         _check_keys(net.state_dict(), state)
         # A plain dict carries no version, which makes torch start missing step counters at zero (on the CPU).
         net.load_state_dict({key: value.detach().clone() for key, value in state.items()}, assign=True)
@@ -183,8 +193,16 @@ def grow_head(state: Mapping[str, Tensor], num_classes: int, generator: torch.Ge
 
 
 def check_fits(arch: Arch, state: Mapping[str, Tensor]) -> None:
-    """Raise a ConfigError that names the keys in which ``state`` differs from ``arch`` (any head size fits)."""
-    _check_keys(arch.skeleton(_head_size(state)).state_dict(), state)
+    """Raise a ConfigError that names the keys in which ``state`` differs from ``arch`` (any head and any prompts fit)."""
+    _check_keys(_fitting(arch, state).state_dict(), state)
+
+
+def _fitting(arch: Arch, state: Mapping[str, Tensor]) -> Net:
+    """The network without values whose head has as many rows as these weights, and prompts where they have some."""
+    net, pool = arch.skeleton(_head_size(state)), pool_of(state)
+    if pool is not None:
+        net.prompts = Prompts(PromptPool(*(part.to("meta") for part in pool)))
+    return net
 
 
 def is_recordable(net: nn.Module) -> bool:

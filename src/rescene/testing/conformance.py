@@ -374,7 +374,7 @@ def learns_from_late_answers(method: Method) -> None:
         return
     ends, counts = [], dict[str, int]()
     for save in (False, True):
-        world = make_world()
+        world = world_for(method)
         federation = federation_of(method, world)
         late = LateAnswers(method, 2, None, 0.5, NUM_ROUNDS, Rng(0), lambda *told, **more: None, lambda: counts)
         federation.late_answers = late

@@ -6,6 +6,7 @@ from rescene.training.condensation import Condensation, Surrogates, condense
 from rescene.training.embed import class_scores, embed
 from rescene.training.replay import with_replay
 from rescene.training.sgd import (
+    AdamSteps,
     Loss,
     Penalty,
     Training,
@@ -20,6 +21,7 @@ from rescene.training.sgd import (
 )
 
 __all__ = [
+    "AdamSteps",
     "Batch",
     "Condensation",
     "Loss",

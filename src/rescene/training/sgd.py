@@ -7,7 +7,7 @@ loss turns a batch into a number. Baselines add their penalty by passing their o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -139,6 +139,22 @@ class FusedSgd:
                 maximize=False,
             )
         self._velocities.update(zip(reached, velocities, strict=True))
+
+
+class AdamSteps:
+    """Adam on groups of tensors, each with its learning rate; ``lr`` is that of the first group and may change between steps."""
+
+    def __init__(self, groups: Sequence[tuple[Sequence[Tensor], float]], weight_decay: float = 0.0) -> None:
+        self.lr = groups[0][1]
+        rates = [{"params": list(learned), "lr": lr} for learned, lr in groups]
+        self._adam = torch.optim.Adam(rates, weight_decay=weight_decay)
+
+    def step(self, loss: Tensor) -> None:
+        """Compute the gradient of ``loss`` and move the tensors."""
+        self._adam.param_groups[0]["lr"] = self.lr
+        self._adam.zero_grad()
+        loss.backward()
+        self._adam.step()
 
 
 def fit(
