@@ -232,12 +232,8 @@ def _prepare_simulated(
     method = recipe.build_method()
     if dataset is None:
         dataset = load_data(recipe.images)
-        warn_of_leaks(dataset)
-        if recipe.images.path is not None:  # published sets are what they are
-            warn_of_near_copies(dataset)
+        _warn_of_copies(recipe, dataset)
     hidden = recipe.privacy.mechanism != "none"
-    if hidden and recipe.images.path is not None:
-        warn_of_repeats(dataset)
     digests = Digests.of(planned(recipe, dataset)[0]) if hidden else Digests()  # in the order of the planned images
     dataset, tasks = planned(recipe, seen_by(recipe, look(dataset, device)))
     check_records(recipe.promise(len(tasks)), sum(len(task.train) for task in tasks))
@@ -322,6 +318,17 @@ def _split(task: Task, labels: Tensor, federation: FederationSection, rng: Rng) 
         labels, num_clients, kind=federation.partition, beta=federation.beta, seed=seed, min_size=federation.min_size
     )
     return [task.train[part.to(task.train.device)] for part in parts]
+
+
+def _warn_of_copies(recipe: Recipe, dataset: Dataset) -> None:
+    """Of the images that the tasks use; those of classes that a plan leaves out do not count."""
+    _ = dataset.train.digests, dataset.test.digests  # what is used knows its digests then
+    used = planned(recipe, dataset)[0]
+    warn_of_leaks(used)
+    if recipe.images.path is not None:  # published sets are what they are
+        warn_of_near_copies(used)
+        if recipe.privacy.mechanism != "none":
+            warn_of_repeats(used)
 
 
 def planned(recipe: Recipe, dataset: Dataset) -> tuple[Dataset, list[Task]]:

@@ -45,6 +45,11 @@ class Decoded:
     notes: tuple[str, ...]
 
 
+_LEAVE_OUT = (
+    "data.skip_unreadable=true leaves such files out (in site.yaml: data: {path: FOLDER, skip_unreadable: true})"
+)
+
+
 def decode(
     sources: Sequence[Path | bytes], names: Sequence[str], size: int, *, skip_unreadable: bool = False
 ) -> Decoded:
@@ -184,11 +189,9 @@ def _report(refused: dict[int, Exception], names: Sequence[str], skip: bool) -> 
     others = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
     where, why = "\n".join(names[i] for i in sorted(refused)[:5]), reason(refused[first])
     if isinstance(refused[first], TooLarge):
-        fix = "shrink or cut it, or remove it; data.skip_unreadable=true leaves such pictures out"
+        fix = f"shrink or cut it, or remove it; {_LEAVE_OUT}"
         raise DataError("E219", f"image {names[first]}{others} is too large to read", where=where, why=why, fix=fix)
-    fix = (
-        "copy these files again, convert them to JPEG or PNG, or remove them; data.skip_unreadable=true leaves them out"
-    )
+    fix = f"copy these files again, convert them to JPEG or PNG, or remove them; {_LEAVE_OUT}"
     raise DataError("E203", f"cannot read image {names[first]}{others}", where=where, why=why, fix=fix)
 
 
