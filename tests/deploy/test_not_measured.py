@@ -11,6 +11,7 @@ from test_lens_sites import SEEN, small_lens
 from rescene.api import Result
 from rescene.cli.running import print_summary
 from rescene.config import resolve
+from rescene.core.errors import RunError
 from rescene.deploy.check_site import check_site
 from rescene.deploy.plan_file import accuracy_warning, with_plan
 from rescene.deploy.status import declined, left_out_rows
@@ -114,3 +115,16 @@ def test_who_declined_is_told_on_the_first_screen_and_to_the_operator(tmp_path):
     (told,) = declined(tmp_path / "run", ["graz", "lyon", "turin"])
     assert told.startswith("lyon, task 1, round 1:") and "below its floor 50" in told
     assert any("declined to send" in line for line in verdict(group_runs([load_run(tmp_path / "run")])).lines)
+
+
+def test_a_task_of_which_no_site_sends_anything_does_not_end(tmp_path):
+    """The model would guess its classes behind a guarantee. Once the floors allow it, the same command goes on."""
+    lens = small_lens(tmp_path / "lens.safetensors")
+    folders = own_sites(tmp_path, lens=lens, privacy={"epsilon_max": 8, "min_sigma": 50.0})
+    settings = [*SEEN, f"model.lens={lens}", "federation.per_round=3"]
+    with pytest.raises(RunError, match="E377"):
+        run_plan(PLAN, tmp_path / "run", folders, settings)
+    own_sites(tmp_path, lens=lens, privacy={"epsilon_max": 8, "min_sigma": 0.5})
+    results = run_plan(PLAN, tmp_path / "run", folders, settings)
+    assert results["privacy"]["epsilon"] == pytest.approx(8.0, abs=0.01)
+    assert load_run(tmp_path / "run").finished

@@ -13,7 +13,7 @@ from rescene.core.rng import Rng
 from rescene.data import Task
 from rescene.functional.decomposed import composed, drift, from_bits, kept_outputs, mean_of_kept, scattered, to_bits
 from rescene.methods.base import weights_of
-from rescene.methods.fedweit import NOBODY, FedWeIT, ServerState, SiteMemory, TaskPart, dense, layer_weights
+from rescene.methods.fedweit import NOBODY, FedWeIT, FedWeitState, TaskMemory, TaskPart, dense, layer_weights
 from rescene.methods.upload_schema import Misfit, Place, check_form
 from rescene.nets import Arch
 from rescene.testing.conformance import drive, federation_of, world_for
@@ -110,7 +110,7 @@ def site(tiny_world):
     received = [sent_of(base, 40, 7), sent_of(base, 50, 99), sent_of(base, 60, 8)]
     current = part_of(base, 100, attention=3)
     current = replace(current, attention={n: v * torch.tensor([1.0, 0, 1]) for n, v in current.attention.items()})
-    memory = SiteMemory(1, base, current, [part_of(base, 200, anchor=True)], received, [99, 5])
+    memory = TaskMemory(1, base, current, [part_of(base, 200, anchor=True)], received, [99, 5])
     return shard, memory, {"base": base, "others": others, "num_received": 3}
 
 
@@ -279,7 +279,7 @@ def test_a_round_of_the_server_by_hand():
         2: {"num_images": 0},
     }
     method = FedWeIT(dropped_outputs=0.5)
-    state = ServerState(model, {layer: torch.tensor([[1.0], [2.0]])}, [], sample, {"4": sample[0]}, {})
+    state = FedWeitState(model, {layer: torch.tensor([[1.0], [2.0]])}, [], sample, {"4": sample[0]}, {})
     after = method.server_round(state, uploads, 0, None, Rng(0))
     assert after.base[layer].flatten().tolist() == [7.0, 2.0]  # (4 + 3 * 8) / 4; nobody sent the second
     # m = (0.7, 0.3), A = ((8 + 12) / 4, 4 / 4), alpha = 0.4

@@ -50,6 +50,9 @@ class Remembered:
     num_bytes: int
 
 
+DECLINES = "W310"  # a site does not send what it was asked for, because its privacy floor forbids it
+
+
 @record
 class Reply:
     """A site's answer, or the code and words of what stopped it."""
@@ -62,6 +65,11 @@ class Reply:
     told: tuple[tuple[str, str], ...] = ()  # codes and words the server should hear, though there is an answer
     token: str = ""
     ledger: End | None = None  # how far the site's privacy ledger goes with what this answer releases
+
+
+def declines(reply: Reply) -> bool:
+    """Whether a site did not send what it was asked for, because its privacy floor forbids it."""
+    return any(code == DECLINES for code, _ in reply.told)
 
 
 def in_a_line(words: str) -> str:

@@ -33,6 +33,7 @@ from rescene.deploy.exchange import (
     Reply,
     Request,
     Undelivered,
+    declines,
     in_a_line,
 )
 from rescene.deploy.journal import Ends, Journal
@@ -375,7 +376,7 @@ class PostTransport:
                 continue
             try:
                 reply = open_reply(data, asked[node])
-                if asked[node].client is not None and not reply.problem:
+                if asked[node].client is not None and not reply.problem and not declines(reply):
                     self.journal.accept(asked[node].token, data)
             except RunError as error:
                 if error.code == DISK:

@@ -45,7 +45,18 @@ from rescene.core.documents import read_yaml
 from rescene.core.errors import ConfigError, DataError, ResceneError, RunError
 from rescene.core.record import Tree, num_bytes, to_device
 from rescene.core.rng import Rng, torch_draws_from
-from rescene.deploy.exchange import EVALUATE, HELLO, SUM_STEPS, Letter, Remembered, Reply, Request, in_a_line
+from rescene.deploy.exchange import (
+    DECLINES,
+    EVALUATE,
+    HELLO,
+    SUM_STEPS,
+    Letter,
+    Remembered,
+    Reply,
+    Request,
+    declines,
+    in_a_line,
+)
 from rescene.deploy.message_bytes import pack_message, unpack_message
 from rescene.deploy.requests import check_place, check_request, client_verb
 from rescene.deploy.site_config import (
@@ -80,7 +91,6 @@ if TYPE_CHECKING:
     from rescene.deploy.parties import Parties
 
 KEPT = 12  # memories: two checkpoints of the server and the step under way, a few exchanges each
-DECLINES = "W310"
 HEARD = (DECLINES, "W342")  # warnings the server hears: also classes outside the plan; others may name files
 TOLD = (
     "E204",
@@ -174,9 +184,13 @@ class Site:
         if request.verb in SUM_STEPS:
             return self._packed(self._sum_step(request, letter.body, files), request)
         token = _safe(request.token)
-        return files.answered(token) or files.keep(
-            token, self._packed(self._work(request, letter.body, files, hidden), request)
-        )
+        if kept := files.answered(token):
+            return kept
+        reply = self._work(request, letter.body, files, hidden)
+        packed = self._packed(reply, request)
+        return (
+            packed if declines(reply) else files.keep(token, packed)
+        )  # asked again, the site looks at its floor again
 
     def _packed(self, reply: Reply, request: Request) -> bytes:
         return pack_message(replace(reply, token=request.token)).data

@@ -14,6 +14,7 @@ each round of task t:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
@@ -56,7 +57,7 @@ MOST_TAG = 1 << 40  # random numbers by which sites recognise their own weights
 
 
 @record
-class ServerState:
+class FedWeitState:
     """The server's memory. Adaptive weights stand there as they were sent: tag, bits of what is not 0, values."""
 
     model: Model  # the shared model that answers
@@ -78,7 +79,7 @@ class TaskPart:
 
 
 @record
-class SiteMemory:
+class TaskMemory:
     """What a site keeps."""
 
     task: int  # that it has entered
@@ -89,7 +90,7 @@ class SiteMemory:
     tags: list[int]  # of its own A
 
 
-NOBODY = SiteMemory(-1, {}, None, [], [], [])
+NOBODY = TaskMemory(-1, {}, None, [], [], [])
 
 
 @register
@@ -148,12 +149,12 @@ class FedWeIT(AveragingMethod):
                 fix="model.name=convnet, model.name=mlp or another network",
             )
 
-    def init(self, net: nn.Module, rng: Rng) -> ServerState:
+    def init(self, net: nn.Module, rng: Rng) -> FedWeitState:
         model = weights_of(net)
         base = {name: model[name] for name in layer_weights(net)}
-        return ServerState(model=model, base=base, known=[], sample=[], latest={}, notes={})
+        return FedWeitState(model=model, base=base, known=[], sample=[], latest={}, notes={})
 
-    def begin_task(self, state: ServerState, task: Task, federation: Federation, rng: Rng) -> ServerState:
+    def begin_task(self, state: FedWeitState, task: Task, federation: Federation, rng: Rng) -> FedWeitState:
         state = super().begin_task(state, task, federation, rng)
         drawn = torch.randperm(len(state.known), generator=rng.at("sample").generator())[: self.num_received]
         sample = [state.known[place] for place in drawn.sort().values.tolist()]
@@ -165,7 +166,7 @@ class FedWeIT(AveragingMethod):
         """Site: enter the task with adaptive weights of other sites."""
         return {}, _entered(client_state or NOBODY, shard.task, payload["adaptives"], rng)
 
-    def broadcast(self, state: ServerState, round: int, federation: Federation, rng: Rng) -> Payload:
+    def broadcast(self, state: FedWeitState, round: int, federation: Federation, rng: Rng) -> Payload:
         others = {name: value for name, value in state.model.items() if name not in state.base}
         return {"base": state.base, "others": others, "num_received": len(state.sample)}
 
@@ -190,14 +191,14 @@ class FedWeIT(AveragingMethod):
         upload["notes"] = {"local_loss": final, "adaptive_share": _share(upload["values"], base)}
         return upload, replace(memory, base=base, current=part, earlier=earlier)
 
-    def _fresh_part(self, payload: Payload, memory: SiteMemory, rng: Rng) -> TaskPart:
+    def _fresh_part(self, payload: Payload, memory: TaskMemory, rng: Rng) -> TaskPart:
         """The start of a task. What the site cannot use gets no attention: its own A, or all if it received nothing."""
         base, num = payload["base"], payload["num_received"]
         usable = torch.tensor([float(_usable(memory, place)) for place in range(num)])
 
         def drawn(kind: str, size: int, like: Tensor) -> Tensor:
-            values = torch.randn(size, generator=rng.at(kind).generator()).to(like)
-            return values * float(max(size, 1) ** -0.5)
+            normal = torch.randn(size, generator=rng.at(kind).generator()).to(like)
+            return normal / math.sqrt(max(size, 1))
 
         return TaskPart(
             mask={name: drawn(f"mask {name}", len(value), value) for name, value in base.items()},
@@ -282,7 +283,7 @@ class FedWeIT(AveragingMethod):
         form = either(fields({"num_images": whole(0, 0)}), fields(parts, {"notes": notes}))
         return both(form, holds, "has bits that do not fit its values")
 
-    def server_round(self, state: ServerState, uploads: Uploads, round: int, federation: Federation, rng: Rng) -> Any:
+    def server_round(self, state: FedWeitState, uploads: Uploads, round: int, federation: Federation, rng: Rng) -> Any:
         senders = {client: upload for client, upload in uploads.items() if upload["num_images"] > 0}
         if not senders:
             return state
@@ -303,7 +304,7 @@ class FedWeIT(AveragingMethod):
         model = state.model | layers | means["others"]
         return replace(state, model=model, base=base, latest=state.latest | latest)
 
-    def end_task(self, state: ServerState, task: Task, federation: Federation, rng: Rng) -> ServerState:
+    def end_task(self, state: FedWeitState, task: Task, federation: Federation, rng: Rng) -> FedWeitState:
         """The adaptive weights of the task become known to the sites of later tasks."""
         return replace(state, known=[*state.known, *state.latest.values()], latest={}, sample=[])
 
@@ -334,7 +335,7 @@ def dense(sent: Payload, base: Model) -> Model:
     }
 
 
-def _entered(memory: SiteMemory, task: Task, received: list[Payload], rng: Rng) -> SiteMemory:
+def _entered(memory: TaskMemory, task: Task, received: list[Payload], rng: Rng) -> TaskMemory:
     """The memory at the start of a task: the last one is closed, and what earlier tasks weigh now is what they shall keep."""
     closed = [] if memory.current is None else [replace(memory.current, attention={})]
     earlier = [
@@ -342,14 +343,14 @@ def _entered(memory: SiteMemory, task: Task, received: list[Payload], rng: Rng) 
         for part in [*memory.earlier, *closed]
     ]
     tag = int(torch.randint(MOST_TAG, (1,), generator=rng.at("tag").generator()))
-    return SiteMemory(task.index, memory.base, None, earlier, received, [*memory.tags, tag])
+    return TaskMemory(task.index, memory.base, None, earlier, received, [*memory.tags, tag])
 
 
-def _usable(memory: SiteMemory, place: int) -> bool:
+def _usable(memory: TaskMemory, place: int) -> bool:
     return bool(memory.received) and memory.received[place]["tag"] not in memory.tags
 
 
-def _received(memory: SiteMemory, payload: Payload) -> list[Model]:
+def _received(memory: TaskMemory, payload: Payload) -> list[Model]:
     """Other sites' adaptive weights; zeros for those that the site cannot use."""
     base = payload["base"]
     nothing = {name: torch.zeros_like(value) for name, value in base.items()}

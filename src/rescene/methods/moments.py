@@ -152,6 +152,7 @@ class Moments(Method):
             heard, noises = tuple(k for k, answer in answers.items() if "sums" in answer), float(mechanism is not None)
         sent = {client: answer for client, answer in answers.items() if "sums" in answer}
         if not sent:
+            _check_learned(state, mechanism, round, federation)
             return state
         classes = federation.task.classes
         new = [
@@ -434,6 +435,17 @@ def on_diagonal(d: int, device: torch.device | None = None) -> Tensor:
     found = torch.zeros(d * (d + 1) // 2, dtype=torch.bool, device=device)
     found[k * d - k * (k - 1) // 2] = True  # rows are one shorter than the one before
     return found
+
+
+def _check_learned(state: MomentsState, mechanism: Mechanism | None, round: int, federation: Federation) -> None:
+    """Stop before a task ends of which no site has sent anything: its classes would be guessed (E377)."""
+    if mechanism is not None and not state.answered and round + 1 >= federation.num_rounds:
+        raise RunError(
+            "E377",
+            f"no site has sent its sums of task {federation.task.index + 1}",
+            why="every site declined, or was not there; events.jsonl and `rescene deploy status` say why",
+            fix="change the floors (privacy: in site.yaml) or the noise, then the same command: the run goes on with this round",
+        )
 
 
 def possible_sums(answer: dict[str, Any]) -> bool:
