@@ -374,10 +374,12 @@ class Recipe(Section):
         there = federation.num_clients - len(federation.exclude or ())
         least = threshold(federation.num_clients, federation.quorum, honest)
         if least > there:
+            by_site = federation.partition == "sites"
+            more = "; if the images have more sites, federation.num_clients=N federation.per_round=N" if by_site else ""
             raise ValueError(
                 f"privacy.honest_sites: a sum needs {least} sites (federation.quorum={federation.quorum:g} of "
                 f"federation.num_clients={federation.num_clients}, and no fewer than honest_sites={honest}), "
-                f"and only {there} are there"
+                f"and only {there} are there{more}"
             )
         return self
 
