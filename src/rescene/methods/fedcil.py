@@ -335,7 +335,7 @@ def _weights_of(gan: Gan) -> Payload:
 def _check_finite(loss: float) -> None:
     if not math.isfinite(loss):
         raise RunError(
-            "E582",
+            "E330",
             "the loss of the server's consolidation is not finite",
             why="a site's generator or the averaged network has diverged",
             fix="lower method.gan_lr, or method.consolidation_steps=0 to go without consolidation",
