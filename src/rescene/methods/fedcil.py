@@ -16,7 +16,6 @@ each round of task t:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
@@ -25,7 +24,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rescene.core.errors import RunError
 from rescene.core.hyperparameters import hyper
 from rescene.core.method_style import SKY
 from rescene.core.record import Tree, record
@@ -42,7 +40,7 @@ from rescene.methods.registry import register
 from rescene.methods.upload_schema import Dim, Form, Place, either, fields, labels, like, notes, whole
 from rescene.nets import FLOAT_BYTES, Arch, body_cost, laps, model_bytes, real_side
 from rescene.training import Batch, Loss, fit_shard
-from rescene.training.adversarial import AdversarialSteps, AdversarialTraining, Gan, Painter
+from rescene.training.adversarial import AdversarialSteps, AdversarialTraining, Gan, Painter, check_finite
 from rescene.training.generator import (
     fresh_generator,
     generator_flops,
@@ -251,7 +249,7 @@ class FedCIL(AdversarialTraining, PaintingMethod):
                 loss = self.new_weight * loss + (1 - self.new_weight) * old
             steps.step(loss)
             last = loss.detach()
-        _check_finite(float(last))
+        check_finite(float(last))
         return replace(state, notes={"consolidation_loss": float(last)}, **_weights_of(gan))
 
     def _pooled(self, sampled: Sampled, source: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -330,13 +328,3 @@ def _weights_of(gan: Gan) -> Payload:
         "realness": weights_of(gan.realness),
         "generator": weights_of(gan.painter.generator),
     }
-
-
-def _check_finite(loss: float) -> None:
-    if not math.isfinite(loss):
-        raise RunError(
-            "E582",
-            "the loss of the server's consolidation is not finite",
-            why="a site's generator or the averaged network has diverged",
-            fix="lower method.gan_lr, or method.consolidation_steps=0 to go without consolidation",
-        )

@@ -6,12 +6,14 @@ in each step: one step of Adam on network and score, then one on the generator  
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from rescene.core.errors import RunError
 from rescene.core.hyperparameters import Hyperparameters, hyper
 from rescene.data import Transform
 from rescene.functional.acgan import acgan_loss, conditioned
@@ -110,3 +112,14 @@ class AdversarialSteps:
         self._generator_adam.step()
         for parameter in self._critic:
             parameter.requires_grad_(True)
+
+
+def check_finite(loss: float) -> None:
+    """Raise RunError E330 if the loss of a GAN is not a finite number."""
+    if not math.isfinite(loss):
+        raise RunError(
+            "E330",
+            "the loss of the server's consolidation is not finite",
+            why="a site's generator or the averaged network has diverged",
+            fix="lower method.gan_lr, or method.consolidation_steps=0 to go without consolidation",
+        )
