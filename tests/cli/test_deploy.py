@@ -37,6 +37,8 @@ def test_init_leads_to_the_recipe_for_images_of_ones_own(tmp_path):
         (tmp_path / "photos" / site).mkdir(parents=True)
         for name in names:
             (tmp_path / "photos" / site / name).mkdir()
+            (tmp_path / "photos" / site / name / "1.jpg").touch()
+    (tmp_path / "photos" / "south" / "dog").mkdir()  # an empty folder is no class
     words = ("init", tmp_path / "clinic", "--data", tmp_path / "photos", "--sites")
     code, output = say(*words, "north,empty")
     assert code == 2 and "E560" in output and not (tmp_path / "clinic").exists()

@@ -107,7 +107,7 @@ def test_behind_a_secure_sum_the_cost_is_told_and_wants_consent(tmp_path):
     assert "E164" in invoke(app, [*words, "--charge", "--check"]).output
     told = invoke(app, [*words, "--charge"])
     assert told.exit_code == 0, told.output
-    assert told.output.index("Before: (") < told.output.index("After, old and new sums together: (")
+    assert told.output.index("Before: What a site sends") < told.output.index("After, old and new sums together: What")
     for part in ("if the image is added or removed", "if another takes its place", "taken anew", "stay released"):
         assert part in told.output
     place = run.with_name("run-forgot-2")
