@@ -37,9 +37,20 @@ def test_a_run_that_ended_says_how_and_why(tmp_path, monkeypatch, details, ended
     assert told == ["starting"] and not answers
 
 
+def test_a_run_that_goes_on_with_new_classes_does_not_begin_with_the_end_of_the_last_ones(tmp_path, monkeypatch):
+    monkeypatch.setattr(control, "running", lambda folder: [Started(n, 1, "", "") for n in ("link", "executor")])
+    monkeypatch.setattr(control, "is_done", lambda out: True)
+    monkeypatch.setattr(control, "progress", lambda out, sites: "done: 3 of 3 steps, AA 81.1")
+    monkeypatch.setattr(control, "runs", lambda federation: [{"run-id": "7", "status": "finished:completed"}])
+    told = []
+    control._watch(FederationFolder(tmp_path, "clinic", "127.0.0.1", 9000, ["north"]), 7, tmp_path, told.append, 0)
+    assert told == ["starting"]
+
+
 REFUSALS = [
     RunError("E416", "other code", where="runs/x", why="threads: 1 -> 2\ntorch: 2.9 -> 3.0", fix="add --elsewhere"),
     RunError("E405", "another recipe"),
+    RunError("E377", "no site has sent its sums of task 1", fix="change the floors"),
     ConfigError("E167", "no drift here", fix="leave it out"),
     DataError("E201", "no images"),
 ]

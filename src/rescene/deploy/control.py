@@ -54,6 +54,7 @@ SECRET_BYTES = 32
 LOOK_S = 5.0
 SUBMISSIONS = 3  # in a row that finish no step
 COMPLETED, LOST = "finished:completed", "lost with the server"
+LASTING = ("E377",)  # all sites decline: somebody must change a floor
 PASSING = ("E410", "E422")  # a disk may get room again, and the process of the run before ends in a while
 RETURN_S = 600.0  # for a server that ended to be started again
 
@@ -299,7 +300,7 @@ def _wait_for_link(federation: FederationFolder, look_s: float) -> None:
 
 def _may_pass(error: ResceneError) -> bool:
     """Sites come back; what else a server app refuses, it refuses every time, but for two things."""
-    return error.code.startswith("E3") or error.code in PASSING
+    return (error.code.startswith("E3") and error.code not in LASTING) or error.code in PASSING
 
 
 def _watch(
@@ -313,6 +314,8 @@ def _watch(
         gone = {"link", "executor"} - {one.name for one in running(federation.server)}
         again = f"the {' and the '.join(sorted(gone))} of the server ended; {_again(federation)}"
         line = again if gone else progress(out, federation.sites)
+        if not told and not gone and is_done(out):  # what the folder says of the tasks before
+            line = "starting"
         if line != told:
             tell(line)
             told = line
