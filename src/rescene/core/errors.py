@@ -133,6 +133,9 @@ def error_in(text: str) -> ResceneError | None:
     return {"1": ConfigError, "2": DataError}.get(kind, RunError)(code, what, **more)
 
 
+DECLINED = "W310"  # a site did not send what it was asked for, because its privacy floor forbids it
+
+
 class ResceneWarning(UserWarning):
     """A warning worth keeping: shown once and written to the run's events."""
 

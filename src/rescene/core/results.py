@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rescene.core.errors import DataError
+from rescene.core.errors import DECLINED, DataError
 from rescene.core.json_files import Row, noted, record_of
 from rescene.core.run_state import read_object
 from rescene.core.versions import RESULTS, as_it_was, refuse_newer
@@ -345,9 +345,6 @@ class TaskRecord:
     task: int
     accuracy: Numbers = ()
     aa: float | None = None
-
-
-DECLINED = "W310"  # a site did not send what it was asked for, because its privacy floor forbids it
 
 
 @dataclass(frozen=True)

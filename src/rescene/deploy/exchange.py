@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from rescene.core.errors import DECLINED
 from rescene.core.record import Tree, record
 
 if TYPE_CHECKING:  # letters are read before it is known whether there is work, and the ledger takes long to load
@@ -50,9 +51,6 @@ class Remembered:
     num_bytes: int
 
 
-DECLINES = "W310"  # a site does not send what it was asked for, because its privacy floor forbids it
-
-
 @record
 class Reply:
     """A site's answer, or the code and words of what stopped it."""
@@ -69,7 +67,7 @@ class Reply:
 
 def declines(reply: Reply) -> bool:
     """Whether a site did not send what it was asked for, because its privacy floor forbids it."""
-    return any(code == DECLINES for code, _ in reply.told)
+    return any(code == DECLINED for code, _ in reply.told)
 
 
 def in_a_line(words: str) -> str:

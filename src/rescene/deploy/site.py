@@ -42,11 +42,10 @@ import rescene
 from rescene.config import Recipe
 from rescene.config.site_plan import grows
 from rescene.core.documents import read_yaml
-from rescene.core.errors import ConfigError, DataError, ResceneError, RunError
+from rescene.core.errors import DECLINED, ConfigError, DataError, ResceneError, RunError
 from rescene.core.record import Tree, num_bytes, to_device
 from rescene.core.rng import Rng, torch_draws_from
 from rescene.deploy.exchange import (
-    DECLINES,
     EVALUATE,
     HELLO,
     SUM_STEPS,
@@ -91,7 +90,7 @@ if TYPE_CHECKING:
     from rescene.deploy.parties import Parties
 
 KEPT = 12  # memories: two checkpoints of the server and the step under way, a few exchanges each
-HEARD = (DECLINES, "W342")  # warnings the server hears: also classes outside the plan; others may name files
+HEARD = (DECLINED, "W342")  # warnings the server hears: also classes outside the plan; others may name files
 TOLD = (
     "E204",
     "E205",
@@ -457,7 +456,7 @@ def _files_for_us_alone() -> Iterator[None]:
 def _heard(hidden: bool) -> Iterator[list[tuple[str, str]]]:
     """Collects the warnings that the server is told of; all are printed, for the site's own log."""
     told: list[tuple[str, str]] = []
-    codes: Sequence[str] = (DECLINES,) if hidden else HEARD
+    codes: Sequence[str] = (DECLINED,) if hidden else HEARD
 
     def listen(level: str, code: str, words: str) -> None:
         print(f"{level}[{code}] {words}", file=sys.stderr)

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from rescene.config.site_plan import SitesSection
+from rescene.core.errors import DECLINED
 from rescene.core.json_files import json_lines, records_of
-from rescene.core.results import DECLINED, EventRecord
+from rescene.core.results import EventRecord
 from rescene.core.run_state import state_of
 from rescene.deploy.plan_file import Held
 

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from rescene.config import Resolved
 from rescene.config.site_plan import PlannedTask, SitesSection
-from rescene.core.errors import DataError, RunError
-from rescene.core.results import DECLINED
+from rescene.core.errors import DECLINED, DataError, RunError
 from rescene.deploy.exchange import HELLO, Letter, Patience, Undelivered
 from rescene.deploy.message_bytes import unpack_message
 from rescene.deploy.post_transport import PostTransport

@@ -230,11 +230,14 @@ def _prepare_simulated(
     device = pick_device(recipe.device)
     rng = Rng(recipe.seed)
     method = recipe.build_method()
+    hidden, given = recipe.privacy.mechanism != "none", dataset is not None
     if dataset is None:
         dataset = load_data(recipe.images)
-        _warn_of_copies(recipe, dataset)
-    hidden = recipe.privacy.mechanism != "none"
-    digests = Digests.of(planned(recipe, dataset)[0]) if hidden else Digests()  # in the order of the planned images
+        _ = dataset.train.digests, dataset.test.digests  # the images that the tasks use know theirs then
+    used = planned(recipe, dataset)[0] if hidden or not given else dataset  # in the order of the tasks
+    if not given:
+        _warn_of_copies(recipe, used)
+    digests = Digests.of(used) if hidden else Digests()
     dataset, tasks = planned(recipe, seen_by(recipe, look(dataset, device)))
     check_records(recipe.promise(len(tasks)), sum(len(task.train) for task in tasks))
     dataset = dataset.to(device)
@@ -320,10 +323,8 @@ def _split(task: Task, labels: Tensor, federation: FederationSection, rng: Rng) 
     return [task.train[part.to(task.train.device)] for part in parts]
 
 
-def _warn_of_copies(recipe: Recipe, dataset: Dataset) -> None:
+def _warn_of_copies(recipe: Recipe, used: Dataset) -> None:
     """Of the images that the tasks use; those of classes that a plan leaves out do not count."""
-    _ = dataset.train.digests, dataset.test.digests  # what is used knows its digests then
-    used = planned(recipe, dataset)[0]
     warn_of_leaks(used)
     if recipe.images.path is not None:  # published sets are what they are
         warn_of_near_copies(used)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rescene.core.results import DECLINED, Privacy
+from rescene.core.errors import DECLINED
+from rescene.core.results import Privacy
 from rescene.report.formatting import PERCENT, bytes_text, count, percent, plain
 from rescene.report.groups import RunGroup, Spread, headline_group, rivals
 from rescene.report.load import RunRecord
