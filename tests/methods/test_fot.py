@@ -61,7 +61,7 @@ def test_random_sketches_span_inputs_of_low_rank():
     total = sum(sketch(x @ x.T, normal(10, 4, seed=5 + i)) for i, x in enumerate(parts))
     basis = extended_subspace(nothing(10), total, energy=1.0)
     pooled = torch.cat(parts, dim=1)
-    assert basis.shape == (10, 3) and torch.allclose(projector(basis) @ pooled, pooled, atol=1e-7)
+    assert basis.shape == (10, 3) and torch.allclose(projector(basis) @ pooled, pooled, atol=1e-6)
 
 
 def test_the_law_of_a_sketch_is_that_of_inputs_times_a_normal_matrix():

@@ -23,9 +23,26 @@ def sketch(gram: Tensor, omega: Tensor) -> Tensor:
     >>> sketch(torch.diag(torch.tensor([4.0, 9.0])), torch.eye(2)).abs().sum(1).tolist()
     [2.0, 3.0]
     """
+    return square_root(gram) @ omega
+
+
+def square_root(gram: Tensor) -> Tensor:
+    """R with R R^T = X X^T, [d, d] -> [d, d]: Cholesky's factor, which takes a small part of the time of eigenvalues.
+
+    A ridge of 1e-14 of the trace makes it possible in float64 where X X^T has no full rank. Where that does not
+    suffice (float32, or numbers of very unlike size), eigenvalues are taken.
+
+    >>> root = square_root(torch.tensor([[4.0, 2.0], [2.0, 1.0]]))  # rank 1
+    >>> (root @ root.T).round(decimals=4).tolist()
+    [[4.0, 2.0], [2.0, 1.0]]
+    """
+    ridge = torch.full_like(gram.diagonal(), 1e-14) * gram.trace()
+    factor, failed = torch.linalg.cholesky_ex(gram + ridge.diag())
+    if not failed:
+        return factor
     values, vectors = torch.linalg.eigh(gram)
-    found: Tensor = (vectors * values.clamp(min=0).sqrt()) @ omega
-    return found
+    root: Tensor = vectors * values.clamp(min=0).sqrt()
+    return root
 
 
 def extended_subspace(basis: Tensor, total: Tensor, energy: float) -> Tensor:
@@ -42,10 +59,10 @@ def extended_subspace(basis: Tensor, total: Tensor, energy: float) -> Tensor:
     wanted = energy * total.square().sum() - known.square().sum()
     if wanted <= 0:
         return basis
-    u, sigma, _ = torch.linalg.svd(total - known, full_matrices=False)
-    held = sigma.square().cumsum(0)
+    rest = total - known
+    squares, u = (found.flip(-1) for found in torch.linalg.eigh(rest @ rest.T))  # sigma^2 and u: faster than their SVD
     room = total.shape[0] - basis.shape[1]  # no more directions than the space has
-    num = min(int((held < wanted).sum()) + 1, int((sigma > sigma[0] * 1e-6).sum()), room)
+    num = min(int((squares.cumsum(0) < wanted).sum()) + 1, int((squares > squares[0] * 1e-12).sum()), room)
     joined: Tensor = torch.linalg.qr(torch.cat([basis, u[:, :num]], dim=1)).Q
     return joined
 

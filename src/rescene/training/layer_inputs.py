@@ -41,8 +41,8 @@ def input_grams(net: nn.Module, layers: Layers, batches: Iterable[Tensor]) -> di
     grams: dict[str, Tensor] = {}
 
     def meet(name: str, layer: nn.Module, x: Tensor) -> None:
-        columns = input_columns(layer, x)
-        product = (columns @ columns.T).double()
+        columns = input_columns(layer, x).double()
+        product = columns @ columns.T
         grams[name] = grams[name] + product if name in grams else product
 
     handles = [
