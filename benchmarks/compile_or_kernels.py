@@ -1,6 +1,7 @@
 """Is the hand-written GPU path worth its code? torch.compile inside a CUDA graph against it, in one run on one GPU.
 
     python benchmarks/compile_or_kernels.py              needs a GPU; writes results/bench/compile_or_kernels.json
+    python benchmarks/compile_or_kernels.py --autotune   the compiler tries its kernels for every layer: minutes more
     python benchmarks/compile_or_kernels.py --dry-run    every way on a CPU, small and without a compiler; writes nothing
 
 The work is the server's training: ResNet-18, 32 x 32 pixels, batches of 128, crop and mirror, bfloat16. All ways make the same draws.
@@ -23,6 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -79,7 +81,9 @@ def unrecorded() -> Iterator[None]:
 class Compiled:
     """Server training by torch.compile. The step reads fixed places in memory, so that a CUDA graph can replay it."""
 
-    def __init__(self, net: nn.Module, pool: tuple[Tensor, Tensor], settings: Training, backend: str) -> None:
+    def __init__(
+        self, net: nn.Module, pool: tuple[Tensor, Tensor], settings: Training, backend: dict[str, str]
+    ) -> None:
         self.net, self.pool, self.settings = net, pool, settings
         device, size, count = pool[0].device, settings.batch_size, len(pool[1])
         self.half = sgd_graph.is_half(settings, device)
@@ -91,8 +95,7 @@ class Compiled:
         self.lr = torch.tensor(settings.lr, device=device)
         options = {"momentum": settings.momentum, "weight_decay": settings.weight_decay, "fused": True}
         self.optimiser = torch.optim.SGD(net.parameters(), lr=self.lr, **options)
-        mode = {"mode": "max-autotune-no-cudagraphs"} if backend == "inductor" else {}
-        self.loss = torch.compile(self._loss, backend=backend, dynamic=False, **mode)
+        self.loss = torch.compile(self._loss, dynamic=False, **backend)
         self.replay: Callable[[], None] | None = None
 
     def _loss(self, place: Tensor) -> Tensor:
@@ -134,7 +137,7 @@ class Compiled:
         return float(self.total) / (count // size)
 
 
-def server_ways(device: torch.device, size: bench.Size, settings: Training, backend: str) -> dict[str, Way]:
+def server_ways(device: torch.device, size: bench.Size, settings: Training, backend: dict[str, str]) -> dict[str, Way]:
     pool = bench._pool(device, size.pool)
 
     def fit(net: nn.Module) -> float:
@@ -150,7 +153,9 @@ def server_ways(device: torch.device, size: bench.Size, settings: Training, back
     return {"compiled": compiled, "kernels": fit, "operations": fit, "plain": plain}
 
 
-def server(device: torch.device, size: bench.Size, settings: Training, backend: str, turns: int) -> dict[str, Any]:
+def server(
+    device: torch.device, size: bench.Size, settings: Training, backend: dict[str, str], turns: int
+) -> dict[str, Any]:
     """Images per second of each way, and the mean loss that each reached from the same weights."""
     ways = server_ways(device, size, settings, backend)
     losses, refused, seconds = {}, set(), dict.fromkeys(ways, float("inf"))
@@ -203,18 +208,23 @@ def verdicts(found: dict[str, Any]) -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry-run", action="store_true", help="on a CPU, small, without a compiler; writes nothing")
+    parser.add_argument("--autotune", action="store_true", help="torch.compile measures its kernels for every layer")
     parser.add_argument("--turns", type=int, default=3, help="how often each way is measured")
     options = parser.parse_args()
     if not options.dry_run and not torch.cuda.is_available():
         parser.exit(2, "needs a GPU; --dry-run goes through the code without one\n")
     device, size = (torch.device("cpu"), SMALL) if options.dry_run else (torch.device("cuda"), bench.SIZES["cuda"])
     settings = Training(server_epochs=size.server_epochs)
+    compiler = {"backend": "aot_eager" if options.dry_run else "inductor"}
+    if options.autotune:
+        compiler["mode"] = "max-autotune-no-cudagraphs"
     found: dict[str, Any] = {
-        "command": "python benchmarks/compile_or_kernels.py",
+        "command": " ".join(["python benchmarks/compile_or_kernels.py", *sys.argv[1:]]),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.machine(),
         "torch": torch.__version__,
         "rule": f"delete what does not win by {WIN - 1:.0%}",
-        "server": server(device, size, settings, "aot_eager" if options.dry_run else "inductor", options.turns),
+        "compiler": compiler,
+        "server": server(device, size, settings, compiler, options.turns),
         "others": others(device, size),
     }
     if options.dry_run:
