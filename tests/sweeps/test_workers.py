@@ -135,6 +135,11 @@ def test_a_sweep_in_processes_gives_the_same_bits_as_one_in_turn(tmp_path):
             tmp_path / "apart" / folder.name / "results.json"
         ).read_bytes()
     assert (tmp_path / "apart" / "report.html").is_file()
+    told = next((tmp_path / "apart").glob("fedavg-*/command.txt")).read_text().split()
+    assert told[:4] == ["rescene", "run", "smoke", "method=fedavg"] and told[-2:] == [
+        "--plugin",
+        str(tmp_path / "mine.py"),
+    ]
 
 
 @pytest.mark.slow

@@ -33,6 +33,16 @@ class Order:
         """The command that does it."""
         return [sys.executable, "-m", "rescene.sweeps.one_run", json.dumps(asdict(self))]
 
+    @property
+    def repeated(self) -> list[str]:
+        """What a person types to repeat this run.
+
+        >>> Order("demo", ("method=fedavg", "seed=0"), "runs/x", plugins=("mine.py",)).repeated
+        ['rescene', 'run', 'demo', 'method=fedavg', 'seed=0', '--plugin', 'mine.py']
+        """
+        plugins = [word for path in self.plugins for word in ("--plugin", path)]
+        return ["rescene", "run", self.recipe, *self.overrides, *plugins]
+
 
 def work(order: Order) -> None:
     """Do the run, or continue it."""
@@ -72,6 +82,7 @@ def main() -> int:
 
     told: dict[str, Any] = json.loads(sys.argv[1])
     order = Order(**told | {"overrides": tuple(told["overrides"]), "plugins": tuple(told["plugins"])})
+    sys.argv = order.repeated  # the run folder keeps the command
     signal.signal(signal.SIGTERM, _terminate)
     try:
         work(order)
