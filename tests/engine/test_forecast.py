@@ -115,6 +115,13 @@ def test_rescene_with_other_statistics_or_a_linear_network(monkeypatch, tmp_path
     assert measured["server_flops"] > 0
 
 
+@pytest.mark.parametrize("method", ["target", "mfcl"])
+def test_methods_that_paint_pictures_for_a_linear_network(monkeypatch, tmp_path, image_folder, method):
+    more = {"model.name": "linear", "model.width": None, "train.lr": 0.001}
+    measured, found = ledger_and_forecast(monkeypatch, tmp_path / "r", image_folder, method, more)
+    assert_foreseen(found, measured, {"server_flops", *LOOSE.get(method, ())})  # the generator follows the picture
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "more"), VARIANTS, ids=lambda v: v if isinstance(v, str) else ",".join(v))
 def test_options_that_change_the_cost(monkeypatch, tmp_path, image_folder, method, more):

@@ -247,11 +247,11 @@ class Sizes:
 
     def __init__(self, experiment: Experiment) -> None:
         small, real = _small_arch(experiment), experiment.arch
-        features = body_cost(real).feature_size
+        features, seen = body_cost(real).feature_size, body_cost(small).feature_size
         used = getattr(experiment.method, "num_features", None) or features  # of methods that use the first so many
         self._picture = (small.channels, small.image_size, small.image_size)
         self._picture_values = real.channels * real.image_size**2
-        self._body = (FEATURES, small.channels * small.image_size**2)  # shape of the miniature's only body weight
+        self._body = (seen, small.channels * small.image_size**2)  # shape of the miniature's only body weight
         whole = num_bytes(real.skeleton(1).body.state_dict())  # BatchNorm's counters included, as they travel
         self._body_values = whole // FLOAT_BYTES - features  # its bias is counted as features are
         weights = [layer.weight for layer in input_layers(real.skeleton(1).body).values()]
@@ -261,12 +261,12 @@ class Sizes:
         self._sketch_values = sum(d * min(d, columns) for d in inputs)  # which stands for those of all layers
         dropped = getattr(experiment.method, "dropped_outputs", 0.0)
         self._rows = (
-            num_kept(FEATURES, dropped),
+            num_kept(seen, dropped),
             self._body[1],
         )  # of the only layer, of which some outputs are not sent
         kept = [num_kept(len(weight), dropped) for weight in weights]  # type: ignore[arg-type]
         self._rows_values = sum(rows * d for rows, d in zip(kept, inputs, strict=True))
-        self._values = {FEATURES: used, FEATURES * (FEATURES + 1) // 2: used * (used + 1) // 2}
+        self._values = {seen: used, seen * (seen + 1) // 2: used * (used + 1) // 2}
 
     def num_bytes(self, tree: Tree) -> int:
         """Bytes of the real tensors that these small ones stand for."""
@@ -289,10 +289,10 @@ class Sizes:
 
 
 def _small_arch(experiment: Experiment) -> Arch:
-    """One layer behind small pictures; for a network that is only a head, pictures with that many values."""
+    """One layer behind small pictures; for a network that is only a head, pictures with as many values, unless a method paints them."""
     real = experiment.arch
     if real.name == "linear":
-        return Arch("linear", 1, channels=FEATURES)
+        return Arch("linear", SIDE) if experiment.method.paints else Arch("linear", 1, channels=FEATURES)
     return Arch("mlp", SIDE, width=FEATURES, channels=min(real.channels, FEATURES))
 
 
