@@ -210,6 +210,16 @@ def test_server_epochs_make_no_other_recipe_where_no_server_trains(tmp_path: Pat
     assert len(group_runs([with_epochs(tmp_path, "rescene", epochs, 10.0) for epochs in (10, 100)])) == 2
 
 
+def test_two_ways_to_say_that_the_server_does_not_augment_are_one_setting(tmp_path: Path) -> None:
+    def run(seed: int, augment: bool, server_augment: bool) -> RunRecord:
+        told = config("rescene", seed)
+        told["train"]["augment"], told["method"]["server_augment"] = augment, server_augment
+        return make(tmp_path, "rescene", seed, config=told)
+
+    groups = group_runs([run(0, False, True), run(1, True, False), run(2, False, False), run(3, True, True)])
+    assert sorted([run.seed for run in group.runs] for group in groups) == [[0, 1, 2], [3]]
+
+
 def test_where_a_named_set_lies_is_no_other_setting(tmp_path: Path) -> None:
     def at(path: str, name: str) -> list[RunRecord]:
         told = [config(method, 0) for method in ("rescene", "refed")]

@@ -73,6 +73,11 @@ class ReSCENE(ReSCENEExtensions):
         Verified("official code", "tests/oracles/test_oracles.py::test_icarl_herding", "the same picks"),
         Verified(
             "paper figure",
+            "results/controls/rescene-beta0.5-noaug-min-s0",
+            "AA 68.19 against 67.96, AIA 73.45 against 73.53 (beta 0.5, E_srv=100, one seed)",
+        ),
+        Verified(
+            "paper figure",
             "results/controls/rescene-beta0.1-esrv10-noaug-min-s0",
             "AA 54.71 against 53.45, AIA 66.00 against 65.03 (seed 0; three seeds: 53.71, 65.32)",
         ),

@@ -22,6 +22,7 @@ from rescene.core.recipe_keys import Flat, experiment_keys
 from rescene.report.formatting import NONE, distinct, plain, shortened, slug
 from rescene.report.load import RunRecord
 
+SERVER_AUGMENT = "method.server_augment"
 SERVER_EPOCHS = "train.server_epochs"
 _ACROSS = ("federation.beta", SERVER_EPOCHS)  # named on every row they act on, if rows differ in them
 METRICS = ("aa", "aia", "old", "recent", "forgetting")
@@ -133,10 +134,16 @@ def _setting(run: RunRecord) -> Flat:
 
 
 def acting(run: RunRecord) -> Flat:
-    """The recipe's dotted keys without E_srv where no server trains on uploads: it then changes nothing."""
+    """The recipe's dotted keys as far as they act.
+
+    E_srv counts only where a server trains on uploads. Where sites condense, only the server could augment.
+    """
     flat = experiment_keys(run.config)
     if not run.style.server_trains:
         flat.pop(SERVER_EPOCHS, None)
+    if SERVER_AUGMENT in flat:
+        augments = flat.pop("train.augment", True)
+        flat[SERVER_AUGMENT] = bool(flat[SERVER_AUGMENT] and augments)
     return flat
 
 
