@@ -25,6 +25,7 @@ from rescene.functional.decomposed import composed, kept_outputs, mean_of_kept, 
 from rescene.functional.discriminant import regularised_solve
 from rescene.functional.distillation import distillation_loss
 from rescene.functional.fisher import fisher_diagonal, quadratic_penalty
+from rescene.functional.herding import herding_order
 from rescene.functional.low_rank import change_of_output, overlap
 from rescene.functional.prompt_attention import contrastive_continual_loss
 from rescene.functional.prototypes import prototype_distances, prototype_loss, prototype_weights
@@ -350,6 +351,7 @@ def test_icarl_herding():
     rank = t["rank"]
     theirs = [int((rank == place).nonzero()) for place in range(1, 7)]
     assert herd(z, z.mean(dim=0), 6).tolist() == theirs
+    assert herding_order(z)[:6].tolist() == theirs
 
 
 # --- PILoRA

@@ -27,6 +27,7 @@ from rescene.core.hyperparameters import hyper
 from rescene.core.method_style import BROWN
 from rescene.core.record import Tree, record
 from rescene.core.rng import Rng, seeded_generator
+from rescene.core.verification import Verified
 from rescene.data import Task, Transform
 from rescene.functional.distillation import distillation_loss
 from rescene.lens.leaves import draw_leaves
@@ -57,6 +58,13 @@ class CFeD(PaintingMethod):
     colour: ClassVar[str] = BROWN
     marker: ClassVar[str] = ">"
     paper: ClassVar[str] = "Ma et al., IJCAI 2022"
+    verified: ClassVar[tuple[Verified, ...]] = (
+        Verified(
+            "hand computation",
+            "tests/methods/test_cfed.py::test_one_review_step_equals_the_formula",
+            "1e-4, a step of a site that reviews",
+        ),
+    )
     leaves_site: ClassVar[str] = "model weights and the number of pictures they learned from"
     compute: ClassVar[tuple[str, str] | None] = ("O(R K E (D_loc + D_sur) F)", "O(R K P + R E D_sur F)")
     remembers: ClassVar[str] = "the global model of the previous task, as a teacher"

@@ -17,6 +17,7 @@ from rescene.core.hyperparameters import hyper
 from rescene.core.method_style import GREY
 from rescene.core.record import Tree
 from rescene.core.rng import Rng
+from rescene.core.verification import Verified
 from rescene.functional.client_drift import proximal_term
 from rescene.methods.averaging import AveragingMethod, trained
 from rescene.methods.base import Client, Payload
@@ -35,6 +36,11 @@ class FedProx(AveragingMethod):
     own_orders: ClassVar[bool] = True
     late_verbs: ClassVar[tuple[str, ...]] = ("client_round",)
     paper: ClassVar[str] = "Li et al., MLSys 2020"
+    verified: ClassVar[tuple[Verified, ...]] = (
+        Verified(
+            "hand computation", "tests/methods/test_fedprox.py::test_two_steps_equal_the_formula", "1e-6, two steps"
+        ),
+    )
     mechanisms: ClassVar[tuple[str, ...]] = ("none", "dp-sgd")
 
     mu: float = hyper(0.01, "mu", "[ours]", "weight of the proximal term; the paper tunes it from 0.001 to 1", ge=0)

@@ -24,6 +24,7 @@ from rescene.core.hyperparameters import hyper
 from rescene.core.method_style import GREEN
 from rescene.core.record import Tree, record
 from rescene.core.rng import Rng
+from rescene.core.verification import Verified
 from rescene.data import Task
 from rescene.functional.fisher import quadratic_penalty
 from rescene.functional.importance import proximal_coefficient
@@ -62,6 +63,18 @@ class FedSSI(AveragingMethod):
     colour: ClassVar[str] = GREEN
     marker: ClassVar[str] = "v"
     paper: ClassVar[str] = "Li et al., ICML 2025"
+    verified: ClassVar[tuple[Verified, ...]] = (
+        Verified(
+            "hand computation",
+            "tests/methods/test_fedssi.py::test_importance_is_that_of_the_written_out_path",
+            "1e-5, the importance of every weight",
+        ),
+        Verified(
+            "hand computation",
+            "tests/methods/test_fedssi.py::test_one_penalised_step_equals_the_formula",
+            "1e-6, a step",
+        ),
+    )
     own_orders: ClassVar[bool] = True
     compute: ClassVar[tuple[str, str] | None] = ("O(R K E D_loc F + N E D_loc F)", "O(R K P)")
     remembers: ClassVar[str] = "importance of every weight (synaptic intelligence), and the weights it pulls back to"

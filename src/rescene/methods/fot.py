@@ -29,6 +29,7 @@ from rescene.core.hyperparameters import hyper
 from rescene.core.method_style import PURPLE
 from rescene.core.record import Tree, record
 from rescene.core.rng import Rng
+from rescene.core.verification import Verified
 from rescene.data import Task
 from rescene.functional.subspace import extended_subspace, orthogonal_update, sketch
 from rescene.methods.averaging import AveragingMethod, trained
@@ -61,6 +62,18 @@ class FOT(AveragingMethod):
     colour: ClassVar[str] = PURPLE
     marker: ClassVar[str] = "P"
     paper: ClassVar[str] = "Bakman et al., ICLR 2024"
+    verified: ClassVar[tuple[Verified, ...]] = (
+        Verified(
+            "hand computation",
+            "tests/methods/test_fot.py::test_complete_sketches_give_the_svd_of_the_pooled_inputs",
+            "1e-8, the subspace",
+        ),
+        Verified(
+            "hand computation",
+            "tests/methods/test_fot.py::test_the_update_is_the_projected_update_of_the_average",
+            "1e-5, a round of the server",
+        ),
+    )
     leaves_site: ClassVar[str] = (
         "model weights and the number of local images; after each task random combinations of the inputs of every layer"
     )

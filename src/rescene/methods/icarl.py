@@ -26,6 +26,7 @@ from rescene.core.hyperparameters import hyper
 from rescene.core.method_style import SKY
 from rescene.core.record import Tree, record
 from rescene.core.rng import Rng
+from rescene.core.verification import Verified
 from rescene.data import Task
 from rescene.functional.distillation import distillation_loss
 from rescene.functional.exemplars import (
@@ -76,6 +77,11 @@ class ICaRL(AveragingMethod):
     colour: ClassVar[str] = SKY
     marker: ClassVar[str] = "P"
     paper: ClassVar[str] = "Rebuffi et al., CVPR 2017"
+    verified: ClassVar[tuple[Verified, ...]] = (
+        Verified("official code", "tests/oracles/test_oracles.py::test_icarl_herding", "the same exemplars"),
+        Verified("hand computation", "tests/methods/test_icarl.py::test_the_loss_is_algorithm_3_written_out", "1e-5"),
+        Verified("hand computation", "tests/methods/test_icarl.py::test_one_step_equals_the_formula", "1e-4, a step"),
+    )
     leaves_site: ClassVar[str] = (
         "model weights and the number of images trained on; after each task, for each class it remembers, the sum of its "
         "exemplars' features and their number"

@@ -24,6 +24,7 @@ from rescene.core.hyperparameters import hyper
 from rescene.core.method_style import PURPLE
 from rescene.core.record import Tree, record
 from rescene.core.rng import Rng
+from rescene.core.verification import Verified
 from rescene.data import Task
 from rescene.functional.distillation import feature_distillation_loss
 from rescene.methods.averaging import PaintingMethod
@@ -61,6 +62,16 @@ class MFCL(DataFree, PaintingMethod):
     colour: ClassVar[str] = PURPLE
     marker: ClassVar[str] = "^"
     paper: ClassVar[str] = "Babakniya et al., NeurIPS 2023"
+    verified: ClassVar[tuple[Verified, ...]] = (
+        Verified(
+            "hand computation", "tests/methods/test_mfcl.py::test_one_step_equals_the_formula", "1e-3, a step of a site"
+        ),
+        Verified(
+            "hand computation",
+            "tests/methods/test_mfcl.py::test_the_generators_loss_is_the_weighted_sum",
+            "1e-5, the loss of the generator",
+        ),
+    )
     compute: ClassVar[tuple[str, str] | None] = ("O(R K E D_loc F)", "O(S_gen B_syn F)")
     remembers: ClassVar[str] = "the model of the task before, and a generator of images of all old classes"
     unprotected: ClassVar[str] = "each local step also learns from painted images, for which dp-sgd has no place"

@@ -26,6 +26,7 @@ from rescene.core.hyperparameters import hyper
 from rescene.core.method_style import VERMILLION
 from rescene.core.record import Tree, record
 from rescene.core.rng import Rng
+from rescene.core.verification import Verified
 from rescene.data import Task
 from rescene.functional import weighted_average
 from rescene.functional.client_drift import control_variate, effective_steps, grown_rows, linear_term
@@ -64,6 +65,11 @@ class Scaffold(AveragingMethod):
     colour: ClassVar[str] = VERMILLION
     marker: ClassVar[str] = ">"
     paper: ClassVar[str] = "Karimireddy et al., ICML 2020"
+    verified: ClassVar[tuple[Verified, ...]] = (
+        Verified(
+            "hand computation", "tests/methods/test_scaffold.py::test_two_rounds_equal_algorithm_1", "2e-5, two rounds"
+        ),
+    )
     own_orders: ClassVar[bool] = True
     leaves_site: ClassVar[str] = "model weights, the change of the site's mean gradient, and the number of local images"
     remembers: ClassVar[str] = "its mean gradient of the task (control variate)"
