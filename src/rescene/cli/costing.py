@@ -250,7 +250,7 @@ def show_scale(
         raise ConfigError(
             NO_FORECAST,
             f"the cost of {recipe.method['name']!r} is not known in advance",
-            why="only the methods of this package have a forecast, without a privacy mechanism",
+            why="forecasts exist only without a privacy mechanism, tasks.drift and federation.delay",
         )
     if as_json:
         print(json.dumps([asdict(row) | {"limits": row.limits(means)} for row in rows if row]))

@@ -341,7 +341,7 @@ def lens_seen(
     clear: Annotated[bool, typer.Option("--clear", help="remove all of it; the next run computes it again")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what is cached: features of images in simulations, and lenses that were fetched on first use."""
+    """Show what is cached: features of images in simulations, and lenses that were made on first use."""
     from rescene.lens.feature_cache import FeatureCache, users_own
     from rescene.lens.lens import lens_folder
 

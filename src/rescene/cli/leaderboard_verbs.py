@@ -69,12 +69,12 @@ def _data_names(folder: Path) -> dict[str, str]:
 @verb
 def check(
     folder: Annotated[Path, typer.Argument(help="folder of a finished run")],
-    rounds: Annotated[int, typer.Option("--rounds", min=0, help="rounds to hold again; 0: compare files only")] = 1,
+    rounds: Annotated[int, typer.Option("--rounds", min=0, help="rounds to run again; 0: compare files only")] = 1,
     minutes: Annotated[float, typer.Option("--minutes", help="no further round begins after so many minutes")] = 10.0,
     as_json: AsJson = False,
     plugin: Plugin = None,
 ) -> None:
-    """Check a result before it is added: recipe, hashes and numbers agree, and its first rounds held again too (else 5)."""
+    """Check a result before it is added: recipe, hashes, numbers, first rounds run again; exit code 5 if something differs."""
     load_plugins(plugin)
 
     def work() -> int:

@@ -72,9 +72,9 @@ def paper_run(
     ] = False,
     jobs: Jobs = 1,
     queue: Annotated[
-        bool, typer.Option("--queue", help="no table: what is missing of all of them, most informative first")
+        bool, typer.Option("--queue", help="run what is missing of all tables, most informative first")
     ] = False,
-    minutes: Annotated[float | None, typer.Option("--minutes", help="with --queue: how long")] = None,
+    minutes: Annotated[float | None, typer.Option("--minutes", help="with --queue: stop after so many minutes")] = None,
     parallel: Annotated[int, typer.Option("--parallel", min=1, help="with --queue: runs at a time on the device")] = 1,
     plan: Annotated[bool, typer.Option("--plan", help="list the cells; run nothing")] = False,
     out: Annotated[

@@ -116,7 +116,7 @@ class Forecast:
 def forecast(experiment: Experiment) -> Forecast | None:
     """Rehearse the run; None behind a privacy mechanism, where classes drift in and where answers come late.
 
-    A method that cannot be rehearsed on other pictures and another network is a ConfigError (E176).
+    A method that cannot be rehearsed on other pictures and another network is a ConfigError (E189).
     """
     recipe = experiment.recipe
     if recipe.privacy.mechanism != "none" or recipe.tasks.drift is not None or recipe.federation.delay:

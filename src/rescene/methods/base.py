@@ -168,7 +168,7 @@ class Method(Hyperparameters):
 
     @classmethod
     def style(cls) -> MethodStyle:
-        """How tables and figures show the method; ConfigError E237 if that cannot be drawn."""
+        """How tables and figures show the method; ConfigError E179 if that cannot be drawn."""
         return MethodStyle(
             title=getattr(cls, "title", cls.name),
             colour=cls.colour or derived_colour(cls.name),

@@ -32,7 +32,7 @@ M = TypeVar("M", bound=type[Method])
 def register(cls: M) -> M:
     """Class decorator that makes a method known under its ``name``; a name can be taken once.
 
-    The style is checked here (E237): a wrong colour is found before a run and not on its page.
+    The style is checked here (E179): a wrong colour is found before a run and not on its page.
     """
     cls.style()
     if _METHODS.setdefault(cls.name, cls) is not cls:

@@ -4,7 +4,7 @@ step=polyak                  a step on pixels that would overshoot is shortened;
 server_augment=true          the server crops and mirrors surrogates; the paper's figures look like a server that does not
 surrogates_per_class=half    min(IPC, n // 2) surrogates of n images: nobody sends a whole class
 
-Its figures never stand in the paper's row. ``results/defaults.md`` says which data chose each setting.
+Its figures never stand in the paper's row. ``results/defaults.csv`` says which data chose each setting.
 """
 
 from __future__ import annotations
