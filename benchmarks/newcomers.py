@@ -87,7 +87,7 @@ PATHS: dict[str, tuple[str, list[str]]] = {
             "rescene paper check main",
             "cat results/cifar10/rescene-beta0.5-s0/command.txt",
             "rescene method explain rescene | head -n 40",
-            "rescene rerun results/fashion-mini/fedavg-s0-ef3393fe --out runs/again || true   # 5: a number differs",
+            "rescene rerun results/fashion-mini/fedavg-s0 --out runs/again || true   # 5: a number differs",
             "rescene paper run safl-lite --only '*/0.5/fedaf' --seeds 0",
         ],
     ),
