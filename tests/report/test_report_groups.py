@@ -220,6 +220,14 @@ def test_two_ways_to_say_that_the_server_does_not_augment_are_one_setting(tmp_pa
     assert sorted([run.seed for run in group.runs] for group in groups) == [[0, 1, 2], [3]]
 
 
+def test_how_often_a_run_was_evaluated_is_no_other_setting(tmp_path: Path) -> None:
+    told = [config("fedavg", seed) for seed in (0, 1)]
+    for own, every in zip(told, (0, 1), strict=True):
+        own["federation"]["evaluate_every"] = every
+    (group,) = group_runs([make(tmp_path, "fedavg", own["seed"], config=own) for own in told])
+    assert (group.label, len(group.runs)) == ("FedAvg", 2)
+
+
 def test_where_a_named_set_lies_is_no_other_setting(tmp_path: Path) -> None:
     def at(path: str, name: str) -> list[RunRecord]:
         told = [config(method, 0) for method in ("rescene", "refed")]

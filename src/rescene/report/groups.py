@@ -136,9 +136,11 @@ def _setting(run: RunRecord) -> Flat:
 def acting(run: RunRecord) -> Flat:
     """The recipe's dotted keys as far as they act.
 
-    E_srv counts only where a server trains on uploads. Where sites condense, only the server could augment.
+    E_srv counts only where a server trains on uploads. Where sites condense, only the server could augment. How often a
+    run was evaluated changes no model.
     """
     flat = experiment_keys(run.config)
+    flat.pop("federation.evaluate_every", None)
     if not run.style.server_trains:
         flat.pop(SERVER_EPOCHS, None)
     if SERVER_AUGMENT in flat:
