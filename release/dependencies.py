@@ -33,10 +33,9 @@ SPDX = {  # what packages write, where it is no SPDX expression
 }
 BSD = "BSD-3-Clause"
 STATED = {  # read in the licence files: the metadata says "BSD", or the package is for Windows only and not installed here
-    **dict.fromkeys(
-        ("colorama", "contourpy", "cycler", "jinja2", "kiwisolver", "mpmath", "prompt-toolkit", "sympy"), BSD
-    ),
+    **dict.fromkeys(("colorama", "contourpy", "cycler", "jinja2", "kiwisolver", "mpmath", "prompt-toolkit"), BSD),
     "packaging": "Apache-2.0 OR BSD-2-Clause",
+    "sympy": "BSD-3-Clause AND MIT",  # MIT: its part from latex2sympy
 }
 UNKNOWN = "unknown"
 
