@@ -15,6 +15,8 @@ from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
+from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
+
 ROOT = Path(__file__).parents[1]
 PARTS = ("base", "deploy")  # what runs at users and sites; the other parts are for developers
 SPDX = {  # what packages write, where it is no SPDX expression
@@ -29,7 +31,12 @@ SPDX = {  # what packages write, where it is no SPDX expression
     "ISC License (ISCL)": "ISC",
     "Mozilla Public License 2.0 (MPL 2.0)": "MPL-2.0",
 }
-STATED = {"colorama": "BSD-3-Clause"}  # for Windows only, so not installed where this runs; its wheel says so
+BSD = "BSD-3-Clause"
+STATED = {  # read in the licence files: the metadata says "BSD", or the package is for Windows only and not installed here
+    **dict.fromkeys(("colorama", "contourpy", "cycler", "jinja2", "kiwisolver", "mpmath", "prompt-toolkit"), BSD),
+    "packaging": "Apache-2.0 OR BSD-2-Clause",
+    "sympy": "BSD-3-Clause AND MIT",  # MIT: its part from latex2sympy
+}
 UNKNOWN = "unknown"
 
 
@@ -62,11 +69,11 @@ def licence_of(package: Distribution) -> str:
 
 
 def licence(name: str) -> str:
-    """The licence of a package that is installed here, or of one that is for other systems only."""
+    """The licence that was read for a package, or else that of its metadata, if it is installed here."""
     try:
-        return licence_of(distribution(name))
+        return STATED.get(name) or licence_of(distribution(name))
     except PackageNotFoundError:
-        return STATED.get(name, UNKNOWN)
+        return UNKNOWN
 
 
 def bill() -> dict[str, Any]:
@@ -93,7 +100,15 @@ def bill() -> dict[str, Any]:
 def _component(name: str, version: str, terms: str) -> dict[str, Any]:
     url = f"pkg:pypi/{name}@{version}"
     one: dict[str, Any] = {"type": "library", "bom-ref": url, "name": name, "version": version, "purl": url}
-    return one if terms == UNKNOWN else one | {"licenses": [{"license": {"name": terms}}]}
+    return one if terms == UNKNOWN else one | {"licenses": [_stated(terms)]}
+
+
+def _stated(terms: str) -> dict[str, Any]:
+    """An SPDX expression, which programs understand, or else the name that people gave the licence."""
+    try:
+        return {"expression": str(canonicalize_license_expression(terms))}
+    except InvalidLicenseExpression:
+        return {"license": {"name": terms}}
 
 
 def licences() -> str:

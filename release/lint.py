@@ -1,13 +1,15 @@
-"""Checks the workflow and container files: `make lint` runs it, and it fails on any error.
+"""Checks the files of a release: `make lint` runs it, and it fails on any error.
 
     python release/lint.py [FILE ...]      without names all of the repository, and the files that rescene writes for others
 
-hadolint reads container files. zizmor reads workflows, and finds what does not parse and what is unsafe. It lets unknown keys pass,
-and does not know our Makefile, so `workflow_problems` looks at these. Both come with the extra `check`.
+`document_problems` reads the cards and the paper, `zenodo_problems` what Zenodo is told. hadolint reads container files.
+zizmor reads workflows, and finds what does not parse and what is unsafe. It lets unknown keys pass, and does not know our
+Makefile, so `workflow_problems` looks at these. Both programs come with the extra `check`.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -37,6 +39,53 @@ STEP = {
     "continue-on-error",
     "timeout-minutes",
 }
+
+FRONT_MATTER = {  # what Hugging Face reads at the top of a card, and the Journal of Open Source Software at that of a paper
+    "model-card.md": {"license", "library_name", "pipeline_tag", "tags"},
+    "data-card.md": {"license", "pretty_name", "task_categories", "size_categories", "tags"},
+    "paper.md": {"title", "tags", "authors", "affiliations", "date", "bibliography"},
+}
+PAPER_WORDS = (250, 1000)  # as the journal asks
+ZENODO = {  # the keys that we use, as Zenodo's deposits have them; a set names the values it takes
+    "title": None, "description": None, "version": None, "license": None, "creators": None, "keywords": None,
+    "upload_type": {"publication", "poster", "presentation", "dataset", "image", "video", "software", "lesson", "other"},
+    "access_right": {"open", "embargoed", "restricted", "closed"},
+}  # fmt: skip
+
+
+def document_problems(name: str, text: str) -> list[str]:
+    """Keys that the front matter of a card or of the paper lacks, and a paper that is too short or too long.
+
+    >>> document_problems("model-card.md", "---\\nlicense: mit\\nlibrary_name: x\\ntags: [y]\\n---\\n# A lens")
+    ["the front matter lacks 'pipeline_tag'"]
+    """
+    parts = re.match(r"---\n(.*?)\n---\n(.*)", text, re.S)
+    if parts is None:
+        return ["no front matter"]
+    try:
+        found = yaml.safe_load(parts[1])
+    except yaml.YAMLError as error:
+        return [f"no YAML: {error}"]
+    stated = {key for key, value in found.items() if value} if isinstance(found, dict) else set()
+    problems = [f"the front matter lacks {key!r}" for key in sorted(FRONT_MATTER[name] - stated)]
+    words = len(re.sub(r"\[@[^]]*\]", "", parts[2]).split())
+    if name == "paper.md" and not PAPER_WORDS[0] <= words <= PAPER_WORDS[1]:
+        problems.append(f"{words} words; the journal takes {PAPER_WORDS[0]} to {PAPER_WORDS[1]}")
+    return problems
+
+
+def zenodo_problems(text: str) -> list[str]:
+    """Keys that are unknown or missing, values that Zenodo does not take, and creators without a name."""
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        return [f"no JSON: {error}"]
+    problems = [f"unknown key {key!r}" for key in sorted(found.keys() - ZENODO.keys())]
+    problems += [f"no {key!r}" for key in sorted(ZENODO.keys() - found.keys())]
+    for key, allowed in ZENODO.items():
+        if allowed and key in found and found[key] not in allowed:
+            problems.append(f"{key!r} is {found[key]!r}, not one of {', '.join(sorted(allowed))}")
+    return problems + ["a creator has no name" for one in found.get("creators", []) if not one.get("name")]
 
 
 def workflow_problems(text: str, targets: set[str]) -> list[str]:
@@ -101,6 +150,10 @@ def says(program: str, *words: str) -> str:
 
 def problems_of(path: Path) -> list[str]:
     """All that is wrong with one file."""
+    if path.name in FRONT_MATTER:
+        return document_problems(path.name, path.read_text())
+    if path.suffix == ".json":
+        return zenodo_problems(path.read_text())
     if path.suffix not in (".yml", ".yaml"):
         return [found] if (found := says("hadolint", str(path))) else []
     found = says(
@@ -112,9 +165,10 @@ def problems_of(path: Path) -> list[str]:
 def main() -> int:
     with tempfile.TemporaryDirectory() as spare:
         own = [*ROOT.glob(".github/workflows/*.y*ml"), *ROOT.glob("containers/*")]
-        paths = [Path(name) for name in sys.argv[1:]] or [*own, *written_for_others(Path(spare))]
+        told = [ROOT / ".zenodo.json", *(ROOT / "release" / name for name in FRONT_MATTER)]
+        paths = [Path(name) for name in sys.argv[1:]] or [*own, *told, *written_for_others(Path(spare))]
         problems = [f"{path}: {problem}" for path in sorted(paths) for problem in problems_of(path)]
-    print("\n".join(problems) or f"{len(paths)} workflow and container files are in order")
+    print("\n".join(problems) or f"{len(paths)} files of the release are in order")
     return 1 if problems else 0
 
 

@@ -68,6 +68,26 @@ def test_an_error_in_a_workflow_is_found(before, after, said):
     assert any(said in problem for problem in found), found
 
 
+@pytest.mark.parametrize(
+    ("name", "before", "after", "said"),
+    [
+        ("release/model-card.md", "library_name: rescene\n", "", "the front matter lacks 'library_name'"),
+        ("release/data-card.md", "license: mit", "license:", "the front matter lacks 'license'"),
+        ("release/data-card.md", "---\n", "", "no front matter"),
+        ("release/paper.md", "tags:", "tags: [", "no YAML"),
+        ("release/paper.md", "# Limits", "# Limits" + " and more" * 400, "the journal takes 250 to 1000"),
+        (".zenodo.json", '"software"', '"sofware"', "'upload_type' is 'sofware'"),
+        (".zenodo.json", '"creators"', '"creator"', "no 'creators'"),
+        (".zenodo.json", '"name"', '"nom"', "a creator has no name"),
+    ],
+)
+def test_an_error_in_a_card_in_the_paper_or_for_zenodo_is_found(name, before, after, said, tmp_path):
+    planted = tmp_path / Path(name).name
+    assert lint.problems_of(ROOT / name) == []
+    planted.write_text((ROOT / name).read_text().replace(before, after))
+    assert any(said in problem for problem in lint.problems_of(planted)), lint.problems_of(planted)
+
+
 @linters
 @pytest.mark.parametrize(
     ("path", "before", "after", "said"),
@@ -87,9 +107,9 @@ def test_a_planted_error_fails_the_linter(path, before, after, said, tmp_path):
 
 
 @linters
-def test_all_workflow_and_container_files_are_in_order(tmp_path):
+def test_all_files_of_the_release_are_in_order(tmp_path):
     done = subprocess.run([sys.executable, lint.__file__], capture_output=True, text=True, env=os.environ)
-    assert done.returncode == 0 and "7 workflow and container files" in done.stdout, done.stdout
+    assert done.returncode == 0 and "11 files of the release" in done.stdout, done.stdout
     assert len(lint.written_for_others(tmp_path)) == 3
 
 
@@ -112,6 +132,9 @@ def test_the_bill_names_every_locked_package_with_its_hashes():
     assert named["torch"]["version"] == dependencies.torch_version()
     assert len({one["bom-ref"] for one in bill["components"]}) == len(bill["components"])
     assert json.dumps(bill) == json.dumps(dependencies.bill())
+    assert named["packaging"]["licenses"] == [{"expression": "Apache-2.0 OR BSD-2-Clause"}]
+    unread = {name for name, one in named.items() if "license" in one.get("licenses", [{}])[0]}
+    assert unread <= {"matplotlib", "pycryptodome"}  # SPDX has no name for theirs
 
 
 PROJECT_VERSION = json.loads((ROOT / ".zenodo.json").read_text())["version"]

@@ -108,11 +108,14 @@ def test_the_baseline_says_what_flower_lists():
     sections = re.findall(r"^## (.*)", text, re.M)
     assert sections == [
         "About this baseline",
-        "Experimental setup",
-        "Environment setup",
-        "Running the experiments",
-        "Expected results",
+        "Experimental Setup",
+        "Environment Setup",
+        "Running the Experiments",
+        "Expected Results",
     ]
+    labels = ["Paper", "Authors", "Abstract", "What's implemented", "Datasets", "Hardware Setup", "Contributors"]
+    labels += ["Task", "Model", "Dataset", "Training Hyperparameters"]
+    assert re.findall(r"^\*\*(.+?):\*\*", text, re.M) == labels  # the fields of Flower's template, in its order
 
 
 def as_words(config):
