@@ -49,7 +49,7 @@ MUTATIONS = (
              "entry.double() * (weight / total)", "entry.double() / len(entries)", "tests/functional/test_balance_and_matching.py"),
     Mutation("forgetting takes the best of the wrong axis", "functional/metrics.py",
              "np.max(array[j:, j])", "np.nanmax(array[j])", "tests/functional/test_metrics.py"),
-    Mutation("perturbation not projected", "functional/perturbation.py",
+    Mutation("perturbation not projected", "functional/matching.py",
              "max=1.0)", "max=1e9)", "tests/functional/test_balance_and_matching.py"),
     Mutation("BatchNorm in train mode while condensing", "training/condensation.py",
              "net.eval().requires_grad_(False)", "net.train().requires_grad_(False)", "tests/training/test_condensation.py"),

@@ -13,11 +13,12 @@ from rescene.deploy.journal import Journal
 from rescene.deploy.message_bytes import pack_message, unpack_message
 from rescene.deploy.post_transport import PostTransport
 from rescene.engine import crashpoints
-from rescene.engine.cost_ledger import CostLedger, FlopMeter
+from rescene.engine.cost_ledger import CostLedger
 from rescene.engine.federation import RunFederation
 from rescene.engine.transport import FederationSettings
 from rescene.methods import method_class
 from rescene.methods.base import weights_of
+from rescene.nets.cost import FlopMeter
 from rescene.testing.conformance import make_world
 
 CLIENTS, ROUNDS = [0, 1, 2], 2

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from rescene.core.rng import Rng
-from rescene.data.images import Dataset
-from rescene.data.tasks import Task, relabel
+from rescene.data.images import Dataset, Task
+from rescene.data.tasks import relabel
 
 Steps = tuple[tuple[int, ...], ...]  # the classes of each step, ascending
 

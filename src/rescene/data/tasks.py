@@ -7,33 +7,14 @@ known so far are always 0..num_seen-1. Domain-incremental: one task per domain, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from rescene.core.errors import ConfigError, DataError, did_you_mean
 from rescene.core.rng import Rng
-from rescene.data.images import Dataset, Images
-
-
-@dataclass(frozen=True, eq=False)
-class Task:
-    """One task. ``classes``: labels new in it (class-incremental) or all labels (domain-incremental); labels
-    0..``num_seen``-1 are known during it. ``train``, ``test``: positions into the splits, all clients together.
-    ``announced`` is False for a stream of classes that come and go while nobody says when: it is one task to a method.
-
-    Where sites meet the classes in orders of their own (``data.site_orders``), a task is a step in time: ``classes`` are those
-    that some site meets in it, also if others met them before; ``test`` are those of the classes that are new to everybody.
-    """
-
-    index: int
-    classes: tuple[int, ...]
-    num_seen: int
-    domain: int | None
-    train: Tensor
-    test: Tensor
-    announced: bool = True
+from rescene.data.images import Dataset, Images, Task
 
 
 def plan_tasks(

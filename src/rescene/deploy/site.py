@@ -72,7 +72,6 @@ from rescene.deploy.site_config import (
 from rescene.engine import Experiment, use_all_cores
 from rescene.engine import wire as on_wire
 from rescene.engine.checkpoint import write_atomically
-from rescene.engine.cost_ledger import FlopMeter
 from rescene.engine.evaluate import TALLY_SENSITIVITY, Tally, noised, tally
 from rescene.engine.in_process import first_line
 from rescene.engine.run_context import warnings_to
@@ -80,6 +79,7 @@ from rescene.engine.site_privacy import site_at
 from rescene.lens import FeatureCache
 from rescene.methods import Method
 from rescene.nets import flops_to
+from rescene.nets.cost import FlopMeter
 from rescene.privacy.ledger import Charge, Declined, Floor, Ledger, Released
 from rescene.privacy.ledger_file import EVALUATION
 from rescene.privacy.mechanism import digest

@@ -17,11 +17,11 @@ import torch
 
 from rescene.core.rng import Rng, seeded_generator
 from rescene.data import Images, Shard, Task, Transform
-from rescene.engine.cost_ledger import FlopMeter
 from rescene.engine.experiment import Experiment
 from rescene.engine.forecast import Forecast, Moment
 from rescene.methods.base import Client
 from rescene.nets import Arch
+from rescene.nets.cost import FlopMeter
 from rescene.training import Condensation, Training, condense, fit_pool, fit_shard
 
 LONG_ENOUGH_S = 0.4

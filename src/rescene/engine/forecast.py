@@ -21,12 +21,12 @@ from rescene.core.errors import ConfigError
 from rescene.core.record import Tree, num_bytes, tensors
 from rescene.core.rng import Rng, seeded_generator
 from rescene.data import Images, Task, Transform
-from rescene.engine.cost_ledger import FlopMeter
 from rescene.engine.experiment import Experiment
 from rescene.functional.decomposed import num_kept
 from rescene.methods import Payload, Uploads
 from rescene.methods.base import Client
 from rescene.nets import FLOAT_BYTES, Arch, body_cost, flops_to, forward_flops, model_bytes, pool_of, rehearsal
+from rescene.nets.cost import FlopMeter
 from rescene.privacy.mechanism import Mechanism
 from rescene.privacy.totals import Total, added
 from rescene.training.layer_inputs import input_layers

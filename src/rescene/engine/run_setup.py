@@ -10,7 +10,7 @@ from rescene.config import Resolved
 from rescene.core.errors import ConfigError
 from rescene.data import Task
 from rescene.engine.background_writer import Writer
-from rescene.engine.cost_ledger import CostLedger, FlopMeter
+from rescene.engine.cost_ledger import CostLedger
 from rescene.engine.experiment import Experiment, prepare
 from rescene.engine.faults import Faults
 from rescene.engine.federation import RunFederation
@@ -29,6 +29,7 @@ from rescene.engine.schedule import Step, schedule
 from rescene.engine.site_privacy import Sites
 from rescene.engine.transport import Call, FederationSettings, Transport
 from rescene.methods.base import Client
+from rescene.nets.cost import FlopMeter
 
 
 @dataclass

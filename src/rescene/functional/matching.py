@@ -1,12 +1,18 @@
-"""Distribution matching (Eq. 1).
+"""Distribution matching (Eq. 1): the loss, the parameters under which it is taken, and how far a step on pixels may go.
 
-    phi   features of the network without its head       f   logits
-    S_c   surrogates of a class                          D_c real images of that class (or a minibatch of them)
+    phi     features of the network without its head     f   logits
+    S_c     surrogates of a class                        D_c real images of that class (or a minibatch of them)
+    theta   parameters        rho   radius of the ball   theta' = theta + eps * min(1, rho / ||eps||), eps ~ N(0, I)   (Sec. 3.2)
+    C       bound on the norm of the gradient:           g <- g / max(1, ||g|| / C)                                    (App. F)
+    L / eta Polyak's bound on the step:                  eta ||g|| <= L / ||g||, where the tangent of a loss L >= 0 reaches zero
+            (Loizou et al., AISTATS 2021)
 
 Groups stand for (client, class) pairs: the loss is separable over them, so that one pass serves every class of every client.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -32,3 +38,35 @@ def matching_loss(synthetic_means: Tensor, real_means: Tensor, reduction: str = 
     """
     squares = (synthetic_means - real_means).square()
     return squares.sum(dim=1) if reduction == "sum" else squares.mean(dim=1)
+
+
+def perturbed(params: Sequence[Tensor], radius: float, generator: torch.Generator) -> list[Tensor]:
+    """Parameters moved by isotropic Gaussian noise projected into a ball; the norm is one norm over all tensors.
+
+    The noise is drawn on the generator's device, tensor by tensor in the given order. A network of more than a few
+    hundred parameters always lands on the sphere, ||theta' - theta|| = rho; a very small one may stay inside.
+    Radius 0 returns copies. The inputs are not changed.
+    """
+    eps = [
+        torch.randn(p.shape, generator=generator, device=generator.device, dtype=p.dtype).to(p.device) for p in params
+    ]
+    norm = torch.stack([e.double().square().sum() for e in eps]).sum().sqrt()
+    scale = torch.clamp(radius / norm.clamp(min=1e-30), max=1.0)
+    return [p.detach() + e * scale.to(p.dtype) for p, e in zip(params, eps, strict=True)]
+
+
+def clip_groups(
+    gradient: Tensor, groups: Tensor, num_groups: int, max_norm: float | None, reach: Tensor | None = None
+) -> Tensor:
+    """Scale each group's block of rows to norm at most ``max_norm``, and at most ``reach`` / its norm.
+
+    gradient [n, ...], groups [n], reach = L / eta [num_groups] -> shape of gradient. A block within the bounds is returned
+    unchanged; a zero block stays zero.
+    """
+    squares = gradient.flatten(1).double().square().sum(dim=1)
+    squares = squares.new_zeros(num_groups).index_add(0, groups, squares)
+    excess = torch.zeros_like(squares) if max_norm is None else squares.sqrt() / max_norm
+    if reach is not None:
+        excess = torch.maximum(excess, squares / reach.double().clamp(min=torch.finfo(torch.float32).tiny))
+    factors = excess.clamp(min=1.0).reciprocal().to(gradient.dtype)
+    return gradient * factors[groups].reshape(-1, *[1] * (gradient.dim() - 1))
