@@ -15,7 +15,7 @@ from rescene.core.errors import ConfigError
 from rescene.core.rng import Rng
 from rescene.data import Task
 from rescene.engine import RunFolder
-from rescene.engine.late_answers import LateAnswers
+from rescene.engine.faults import LateAnswers
 from rescene.engine.loop import run
 from rescene.engine.run_setup import check_transport
 from rescene.engine.transport import Call

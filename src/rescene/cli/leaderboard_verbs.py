@@ -113,7 +113,7 @@ def check_submission(folder: Path, rounds: int, minutes: float) -> list[str]:
     if not rounds:
         return [*told, "rounds: none held again (--rounds 0)"]
     with busy("holding the first rounds again"), tempfile.TemporaryDirectory() as place:
-        from rescene.engine.first_rounds import first_rounds
+        from rescene.engine.loop import first_rounds
 
         again = Path(place) / "again"
         held = first_rounds(resolved, again, rounds, 60 * minutes)

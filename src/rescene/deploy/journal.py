@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rescene.core.errors import RunError
-from rescene.engine.checkpoint import could_not_save, write_json
-from rescene.engine.crashpoints import reach
+from rescene.engine.checkpoint import could_not_save, reach, write_json
 from rescene.privacy.ledger import End
 
 

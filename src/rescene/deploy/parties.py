@@ -22,8 +22,7 @@ from rescene.core.record import Tree
 from rescene.deploy.keys import read_node_key, read_peers
 from rescene.deploy.message_bytes import pack_message, unpack_message
 from rescene.deploy.summing import MASK, REVEAL, answer
-from rescene.engine.checkpoint import write_atomically
-from rescene.engine.crashpoints import reach
+from rescene.engine.checkpoint import reach, write_atomically
 from rescene.privacy import secure_sum as sums
 from rescene.privacy.secure_sum import Party
 from rescene.privacy.totals import Values, check_part

@@ -73,9 +73,8 @@ from rescene.engine import Experiment, use_all_cores
 from rescene.engine import wire as on_wire
 from rescene.engine.checkpoint import write_atomically
 from rescene.engine.evaluate import TALLY_SENSITIVITY, Tally, noised, tally
-from rescene.engine.in_process import first_line
+from rescene.engine.in_process import first_line, site_at
 from rescene.engine.run_context import warnings_to
-from rescene.engine.site_privacy import site_at
 from rescene.lens import FeatureCache
 from rescene.methods import Method
 from rescene.nets import flops_to

@@ -28,7 +28,7 @@ from rescene.data.site_images import away
 from rescene.data.site_orders import in_own_orders
 from rescene.data.tasks import cut, tested
 from rescene.data.validation import validation_part
-from rescene.engine.initial_weights import initial_weights
+from rescene.engine.model_file import initial_weights
 from rescene.lens import FeatureCache, sized, through, users_own
 from rescene.methods import Method
 from rescene.methods.base import Client

@@ -7,6 +7,9 @@ results.json timing.json csv/ model/            what came out; no wall-clock val
 surrogates.safetensors surrogates.json          a few uploads beside their nearest real images
 checkpoints/                                    how to go on
 objects.json                                    what is known of Python objects and plug-ins that it was made from
+
+A folder of an older version is brought to today's format in place before a run goes on in it. Reading an older folder (reports,
+tables, ``rescene.load``) needs no migration and changes nothing.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import shlex
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -38,13 +42,50 @@ from rescene.core.documents import read_yaml
 from rescene.core.errors import ConfigError, ResceneWarning, RunError, shortened
 from rescene.core.recipe_keys import flatten
 from rescene.core.run_state import LOCK, Busy, is_done, working_in
-from rescene.core.versions import FOLDER, source_hash
-from rescene.engine.checkpoint import Checkpoints, could_not_save, write_atomically, write_json
-from rescene.engine.crashpoints import reach
+from rescene.core.versions import FOLDER, refuse_newer, source_hash
+from rescene.engine.checkpoint import Checkpoints, could_not_save, reach, write_atomically, write_json
 from rescene.engine.experiment import Experiment
-from rescene.engine.migrate import folder_format, migrate
 from rescene.engine.object_record import FILE as OBJECTS
 from rescene.engine.object_record import objects_of, refuse_others
+
+
+def folder_format(folder: Path) -> int:
+    """The format of a run folder; E414 if it is newer than this version knows."""
+    path = folder / "origin.json"
+    found = _read(path)
+    told = found.get("schema", 1) if isinstance(found, dict) else 1
+    refuse_newer(told, FOLDER, path)
+    return int(told)
+
+
+def migrate(folder: Path) -> bool:
+    """Bring a folder to format FOLDER, step by step; whether there was something to do. A kill in between does no harm:
+    the number in origin.json is written last, and a step leaves alone what is already as it should be."""
+    start = folder_format(folder)
+    for number in range(start, FOLDER):
+        STEPS[number](folder)
+        origin = _read(folder / "origin.json") or {"recipe": None, "origins": {}}
+        write_json(folder / "origin.json", origin | {"schema": number + 1})
+    return start < FOLDER
+
+
+def _to_2(folder: Path) -> None:
+    partition, pairs = _read(folder / "partition.json"), _read(folder / "surrogates.json")
+    if isinstance(partition, dict):
+        write_json(folder / "partition.json", {"schema": 1} | partition)
+    if isinstance(pairs, list):
+        write_json(folder / "surrogates.json", {"schema": 1, "pairs": pairs})
+
+
+STEPS: dict[int, Callable[[Path], None]] = {1: _to_2}
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):  # missing or damaged: nothing to bring along
+        return None
+
 
 APPENDED = ("metrics.jsonl", "events.jsonl")
 NOT_COMPARED = {"device"}  # may change between the parts of a run without changing the experiment

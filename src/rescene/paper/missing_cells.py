@@ -14,7 +14,7 @@ from rescene.config import Resolved, resolve
 from rescene.core.documents import parse_yaml
 from rescene.core.errors import ResceneError
 from rescene.core.json_files import json_object
-from rescene.engine.nominal import nominal_cost
+from rescene.engine.cost_ledger import nominal_cost
 from rescene.paper.costs import without_pictures
 from rescene.paper.recipes import FAST_LABEL, PaperCell, paper_recipe
 from rescene.paper.store import FAMILY, Store, Stored

@@ -28,9 +28,9 @@ from rescene.core.record import Tree, check_tree, map_tensors, num_bytes, pack, 
 from rescene.core.rng import Rng
 from rescene.data import Dataset, Images, Task, Transform
 from rescene.engine.cost_ledger import CostLedger
+from rescene.engine.faults import LateAnswers
 from rescene.engine.federation import RunFederation
 from rescene.engine.in_process import InProcess
-from rescene.engine.late_answers import LateAnswers
 from rescene.engine.transport import Answer, Call, FederationSettings
 from rescene.methods import Method, Payload, Uploads
 from rescene.methods.base import Client

@@ -15,7 +15,7 @@ from rescene import __version__
 from rescene.core.documents import read_text
 from rescene.core.errors import ConfigError
 from rescene.core.run_state import is_done, read_object
-from rescene.engine.model_description import about_of, check_rows, contradiction, parted
+from rescene.engine.model_file import about_of, check_rows, contradiction, parted
 from rescene.lens import Lens, open_lens
 from rescene.lens.lens import lens_of
 from rescene.nets import Arch, Net, load_weights
