@@ -10,7 +10,7 @@ from rescene.config import resolve
 from rescene.config.site_plan import SitesSection
 from rescene.core.errors import ConfigError
 from rescene.data import Dataset, Images, Transform
-from rescene.data.site_images import away
+from rescene.data.derived_sets import away
 from rescene.engine.experiment import prepare
 from rescene.functional.starts import dead_leaves
 from rescene.functional.waves import wave_picture

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from rescene.core.errors import DataError, ResceneWarning
 from rescene.data import prepared
-from rescene.data.detect import detect, single_file
 from rescene.data.images import Dataset, Task
+from rescene.data.loading import detect, single_file
 from rescene.data.sources.image_folder import list_files, survey
 from rescene.data.sources.image_table import column_of
 from rescene.data.sources.listing import class_order

@@ -11,7 +11,7 @@ from rescene.config import Recipe
 from rescene.core.errors import RunError
 from rescene.data.images import Dataset
 from rescene.data.objects import OBJECT, is_own_dataset, maker_of, own_dataset
-from rescene.data.options import Options
+from rescene.data.reading import Options
 from rescene.methods import method_class
 from rescene.nets import is_own, own_model
 from rescene.nets.own_networks import code_hash, functions_of, short_hash, tensor_hash

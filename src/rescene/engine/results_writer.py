@@ -18,7 +18,7 @@ from rescene import functional as fn
 from rescene.core.errors import ResceneWarning
 from rescene.core.results import rounded
 from rescene.core.versions import MODEL, RESULTS
-from rescene.data.validation import WORDS
+from rescene.data.derived_sets import VALIDATION_WORDS
 from rescene.engine.checkpoint import write_atomically, write_json
 from rescene.engine.cost_ledger import CostLedger, nominal_cost
 from rescene.engine.experiment import Experiment
@@ -195,7 +195,7 @@ def _hazards(experiment: Experiment, facts: dict[str, Any]) -> dict[str, Any]:
 def _at_sites(experiment: Experiment, recall: list[float], sites_tell: bool) -> dict[str, Any]:
     """Where the images are at the sites: where accuracy was measured, and what could not be measured anywhere."""
     if experiment.has_images:
-        return {"evaluated": WORDS} if experiment.recipe.images.validation is not None else {}
+        return {"evaluated": VALIDATION_WORDS} if experiment.recipe.images.validation is not None else {}
     words = "not measured: images are at the sites"
     missing = {"leakage": words, "theory": words, "cost.nominal": words}
     if not sites_tell:
