@@ -83,7 +83,7 @@ MUTATIONS = (
     Mutation("the ledger counts pictures as they were before the wire", "engine/federation.py",
              "list(messages.values()), len(clients)", "[up for up, _ in answers.values()], len(clients)",
              "tests/engine/test_wire.py -k ledger"),
-    Mutation("a cut privacy ledger is believed", "privacy/ledger.py",
+    Mutation("a cut privacy ledger is believed", "privacy/ledger_file.py",
              "return end.entries <= self.end.entries and", "return", "tests/privacy/test_ledger.py -k set_back"),
 )  # fmt: skip
 

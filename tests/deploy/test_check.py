@@ -197,9 +197,7 @@ def test_a_proxy_is_used_as_the_node_would_use_it(ours, monkeypatch):
 
 def test_another_flower_a_full_disk_and_little_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(checks, "version", lambda name: "1.43.0")
-    assert checks._flower() == checks.row(
-        "Flower", "1.43.0", "needs 1.41.* or 1.42.*", 'pip install "rescene[deploy]"'
-    )
+    assert checks._flower() == checks.row("Flower", "1.43.0", "needs 1.41.* or 1.42.*", 'pip install "rescene[deploy]"')
     monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))
     assert "less than 2 GB" in problems(checks.machine_rows(tmp_path))["disk"][0]
     monkeypatch.setattr(checks.tempfile, "gettempdir", lambda: "/proc")  # another disk than the folder's

@@ -21,7 +21,7 @@ from rescene.engine.loop import Run
 from rescene.engine.withdrawal import check_can_forget, forget
 from rescene.methods.moments import EVERYBODY, deviations
 from rescene.privacy.accounting import Composition, epsilon_of, replaced_epsilon
-from rescene.privacy.budget import largest_total
+from rescene.privacy.ledger_file import largest_total
 
 NUM, HONEST, GONE, SIGMA = 5, 3, 1, 0.8
 SETTING = {"model.name": "linear", "model.lens": "waves", "train.augment": False, "method": "moments", "tasks.limit": 2,

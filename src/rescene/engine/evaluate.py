@@ -22,8 +22,7 @@ from rescene.data import Dataset, Images, SiteOrders, Task
 from rescene.engine.experiment import Experiment
 from rescene.nets import Net
 from rescene.privacy.accounting import check_grid, least_deviation
-from rescene.privacy.discrete import discrete_gaussian
-from rescene.privacy.noise import Noise
+from rescene.privacy.noise import Noise, discrete_gaussian
 from rescene.training import class_scores, embed
 
 TALLY_SENSITIVITY = math.sqrt(3)

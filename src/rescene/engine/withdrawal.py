@@ -34,7 +34,7 @@ from rescene.engine.run_context import Progress
 from rescene.engine.run_folder import APPENDED, RunFolder
 from rescene.methods.base import Kept, Method, Model
 from rescene.nets import grow_head
-from rescene.privacy.budget import Declined
+from rescene.privacy.ledger_file import Declined
 from rescene.privacy.totals import threshold
 from rescene.training import class_scores
 

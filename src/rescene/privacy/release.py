@@ -21,9 +21,15 @@ from rescene.core.rng import Rng
 from rescene.data import Shard
 from rescene.privacy.class_sums import noised_means
 from rescene.privacy.mechanism import Mechanism, SitePrivacy
-from rescene.privacy.picture_moments import PictureLaw
 from rescene.privacy.released_embeddings import condensed_embeddings, embedded, networks, released_embeddings
-from rescene.privacy.released_moments import drawn_from_laws, laws_of, moments_of, num_rows, released_moments
+from rescene.privacy.released_moments import (
+    PictureLaw,
+    drawn_from_laws,
+    laws_of,
+    moments_of,
+    num_rows,
+    released_moments,
+)
 from rescene.training.condensation import CHUNK, Condensation, Surrogates, assign
 
 
