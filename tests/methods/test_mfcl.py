@@ -18,8 +18,8 @@ from rescene.methods.fedavg import FedAvg
 from rescene.methods.mfcl import MFCL
 from rescene.nets import grow_head
 from rescene.training import Training
-from rescene.training.data_free import DataFree, generator_loss, train_generator
 from rescene.training.generator import fresh_generator, generator_parameters, restored_generator
+from rescene.training.generator_training import DataFree, generator_loss, train_generator
 from rescene.training.synthesis import Statistics
 
 ONE_STEP = Training(local_epochs=1, batch_size=64, lr=0.1, momentum=0.0, weight_decay=0.0, augment=False)

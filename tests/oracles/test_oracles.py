@@ -37,7 +37,7 @@ from rescene.methods.pilora import DECAY, PILoRA
 from rescene.nets import Arch, Net, PromptPool, pool_state, prompted_features
 from rescene.nets.vit import VisionTransformer, VitSize
 from rescene.training import AdamSteps
-from rescene.training.adversarial import AdversarialSteps, Gan
+from rescene.training.generator_training import AdversarialSteps, Gan
 from rescene.training.reconstruction import Inversion, encoder_gradients, labels_from_gradients, perturb, reconstruct
 from rescene.training.synthesis import Search, Synthesis
 

@@ -220,9 +220,9 @@ def paper_check(
     """Check our results against the paper's numbers and claims; exit code 5 if one fails."""
     with busy(READING):
         from rescene.paper import recipe_names
-        from rescene.paper.band_check import band_grid, claims_grid, failed
         from rescene.paper.claims import OurBook, judge
         from rescene.paper.compare import findings
+        from rescene.paper.pages import band_grid, claims_grid, failed
         from rescene.paper.recipes import check_name
         from rescene.report.table_formats import render
 

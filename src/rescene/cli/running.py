@@ -15,7 +15,7 @@ from pathlib import Path
 from traceback import clear_frames
 from typing import Any
 
-from rescene.accel.streams import Streams, attempt
+from rescene.accel.cuda_graph import Streams, attempt
 from rescene.api import Result, default_folder, execute, load
 from rescene.cli.costing import NO_FORECAST, Priced, big, duration, load_or_stand_in, plan_columns, plan_words, price
 from rescene.cli.progress import live_page, open_page, watch

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rescene.accel.streams import Streams, attempt
+from rescene.accel.cuda_graph import Streams, attempt
 from rescene.core.errors import ResceneError, RunError, is_out_of_memory
 from rescene.core.record import Tree, num_bytes
 from rescene.core.rng import torch_draws_from

@@ -40,7 +40,6 @@ from rescene.methods.registry import register
 from rescene.methods.upload_schema import Dim, Form, Place, either, fields, labels, like, notes, whole
 from rescene.nets import FLOAT_BYTES, Arch, body_cost, laps, model_bytes, real_side
 from rescene.training import Batch, Loss, fit_shard
-from rescene.training.adversarial import AdversarialSteps, AdversarialTraining, Gan, Painter, check_finite
 from rescene.training.generator import (
     fresh_generator,
     generator_flops,
@@ -48,6 +47,7 @@ from rescene.training.generator import (
     grow_inputs,
     restored_generator,
 )
+from rescene.training.generator_training import AdversarialSteps, AdversarialTraining, Gan, Painter, check_finite
 
 PARTS = ("model", "realness", "generator")  # of a GAN
 Consistency = Callable[[Tensor, Tensor], Tensor]  # class logits of real images, their labels -> loss

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rescene.accel.custom_loss_graph import Repeated
 from rescene.accel.fused_net import frozen
+from rescene.accel.sgd_graph import Repeated
 from rescene.core.errors import RunError
 from rescene.core.hyperparameters import Hyperparameters, hyper
 from rescene.core.rng import Rng
