@@ -16,7 +16,7 @@ from rescene.data import Images, Task, Transform
 from rescene.engine.cost_ledger import CostLedger
 from rescene.engine.federation import RunFederation
 from rescene.engine.transport import FederationSettings
-from rescene.functional.leverage import gram_inverse
+from rescene.functional.exemplars import gram_inverse
 from rescene.methods import ModelState
 from rescene.methods.base import Client, weights_of
 from rescene.methods.fedavg import FedAvg

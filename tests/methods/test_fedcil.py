@@ -13,7 +13,7 @@ from rescene.core.errors import RunError
 from rescene.core.rng import Rng
 from rescene.data import Task
 from rescene.functional import weighted_average
-from rescene.functional.acgan import acgan_loss, agreement_loss, balanced_picks
+from rescene.functional.image_losses import acgan_loss, agreement_loss, balanced_picks
 from rescene.methods.base import weights_of
 from rescene.methods.fedcil import FedCIL, SiteGenerators, _after, _before, agreement
 from rescene.methods.upload_schema import Misfit, Place, check_form

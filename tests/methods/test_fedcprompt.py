@@ -13,7 +13,7 @@ import rescene
 from rescene.core.errors import ConfigError
 from rescene.core.rng import Rng
 from rescene.data import Task
-from rescene.functional.prompt_attention import (
+from rescene.functional.adapters import (
     contrastive_continual_loss,
     mixed_prompts,
     orthogonal_rows,

@@ -12,7 +12,7 @@ from rescene.core.errors import RunError
 from rescene.core.rng import Rng
 from rescene.data import Task
 from rescene.functional.distillation import feature_distillation_loss
-from rescene.functional.inversion import channel_moments, divergence_loss, evenness_loss, roughness_loss
+from rescene.functional.image_losses import channel_moments, divergence_loss, evenness_loss, roughness_loss
 from rescene.methods.base import weights_of
 from rescene.methods.fedavg import FedAvg
 from rescene.methods.mfcl import MFCL

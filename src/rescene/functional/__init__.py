@@ -11,7 +11,7 @@ from rescene.functional.metrics import (
     forgetting,
     old_and_recent,
 )
-from rescene.functional.weighted_average import weighted_average
+from rescene.functional.model_average import weighted_average
 
 __all__ = [
     "average_accuracy",

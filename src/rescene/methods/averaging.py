@@ -15,7 +15,7 @@ from rescene.core.record import Tree
 from rescene.core.rng import Rng
 from rescene.data import Task
 from rescene.functional import weighted_average
-from rescene.functional.client_drift import changed_likewise
+from rescene.functional.model_average import changed_likewise
 from rescene.methods.base import Client, Federation, LateAnswer, Method, Payload, Uploads, weights_of
 from rescene.methods.nominal_cost import TRAINING_PASSES, NominalBytes, Setting
 from rescene.methods.upload_schema import NOTHING, Form, Place, either, fields, like, notes, whole

@@ -17,7 +17,7 @@ from rescene.core.hyperparameters import hyper
 from rescene.core.method_style import GREY
 from rescene.core.record import Tree
 from rescene.core.rng import Rng
-from rescene.functional.client_drift import proximal_term
+from rescene.functional.model_average import proximal_term
 from rescene.methods.averaging import AveragingMethod, trained
 from rescene.methods.base import Client, Payload
 from rescene.methods.registry import register

@@ -28,7 +28,7 @@ from rescene.core.record import Tree, record
 from rescene.core.rng import Rng
 from rescene.data import Task
 from rescene.functional import weighted_average
-from rescene.functional.client_drift import control_variate, effective_steps, grown_rows, linear_term
+from rescene.functional.model_average import control_variate, effective_steps, grown_rows, linear_term
 from rescene.methods.averaging import AveragingMethod, trained
 from rescene.methods.base import Client, Federation, Model, Payload, Uploads, weights_of
 from rescene.methods.nominal_cost import NominalBytes, Setting

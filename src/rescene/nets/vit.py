@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rescene.functional.prompt_attention import mixed_prompts, prompt_weights
+from rescene.functional.adapters import mixed_prompts, prompt_weights
 
 INIT_STD = 0.02
 MINI_WIDTH, MINI_DEPTH, MINI_HEAD = 128, 4, 32

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from rescene.core.errors import RunError
 from rescene.core.hyperparameters import Hyperparameters, hyper
 from rescene.data import Transform
-from rescene.functional.acgan import acgan_loss, conditioned
-from rescene.functional.inversion import divergence_loss, evenness_loss, roughness_loss
+from rescene.functional.image_losses import acgan_loss, conditioned, divergence_loss, evenness_loss, roughness_loss
 from rescene.nets import count_passes, is_rehearsal
 from rescene.training.generator import ImageGenerator, tell_painting
 from rescene.training.synthesis import LEVELS, Statistics

@@ -23,7 +23,7 @@ from rescene.core.hyperparameters import Hyperparameters, hyper
 from rescene.data import Batch, Images, Shard, Transform
 from rescene.functional import logit_adjusted_cross_entropy, sampling_probabilities
 from rescene.functional.balance import EXCLUDED, log_prior
-from rescene.functional.texture import soften
+from rescene.functional.pictures import soften
 from rescene.nets import alike, is_recordable, is_rehearsal, laps
 
 Held = TypeVar("Held", bound=Shard)

@@ -26,7 +26,7 @@ from rescene.core.hyperparameters import Hyperparameters, hyper
 from rescene.core.rng import Rng
 from rescene.data import Batch, Transform
 from rescene.functional.distillation import distillation_loss
-from rescene.functional.inversion import Moments, adversarial_loss, blend, channel_moments, statistics_loss
+from rescene.functional.image_losses import Moments, adversarial_loss, blend, channel_moments, statistics_loss
 from rescene.nets import count_passes, is_rehearsal, tell_flops
 from rescene.training.generator import add_gradients, fresh_generator, generator_flops, reptile_gradients
 from rescene.training.sgd import Training
