@@ -35,7 +35,7 @@ MUTATIONS = (
     Mutation("an empty class is sampled at alpha 0", "functional/balance.py",
              "torch.where(counts > 0, counts.clamp(min=1e-30).pow(alpha), torch.zeros_like(counts))", "counts.pow(alpha)",
              "tests/functional/test_balance_and_matching.py"),
-    Mutation("an answer to another question counts", "deploy/contract.py",
+    Mutation("an answer to another question counts", "deploy/answers.py",
              "not hmac.compare_digest(token, question.token)", "not token", "tests/deploy/test_any_order.py"),
     Mutation("a site is asked again for what is in the journal", "deploy/post_transport.py",
              "if kept is not None:", "if kept == b'':", "tests/deploy/test_any_order.py"),

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rescene.core.rng import Rng
+from rescene.deploy.answers import Journal
 from rescene.deploy.exchange import HELLO, Patience, Reply, Undelivered
-from rescene.deploy.journal import Journal
 from rescene.deploy.message_bytes import pack_message, unpack_message
 from rescene.deploy.post_transport import PostTransport
 from rescene.engine import checkpoint

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 import rescene
 from rescene.api import execute
 from rescene.config import resolve
-from rescene.config.site_plan import SitesSection
+from rescene.config.site_sections import SitesSection
 from rescene.core.errors import DataError
 from rescene.data import load
 from rescene.engine import RunFolder

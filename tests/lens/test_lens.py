@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rescene.config import resolve
-from rescene.config.site_plan import SitesSection
+from rescene.config.site_sections import SitesSection
 from rescene.core.errors import ConfigError
 from rescene.data import Dataset, Images, Transform
 from rescene.data.derived_sets import away

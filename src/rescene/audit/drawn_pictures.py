@@ -17,7 +17,7 @@ from rescene.config import resolve
 from rescene.engine.experiment import prepare
 from rescene.functional.pictures import coloured_noise
 from rescene.privacy.epsilon_bounds import bounds
-from rescene.privacy.likeness import CUT, margins
+from rescene.privacy.leakage import CUT, margins
 
 CANARIES = 100
 

@@ -163,8 +163,7 @@ def _run_queue(
     with busy(READING):
         from rescene.engine.experiment import pick_device
         from rescene.engine.run_folder import made_on
-        from rescene.paper.missing_cells import missing_cells, predictor
-        from rescene.paper.queue_runner import Queue, run_folders
+        from rescene.paper.queue_runner import Queue, missing_cells, predictor, run_folders
 
         store, results = _store(runs, out), out or Path("results")
         wanted = missing_cells(store)

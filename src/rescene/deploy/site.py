@@ -43,7 +43,7 @@ from pydantic import ValidationError
 
 import rescene
 from rescene.config import Recipe
-from rescene.config.site_plan import grows
+from rescene.config.site_sections import grows
 from rescene.core.documents import read_yaml
 from rescene.core.errors import DECLINED, ConfigError, DataError, ResceneError, RunError
 from rescene.core.record import Tree, num_bytes, to_device

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from rescene.config import Recipe
 from rescene.config.privacy import check_records
 from rescene.config.schema import PER_SITE, DataSection, FederationSection
-from rescene.config.site_plan import SitesSection
+from rescene.config.site_sections import SitesSection
 from rescene.core.errors import ConfigError
 from rescene.core.rng import Rng
 from rescene.data import Dataset, LazySplit, SiteOrders, Task, Transform, load, partition, plan_tasks

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rescene.config.fault_section import FaultsSection
+from rescene.config.site_sections import FaultsSection
 from rescene.core.record import Tree, record
 from rescene.core.rng import Rng
 from rescene.engine.transport import Answer, Call

@@ -37,7 +37,7 @@ from safetensors.torch import save
 import rescene
 from rescene.config import Recipe, Resolved
 from rescene.config.compose import difference
-from rescene.config.site_plan import grows
+from rescene.config.site_sections import grows
 from rescene.core.documents import read_yaml
 from rescene.core.errors import ConfigError, ResceneWarning, RunError, shortened
 from rescene.core.recipe_keys import flatten

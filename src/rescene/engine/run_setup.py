@@ -20,10 +20,9 @@ from rescene.engine.faults import Faults, LateAnswers
 from rescene.engine.federation import RunFederation
 from rescene.engine.in_process import Sites
 from rescene.engine.observers import Guarded, Observer, Observers
-from rescene.engine.observers.adversary import Adversary, AttackWatch
 from rescene.engine.observers.counts import ClosingsWatch, CostWatch, UploadCounts
+from rescene.engine.observers.hostile_sites import Adversary, AttackWatch, Screen
 from rescene.engine.observers.leakage_watch import LeakageWatch
-from rescene.engine.observers.screen import Screen
 from rescene.engine.observers.theory_watch import TheoryWatch
 from rescene.engine.run_context import Progress, RunContext, warnings_to
 from rescene.engine.run_folder import RunFolder, made_on

@@ -19,9 +19,9 @@ from rescene.core.errors import ConfigError
 from rescene.core.method_style import style_of
 from rescene.paper.claims import OurBook, Verdict, judge
 from rescene.paper.compare import DIFFERS, Finding, Line, compare, findings
-from rescene.paper.missing_cells import Missing, missing_cells, predictor
 from rescene.paper.numbers import printed
 from rescene.paper.paper_tables import DATA, copies, folders, results_grid, status_grid, table_grid
+from rescene.paper.queue_runner import Missing, missing_cells, predictor
 from rescene.paper.recipes import paper_recipe, recipe_names
 from rescene.paper.store import Store
 from rescene.paper.table_columns import label, over_seeds

@@ -1,13 +1,16 @@
-"""The plan of a federation whose images live at the sites: what all agree on in the place of a common data set.
+"""Sections of a recipe about sites: the plan of sites that hold their own images, and what goes wrong at simulated ones.
 
+The plan is what all agree on in the place of a common data set.
 A federation lives for months and its plan grows: a task is added when classes arrive, and may be closed before its last
 round. What was opened never changes, so that a class keeps its number and a finished task its place.
+
+Simulated sites can be lost, slow or hostile. A federation of real sites needs none of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -76,3 +79,57 @@ def grows(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]
         and not (old.get("closed") and not new.get("closed"))
         for old, new in zip(before, after, strict=False)
     )
+
+
+Client = Annotated[int, Field(ge=0)]
+
+
+class FaultsSection(BaseModel):
+    """All simulated; a run that has any says so in its events, results and report."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    dropout: float = Field(
+        0.0, ge=0, lt=1, description="simulated: chance that an asked site does not answer in the round"
+    )
+    slow: tuple[Client, ...] = Field((), description="simulated: numbers of the sites that are slow")
+    slowdown: float = Field(
+        10.0, ge=1, description="simulated: a slow site takes this many times as long as a normal one"
+    )
+    deadline: float | None = Field(
+        None,
+        gt=0,
+        description="simulated: answers slower than this multiple of a normal site's time are dropped; null waits for every site",
+    )
+    attack: Literal["none", "flip", "trigger"] = Field(
+        "none",
+        description="simulated: flip, attackers call each class the next one of its task; trigger, they call every class the "
+        "first of its task and paint a white square on it",
+    )
+    attackers: tuple[Client, ...] = Field((), description="simulated: numbers of the sites that attack")
+
+    @model_validator(mode="after")
+    def _someone_attacks(self) -> FaultsSection:
+        if (self.attack == "none") != (not self.attackers):
+            raise ValueError(
+                "attack and attackers go together: federation.faults.attack=flip federation.faults.attackers=[0]"
+            )
+        return self
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """What is simulated, for people."""
+        told = []
+        if self.attack != "none":
+            told.append(f"attack: {self.attack} by {_sites(self.attackers)}")
+        if self.dropout:
+            told.append(f"{100 * self.dropout:g} % of the sites lost per round")
+        if self.slow:
+            told.append(f"{_sites(self.slow)} {self.slowdown:g} times as slow")
+        if self.deadline is not None:
+            told.append(f"deadline after {self.deadline:g} times an ordinary answer")
+        return tuple(told)
+
+
+def _sites(clients: tuple[int, ...]) -> str:
+    return f"{'site' if len(clients) == 1 else 'sites'} {', '.join(map(str, clients))}"
