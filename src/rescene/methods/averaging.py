@@ -57,6 +57,11 @@ def trained(
     return {"model": weights_of(net), "num_images": len(shard), "notes": told}
 
 
+def first_learned(task: Task, local_ce: str) -> int:
+    """The first label that a site's cross-entropy looks at: the task's first class where ``local_ce`` is ``new``, else 0."""
+    return min(task.classes) if local_ce == "new" else 0
+
+
 def refuse_twice(last_task: int, task: Task) -> None:
     """Images that are in the memory already may not be trained on beside it: an image in twice weighs twice what is accounted."""
     if task.index <= last_task:
