@@ -26,7 +26,7 @@ from rescene.core.errors import ConfigError, ResceneError, command, for_people
 from rescene.data import LazySplit
 from rescene.engine import Experiment, pick_device, prepare_sizes
 from rescene.engine.cost_ledger import nominal_cost
-from rescene.engine.object_record import refuse_others
+from rescene.engine.run_folder import refuse_others
 from rescene.lens import seconds_to_look
 from rescene.report import write_report
 from rescene.report.model_card import write_card

@@ -4,9 +4,8 @@ from rescene.data.catalog import available, has_stand_in, stand_in
 from rescene.data.images import Batch, Dataset, Images, Shard, Task, Transform
 from rescene.data.inspection import content_rows, inspect, load_readable, propose_tasks, verify
 from rescene.data.loading import load, prepare
-from rescene.data.natural_sites import by_site, site_names
 from rescene.data.objects import dataset_of, own_datasets, register_dataset
-from rescene.data.partition import LazySplit, dirichlet_partition, iid_partition, partition
+from rescene.data.partition import LazySplit, by_site, dirichlet_partition, iid_partition, partition, site_names
 from rescene.data.tasks import SiteOrders, plan_tasks
 
 __all__ = [

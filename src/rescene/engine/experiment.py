@@ -23,7 +23,7 @@ from rescene.core.rng import Rng
 from rescene.data import Dataset, LazySplit, SiteOrders, Task, Transform, load, partition, plan_tasks
 from rescene.data.derived_sets import away, joined, validation_part
 from rescene.data.inspection import warn_of_leaks, warn_of_near_copies, warn_of_repeats
-from rescene.data.natural_sites import by_site, warn_of_unused_sites
+from rescene.data.partition import by_site, warn_of_unused_sites
 from rescene.data.tasks import cut, in_own_orders, tested
 from rescene.engine.model_file import initial_weights
 from rescene.lens import FeatureCache, sized, through, users_own

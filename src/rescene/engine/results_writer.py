@@ -22,10 +22,9 @@ from rescene.data.derived_sets import VALIDATION_WORDS
 from rescene.engine.checkpoint import write_atomically, write_json
 from rescene.engine.cost_ledger import CostLedger, nominal_cost
 from rescene.engine.experiment import Experiment
-from rescene.engine.object_record import words_of
 from rescene.engine.observers.counts import stream_record
 from rescene.engine.observers.theory_watch import theory_record, theory_tables
-from rescene.engine.run_folder import RunFolder
+from rescene.engine.run_folder import RunFolder, words_of
 from rescene.lens import open_lens
 from rescene.methods import Method
 from rescene.methods.base import Model

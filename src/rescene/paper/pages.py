@@ -23,8 +23,7 @@ from rescene.paper.numbers import printed
 from rescene.paper.paper_tables import DATA, copies, folders, results_grid, status_grid, table_grid
 from rescene.paper.queue_runner import Missing, missing_cells, predictor
 from rescene.paper.recipes import paper_recipe, recipe_names
-from rescene.paper.store import Store
-from rescene.paper.table_columns import label, over_seeds
+from rescene.paper.store import Store, label, over_seeds
 from rescene.report.table_formats import Entry, TableCell, TableGrid, render
 
 FAILED = ("open", "not supported")
