@@ -64,24 +64,32 @@ def stays(calls: list[tuple[str, str]]) -> list[tuple[str, set[str]]]:
     return [(place, functions) for (_, place), functions in found.items()]
 
 
+def returns(found: list[tuple[str, set[str]]]) -> list[bool]:
+    """For each stay whether it comes back to a file that had been left; the first file is the home."""
+    places = [place for place, _ in found]
+    return [place != places[0] and place in places[:number] for number, place in enumerate(places)]
+
+
+def walk_of_condense(out: Path) -> list[tuple[str, set[str]]]:
+    """The stays of the first call of ``condense`` in a small run, whose folder is ``out``."""
+    walk = Walk()
+    sys.setprofile(walk.watch)
+    try:
+        rescene.run("smoke", out=out, device="cpu", method="rescene", progress=lambda event: None)
+    finally:
+        sys.setprofile(None)
+    return stays(walk.calls)
+
+
 def main() -> None:
     """Run, and print the walk."""
-    walk = Walk()
     with tempfile.TemporaryDirectory() as folder:
-        sys.setprofile(walk.watch)
-        try:
-            rescene.run("smoke", out=Path(folder) / "run", device="cpu", method="rescene", progress=lambda event: None)
-        finally:
-            sys.setprofile(None)
-    found = stays(walk.calls)
-    home, seen, returns = found[0][0], set(), 0
-    for number, (place, functions) in enumerate(found, 1):
-        is_return = place in seen and place != home
-        returns += is_return
-        seen.add(place)
+        found = walk_of_condense(Path(folder) / "run")
+    back = returns(found)
+    for number, ((place, functions), is_return) in enumerate(zip(found, back, strict=True), 1):
         shown = ", ".join(sorted(name for name in functions if not name.startswith("<")))
         print(f"{number:3} {'return ' if is_return else '       '}{place:32} {shown}")
-    print(f"{len(found)} stays in {len(seen)} files, {returns} returns")
+    print(f"{len(found)} stays in {len({place for place, _ in found})} files, {sum(back)} returns")
 
 
 if __name__ == "__main__":
