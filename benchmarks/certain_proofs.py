@@ -25,9 +25,8 @@ from torch import Tensor
 
 from rescene.privacy.accounting import Composition, sigma_for
 from rescene.privacy.class_sums import class_sums
-from rescene.privacy.discrete import largest
 from rescene.privacy.mechanism import Mechanism
-from rescene.privacy.noise import Noise
+from rescene.privacy.noise import Noise, largest
 
 OUT = Path(__file__).parents[1] / "results" / "privacy" / "certain-proofs.json"
 SIZE = 16  # coordinates of a release, the count included

@@ -33,8 +33,7 @@ from rescene.core.errors import RunError
 from rescene.deploy.control import run, start_server, start_site
 from rescene.deploy.exchange import Patience
 from rescene.deploy.federation_folder import FederationFolder, init
-from rescene.deploy.node_start import start_kept
-from rescene.deploy.processes import Started, _descendants, _facts, alive, free_port, running, stop
+from rescene.deploy.processes import Started, _descendants, _facts, alive, free_port, running, start_kept, stop
 
 OUT = Path(__file__).parents[1] / "results" / "trust" / "deploy-kills.jsonl"
 PARTS = ("link", "site", "server app")

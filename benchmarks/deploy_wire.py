@@ -144,9 +144,10 @@ def engine(post: flower.FlowerPost) -> tuple[Any, Any]:
     from rescene.config import resolve
     from rescene.deploy.post_transport import PostTransport
     from rescene.engine import prepare
-    from rescene.engine.cost_ledger import CostLedger, FlopMeter
+    from rescene.engine.cost_ledger import CostLedger
     from rescene.engine.federation import RunFederation
     from rescene.engine.transport import FederationSettings
+    from rescene.nets.cost import FlopMeter
 
     recipe = resolve("demo", RECIPE).recipe
     e = prepare(recipe)

@@ -25,12 +25,13 @@ import torch
 from rescene.config import resolve
 from rescene.core.rng import Rng
 from rescene.data import Shard
-from rescene.engine.cost_ledger import CostLedger, FlopMeter
+from rescene.engine.cost_ledger import CostLedger
 from rescene.engine.experiment import Experiment, prepare
 from rescene.engine.federation import RunFederation
 from rescene.engine.transport import FederationSettings
 from rescene.functional import weighted_average
 from rescene.methods.base import weights_of
+from rescene.nets.cost import FlopMeter
 from rescene.training import fit_shard
 
 NUM_CLIENTS, NUM_ROUNDS = 10, 6

@@ -20,8 +20,7 @@ from unittest import mock
 import torch
 
 from rescene.privacy import noise
-from rescene.privacy.discrete import discrete_gaussian
-from rescene.privacy.noise import Noise
+from rescene.privacy.noise import Noise, discrete_gaussian
 
 OUT = Path(__file__).parents[1] / "results" / "bench" / "noise.json"
 COUNT, TURNS = 11_173_962, 7

@@ -33,7 +33,7 @@ def measure(cell: Cell) -> Cell:
     from rescene.config import resolve
     from rescene.engine.experiment import prepare
     from rescene.engine.loop import run
-    from rescene.engine.observers.adversary import Adversary
+    from rescene.engine.observers.hostile_sites import Adversary
     from rescene.engine.run_folder import RunFolder
 
     torch.set_num_threads(1)

@@ -22,7 +22,7 @@ from sigma_sweep import PIXELS, PIXELS_DP
 
 from rescene.audit import run_controls, stage_of
 from rescene.audit.canaries import canary_audit
-from rescene.audit.shadows import membership_attack
+from rescene.audit.membership import membership_attack
 from rescene.audit.stage import as_promised, without_noise
 from rescene.audit.sums import DELTA, ONCE, TWO_DRAWS
 from rescene.config import resolve

@@ -22,7 +22,7 @@ from pathlib import Path
 import smallworld as world
 from trust import options, tell
 
-from rescene.engine import crashpoints
+from rescene.engine import checkpoint
 
 
 @dataclass
@@ -103,10 +103,10 @@ class Crashes:
     def _start(self, folder: Path, kill_at: str | None = None, places: Path | None = None) -> int:
         def work() -> None:
             if kill_at:
-                crashpoints.watcher = crashpoints.killer(kill_at)
+                checkpoint.watcher = checkpoint.killer(kill_at)
             if places:
                 names: list[str] = []
-                crashpoints.watcher = names.append
+                checkpoint.watcher = names.append
             world.run(self.data, self.method, folder)
             if places:
                 places.write_text("\n".join(names))

@@ -130,8 +130,8 @@ def makefile_targets() -> set[str]:
 
 def written_for_others(folder: Path) -> list[Path]:
     """The container files of a site and of a model's service, as rescene writes them."""
-    from rescene.deploy.container import CONTAINERFILE
-    from rescene.use.service_container import containerfile
+    from rescene.deploy.federation_folder import CONTAINERFILE
+    from rescene.use.exporting import containerfile
 
     texts = {"site": CONTAINERFILE, "service": containerfile("model.safetensors"), "onnx": containerfile("model.onnx")}
     for name, text in texts.items():

@@ -5,11 +5,15 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
+import pytest
+import walk
+
 import rescene
 
 ROOT = Path(rescene.__file__).parent
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(ROOT.rglob("*.py"))}
 LONGEST, USUAL = 60, 25  # lines of a function: at most, and of nine in ten
+STAYS, RETURNS = 15, 4  # of a reader who follows `condense` through its files (benchmarks/walk.py): at most
 DOCUMENTED = 0.95  # share of what is public that has a docstring, at least
 # name the word only: the recipe's keys, texts for people, and records of what a run promised
 NAMES_EPSILON = {"privacy", "config", "cli", "deploy", "report", "audit"}
@@ -145,3 +149,18 @@ def test_what_is_public_has_a_docstring():
     things = list(public_things())
     bare = [place for place, node in things if not ast.get_docstring(node)]
     assert len(bare) <= (1 - DOCUMENTED) * len(things), f"{len(bare)} of {len(things)} without: {bare}"
+
+
+def test_a_walk_is_counted_by_hand():
+    """Home, a file, home, the same two again (a loop, not counted), another file, and from there the first once more."""
+    calls = [("home", "f"), ("a", "g"), ("a", "h"), ("home", "k"), ("a", "g"), ("home", "f"), ("b", "m"), ("a", "n")]
+    found = walk.stays(calls)
+    assert found == [("home", {"f"}), ("a", {"g", "h"}), ("home", {"k", "f"}), ("b", {"m"}), ("a", {"n"})]
+    assert walk.returns(found) == [False, False, False, False, True]
+
+
+@pytest.mark.slow
+def test_condensation_is_read_in_few_files(tmp_path):
+    found = walk.walk_of_condense(tmp_path / "run")
+    assert {"training/condensation.py", "functional/matching.py"} <= {place for place, _ in found}
+    assert len(found) <= STAYS and sum(walk.returns(found)) <= RETURNS

@@ -53,7 +53,7 @@ def test_every_file_has_hashes_and_no_part_repeats_another():
 
 
 def test_the_lock_and_the_container_name_the_tested_torch():
-    from rescene.deploy.container import CONTAINERFILE
+    from rescene.deploy.federation_folder import CONTAINERFILE
 
     pin = re.search(r"^torch==\S+", (ROOT / "constraints.txt").read_text(), re.M)[0]
     assert f'"{pin}"' in CONTAINERFILE and all(f"pip install {pin} " in "\n".join(LINES[part]) for part in PARTS)

@@ -18,8 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rescene.accel.cuda_graph import TURN
-from rescene.accel.streams import Streams
+from rescene.accel.cuda_graph import TURN, Streams
 from rescene.core.rng import Rng, seeded_generator
 from rescene.data import Batch, Images, Shard, Task, Transform
 from rescene.engine import wire

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rescene.accel.custom_loss_graph import Repeated, fit_repeated
+from rescene.accel.sgd_graph import Repeated, fit_repeated
 from rescene.functional.importance import proximal_penalty
 from rescene.nets import build
 from rescene.training import Training, fit, frozen, repeatable

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 import rescene
 from rescene.config import resolve
 from rescene.core.errors import ConfigError, DataError, ResceneError
-from rescene.engine.initial_weights import initial_weights
+from rescene.engine.model_file import initial_weights
 from rescene.lens import backbone
 from rescene.nets import Arch
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from audit_world import RELEASE, small_stage, with_settings
 
-from rescene.audit.shadows import membership_attack
+from rescene.audit.membership import membership_attack
 from rescene.audit.stage import as_promised
 
 

@@ -79,7 +79,7 @@ def test_a_rehearsal_ends_with_a_report_and_says_where_and_whether_the_bits_agre
         if wrong:
             (out / "model" / "final.safetensors").write_bytes(b"other bits")
 
-    monkeypatch.setattr("rescene.deploy.rehearsal.rehearse", rehearse)
+    monkeypatch.setattr("rescene.deploy.operator.rehearse", rehearse)
     small = ["method=fedavg", "tasks.limit=1", "federation.num_rounds=1", "model.width=8", "device=cpu"]
     code, output = say("rehearse", *small, "--sites", 2, "--out", tmp_path / "out")
     assert code == (5 if wrong else 0) and ("they differ" if wrong else "the same bits") in output

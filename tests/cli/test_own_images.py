@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from rescene.cli.app import app
 from rescene.config import resolve
-from rescene.data.contact_sheet import COLUMNS, GAP, LABEL, SIDE
+from rescene.data.inspection import COLUMNS, GAP, LABEL, SIDE
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_images.py"
 QUICK = ["federation.num_rounds=1", "train.server_epochs=1", "method.num_steps=1", "method.ipc=2", "model.width=8"]

@@ -24,11 +24,9 @@ from PIL import Image
 
 from rescene.core.errors import DataError, ResceneWarning
 from rescene.data import load
-from rescene.data.options import Options
-from rescene.data.resize import fit_pixels
+from rescene.data.reading import Options, fit_pixels
 from rescene.data.sources import cifar
-from rescene.data.sources.cifar_archive import _parse_pickle
-from rescene.data.sources.cifar_spec import CIFAR10
+from rescene.data.sources.cifar import CIFAR10, _parse_pickle
 from rescene.data.sources.decode import decode
 from rescene.use import predict
 from rescene.use.model import Model

@@ -14,7 +14,7 @@ from PIL import Image
 
 from rescene.core.errors import DataError
 from rescene.data import load, plan_tasks
-from rescene.data.options import Options
+from rescene.data.reading import Options
 from rescene.data.sources import office31, tinyimagenet
 from rescene.data.sources.listing import draw_test
 

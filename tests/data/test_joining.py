@@ -10,7 +10,7 @@ from picture_files import write_classes
 
 from rescene.core.errors import ConfigError, DataError
 from rescene.data import load, plan_tasks
-from rescene.data.joining import joined, narrowed
+from rescene.data.derived_sets import joined, narrowed
 
 
 def test_earlier_classes_keep_their_numbers_and_the_normalisation(tmp_path: Path) -> None:

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from rescene.core.rng import Rng
-from rescene.data import Dataset, Images, Transform, plan_tasks, site_orders
-from rescene.data.site_orders import SiteOrders, draw_orders, in_own_orders
+from rescene.data import Dataset, Images, Transform, plan_tasks
+from rescene.data import tasks as task_plan
+from rescene.data.tasks import SiteOrders, draw_orders, in_own_orders
 
 PER_CLASS, TESTED = 4, 3
 
@@ -32,7 +33,7 @@ def names_of(dataset, images):
 def by_hand(monkeypatch):
     """Site 0 meets cd then ab, site 1 meets ac then bd."""
     drawn = SiteOrders((((2, 3), (0, 1)), ((0, 2), (1, 3))))
-    monkeypatch.setattr(site_orders, "draw_orders", lambda sizes, sites, steps, seed: drawn)
+    monkeypatch.setattr(task_plan, "draw_orders", lambda sizes, sites, steps, seed: drawn)
     dataset, tasks = plan_tasks(data_of(4), per_task=2)
     return in_own_orders(dataset, tasks, every_second(tasks), seed=0)
 

@@ -6,7 +6,7 @@ from local_sites import PATIENT, LocalPost
 from PIL import Image
 
 from rescene.config import resolve
-from rescene.config.site_plan import SitesSection
+from rescene.config.site_sections import SitesSection
 from rescene.deploy.plan_file import with_plan
 from rescene.deploy.server import run_across
 from rescene.engine import RunFolder

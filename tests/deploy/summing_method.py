@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 
 from rescene.deploy.site import Site
-from rescene.engine import crashpoints
+from rescene.engine import checkpoint
 from rescene.methods.base import Method, ModelState
 from rescene.methods.registry import register
 from rescene.methods.upload_schema import NOTHING, either, fields, tensor
@@ -75,7 +75,7 @@ def answer_all(folder, line):
             letter, place = line.recv()
         except EOFError:
             return
-        crashpoints.watcher = crashpoints.killer(place) if place else None
+        checkpoint.watcher = checkpoint.killer(place) if place else None
         line.send_bytes(site.answer(letter))
 
 

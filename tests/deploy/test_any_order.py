@@ -8,16 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rescene.core.rng import Rng
+from rescene.deploy.answers import Journal
 from rescene.deploy.exchange import HELLO, Patience, Reply, Undelivered
-from rescene.deploy.journal import Journal
 from rescene.deploy.message_bytes import pack_message, unpack_message
 from rescene.deploy.post_transport import PostTransport
-from rescene.engine import crashpoints
-from rescene.engine.cost_ledger import CostLedger, FlopMeter
+from rescene.engine import checkpoint
+from rescene.engine.cost_ledger import CostLedger
 from rescene.engine.federation import RunFederation
 from rescene.engine.transport import FederationSettings
 from rescene.methods import method_class
 from rescene.methods.base import weights_of
+from rescene.nets.cost import FlopMeter
 from rescene.testing.conformance import make_world
 
 CLIENTS, ROUNDS = [0, 1, 2], 2
@@ -121,14 +122,14 @@ def exchange_in_any_order(data):
         kills = data.draw(st.lists(st.integers(1, 9), max_size=4))
         while len(found) < ROUNDS:
             federation, round = server(folder, network), len(found)
-            crashpoints.watcher = killer(kills.pop()) if kills else None
+            checkpoint.watcher = killer(kills.pop()) if kills else None
             try:
                 federation.move(WORLD.tasks[0], round, CLIENTS)
                 found[round] = federation.ask(CLIENTS, "client_round", {"model": MODEL})
             except Killed:
                 tear(data.draw, folder)
             finally:
-                crashpoints.watcher = None
+                checkpoint.watcher = None
             network.safe = in_journal(folder, len(found), {request.token for request in network.letters.values()})
         for round, uploads in found.items():
             expected = {client: upload_of(client, round) for client in CLIENTS}

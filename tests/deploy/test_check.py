@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 from rescene.cli.app import app
 from rescene.config import resolve
 from rescene.core.errors import DataError, RunError
-from rescene.deploy import connection, findings
-from rescene.deploy.check_site import check_site, data_rows, privacy_rows
+from rescene.deploy import checks
+from rescene.deploy.checks import check_site, data_rows, privacy_rows
 from rescene.deploy.site import Site
 from rescene.deploy.trial import NoPost, try_round
 
@@ -94,8 +94,7 @@ def door(made):
 
 
 def test_a_fresh_server_is_well_and_each_fault_of_it_is_a_row(ours, made, monkeypatch):
-    from rescene.deploy import check_server as checks
-    from rescene.deploy.check_server import check_server
+    from rescene.deploy.checks import check_server
 
     monkeypatch.setattr(checks, "check_port", partial(checks.check_port, patience_s=0.1))
     rows = check_server(ours)
@@ -117,21 +116,21 @@ def test_a_fresh_server_is_well_and_each_fault_of_it_is_a_row(ours, made, monkey
 
 
 def test_certificates_are_seen_as_a_site_would_see_them(ours, made, monkeypatch):
-    row = connection.certificate_row(ours.server, "127.0.0.1")
+    row = checks.certificate_row(ours.server, "127.0.0.1")
     assert row["result"].startswith("valid until 20") and not row["problem"]
-    assert "not for fl.example.org" in connection.certificate_row(ours.server, "fl.example.org")["problem"]
+    assert "not for fl.example.org" in checks.certificate_row(ours.server, "fl.example.org")["problem"]
     now = time.time()
-    monkeypatch.setattr(connection.time, "time", lambda: now + 800 * 86_400)
-    assert "within 30 days" in connection.certificate_row(ours.server, "localhost")["problem"]
-    monkeypatch.setattr(connection.time, "time", lambda: now + 900 * 86_400)
-    assert "expired" in connection.authority_row(ours.server / "ca.crt")["problem"]
-    monkeypatch.setattr(connection.time, "time", lambda: now - 86_400)
-    assert "clock" in connection.authority_row(ours.server / "ca.crt")["fix"]
+    monkeypatch.setattr(checks.time, "time", lambda: now + 800 * 86_400)
+    assert "within 30 days" in checks.certificate_row(ours.server, "localhost")["problem"]
+    monkeypatch.setattr(checks.time, "time", lambda: now + 900 * 86_400)
+    assert "expired" in checks.authority_row(ours.server / "ca.crt")["problem"]
+    monkeypatch.setattr(checks.time, "time", lambda: now - 86_400)
+    assert "clock" in checks.authority_row(ours.server / "ca.crt")["fix"]
     monkeypatch.undo()
     shutil.copy(made[1].server / "server.key", ours.server / "server.key")
-    assert "does not belong" in connection.certificate_row(ours.server, "localhost")["problem"]
+    assert "does not belong" in checks.certificate_row(ours.server, "localhost")["problem"]
     shutil.copy(made[1].server / "server.pem", ours.server / "server.pem")
-    assert "not signed by this ca.crt" in connection.certificate_row(ours.server, "localhost")["problem"]
+    assert "not signed by this ca.crt" in checks.certificate_row(ours.server, "localhost")["problem"]
 
 
 def test_the_command_says_which_folder_it_takes_and_exits_with_5(ours, tmp_path):
@@ -145,35 +144,35 @@ def test_the_command_says_which_folder_it_takes_and_exits_with_5(ours, tmp_path)
 
 def test_a_wrong_key_is_told_before_the_server_refuses_it(ours, made):
     folder = ours.site("north")
-    assert findings.key_row(folder)["result"] == "mode 0600, belongs to node.pub"
+    assert checks.key_row(folder)["result"] == "mode 0600, belongs to node.pub"
     shutil.copy(made[1].site("north") / "node.key", folder)
-    assert findings.key_row(folder)["problem"] == "node.pub is not its other half"
+    assert checks.key_row(folder)["problem"] == "node.pub is not its other half"
     (folder / "node.key").write_text("-----BEGIN\n" + base64.b64encode(b"rsa").decode() + "\n-----END")
-    assert "no key that" in findings.key_row(folder)["problem"]
+    assert "no key that" in checks.key_row(folder)["problem"]
     (folder / "node.key").unlink()
-    assert findings.key_row(folder)["problem"] == "it is missing"
+    assert checks.key_row(folder)["problem"] == "it is missing"
 
 
 def test_a_wrong_authority_a_wrong_name_and_a_server_that_is_away(ours, made, door, monkeypatch):
     address, _ = door
     own, strange = ours.server / "ca.crt", made[1].server / "ca.crt"
-    assert not problems(connection.server_rows(address, own))
-    (problem, fix) = problems(connection.server_rows(address, strange))["TLS"]
+    assert not problems(checks.server_rows(address, own))
+    (problem, fix) = problems(checks.server_rows(address, strange))["TLS"]
     assert "not signed by this ca.crt" in problem and "operator" in fix
-    assert connection.server_rows(address, ours.path / "federation.yaml") == []  # its own row says that it is none
-    monkeypatch.setattr(connection, "TIMEOUT_S", 2.0)
-    away = problems(connection.server_rows(f"127.0.0.1:{free_port()}", own))["server reachable"]
+    assert checks.server_rows(address, ours.path / "federation.yaml") == []  # its own row says that it is none
+    monkeypatch.setattr(checks, "TIMEOUT_S", 2.0)
+    away = problems(checks.server_rows(f"127.0.0.1:{free_port()}", own))["server reachable"]
     assert "Connection refused" in away[0] and "firewall" in away[1]
 
 
 def test_a_door_that_is_shut_and_a_plain_web_server(ours, door):
     address, handler = door
     handler.status = 403
-    assert "forbids" in problems(connection.server_rows(address, ours.server / "ca.crt"))["server reachable"][0]
+    assert "forbids" in problems(checks.server_rows(address, ours.server / "ca.crt"))["server reachable"][0]
     plain = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Door)
     threading.Thread(target=plain.serve_forever, daemon=True).start()
     try:
-        found = problems(connection.server_rows(f"127.0.0.1:{plain.server_address[1]}", ours.server / "ca.crt"))
+        found = problems(checks.server_rows(f"127.0.0.1:{plain.server_address[1]}", ours.server / "ca.crt"))
     finally:
         plain.shutdown()
         plain.server_close()
@@ -185,33 +184,31 @@ def test_a_clock_that_flower_would_refuse(ours, door, ahead_s, wrong):
     """``ahead_s``: of the server. A site may be five minutes behind it, but only seconds ahead."""
     address, handler = door
     handler.ahead_s = ahead_s
-    row = of(connection.server_rows(address, ours.server / "ca.crt"), "clock")
+    row = of(checks.server_rows(address, ours.server / "ca.crt"), "clock")
     assert bool(row["problem"]) == wrong and ("NTP" in row["fix"]) == wrong
 
 
 def test_a_proxy_is_used_as_the_node_would_use_it(ours, monkeypatch):
     monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{free_port()}")
     monkeypatch.setenv("no_proxy", "")
-    row = of(connection.server_rows("fl.example.org:8443", ours.server / "ca.crt"), "server reachable")
+    row = of(checks.server_rows("fl.example.org:8443", ours.server / "ca.crt"), "server reachable")
     assert "through the proxy 127.0.0.1" in row["problem"]
 
 
 def test_another_flower_a_full_disk_and_little_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(findings, "version", lambda name: "1.43.0")
-    assert findings._flower() == findings.row(
-        "Flower", "1.43.0", "needs 1.41.* or 1.42.*", 'pip install "rescene[deploy]"'
-    )
-    monkeypatch.setattr(findings.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))
-    assert "less than 2 GB" in problems(findings.machine_rows(tmp_path))["disk"][0]
-    monkeypatch.setattr(findings.tempfile, "gettempdir", lambda: "/proc")  # another disk than the folder's
-    assert "less than 0.1 GB" in problems(findings.machine_rows(tmp_path))["disk of /proc"][0]
-    monkeypatch.setattr(findings, "ENOUGH_MEMORY_GB", 1e9)
-    assert findings._memory()["problem"]
+    monkeypatch.setattr(checks, "version", lambda name: "1.43.0")
+    assert checks._flower() == checks.row("Flower", "1.43.0", "needs 1.41.* or 1.42.*", 'pip install "rescene[deploy]"')
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))
+    assert "less than 2 GB" in problems(checks.machine_rows(tmp_path))["disk"][0]
+    monkeypatch.setattr(checks.tempfile, "gettempdir", lambda: "/proc")  # another disk than the folder's
+    assert "less than 0.1 GB" in problems(checks.machine_rows(tmp_path))["disk of /proc"][0]
+    monkeypatch.setattr(checks, "ENOUGH_MEMORY_GB", 1e9)
+    assert checks._memory()["problem"]
 
 
 @pytest.mark.parametrize("cut", ["pyproject.toml", "rescene_app/client.py", "rescene_app/__init__.py"])
 def test_a_copy_of_the_app_that_a_full_disk_cut_short_is_told(ours, cut):
-    from rescene.deploy.check_server import check_server
+    from rescene.deploy.checks import check_server
     from rescene.deploy.federation_folder import APP
 
     for folder, check in ((ours.site("north"), check_site), (ours.server, lambda _: check_server(ours))):

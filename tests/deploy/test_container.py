@@ -9,7 +9,7 @@ import tomllib
 from pathlib import Path
 
 import rescene
-from rescene.deploy.container import CONTAINERFILE, DOCKERIGNORE
+from rescene.deploy.federation_folder import CONTAINERFILE, DOCKERIGNORE
 
 KNOWN = {"FROM", "RUN", "ENV", "USER", "WORKDIR", "HEALTHCHECK", "STOPSIGNAL", "ENTRYPOINT"}
 

@@ -8,8 +8,7 @@ from rescene.config import resolve
 from rescene.core.errors import ConfigError, RunError
 from rescene.deploy.exchange import Letter, Patience, Reply
 from rescene.deploy.message_bytes import pack_message, unpack_message
-from rescene.deploy.requests import client_verb
-from rescene.deploy.site import Site, SiteMemory
+from rescene.deploy.site import Site, SiteMemory, client_verb
 from rescene.engine.checkpoint import could_not_save, write_atomically
 
 IMPATIENT = Patience(gather_s=0, deadline_s=0.2, poll_s=0, attempts=2)

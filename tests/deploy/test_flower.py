@@ -33,7 +33,7 @@ from rescene.deploy.exchange import Letter, Patience, Undelivered
 from rescene.deploy.federation_folder import APP, FederationFolder, broken_apps, init
 from rescene.deploy.flower import FlowerPost, client
 from rescene.deploy.processes import alive, check_port, end_orphans, environment, free_port, running, start, stop
-from rescene.engine import RunFolder, crashpoints
+from rescene.engine import RunFolder, checkpoint
 from rescene.engine import run_setup as parts
 from rescene.engine.run_folder import made_on
 
@@ -128,10 +128,10 @@ def test_the_server_app_goes_on_elsewhere_only_if_it_is_told_to(tmp_path, monkey
         if place == "step done" and (out / "metrics.jsonl").exists():
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(crashpoints, "watcher", stop_at)
+    monkeypatch.setattr(checkpoint, "watcher", stop_at)
     with pytest.raises(KeyboardInterrupt):
         serve(grid, resolved, tmp_path, out)
-    monkeypatch.setattr(crashpoints, "watcher", None)
+    monkeypatch.setattr(checkpoint, "watcher", None)
     monkeypatch.setattr(parts, "made_on", lambda device: made_on(device) | {"torch": "9.9"})
     with pytest.raises(RunError, match="E416"):
         serve(grid, resolved, tmp_path, out)

@@ -9,9 +9,8 @@ import torch
 from local_sites import LocalPost, changed, federation, sites
 
 from rescene.core.errors import RunError
-from rescene.deploy.contract import Question, open_reply
+from rescene.deploy.answers import Journal, Question, open_reply
 from rescene.deploy.exchange import Reply, Undelivered
-from rescene.deploy.journal import Journal
 from rescene.deploy.message_bytes import pack_message, unpack_message
 from rescene.methods.upload_schema import NOTHING
 

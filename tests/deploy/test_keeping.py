@@ -5,8 +5,7 @@ import sys
 import pytest
 
 from rescene.core.errors import RunError
-from rescene.deploy.node_start import start_kept
-from rescene.deploy.processes import environment, running, start, stop
+from rescene.deploy.processes import environment, running, start, start_kept, stop
 
 
 def nodes(folder, *scripts):

@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 from rescene.cli.app import app
 from rescene.config import resolve
+from rescene.deploy.control import federation_of, without_left
 from rescene.deploy.exchange import HELLO, Request
 from rescene.deploy.federation_folder import FederationFolder
-from rescene.deploy.leaving import federation_of, without_left
 from rescene.deploy.message_bytes import unpack_message
 from rescene.deploy.plan_file import with_plan
 from rescene.deploy.server import run_across

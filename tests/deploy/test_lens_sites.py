@@ -12,7 +12,7 @@ from own_sites import NAMES, own_sites, plan_of, run_plan, write_images
 from rescene.config import resolve
 from rescene.core.errors import DataError, RunError
 from rescene.data import load
-from rescene.deploy.check_site import check_site
+from rescene.deploy.checks import check_site
 from rescene.deploy.message_bytes import unpack_message
 from rescene.deploy.site import Site
 from rescene.deploy.trial import try_round

@@ -12,7 +12,7 @@ from rescene.api import Result
 from rescene.cli.running import print_summary
 from rescene.config import resolve
 from rescene.core.errors import RunError
-from rescene.deploy.check_site import check_site
+from rescene.deploy.checks import check_site
 from rescene.deploy.plan_file import accuracy_warning, with_plan
 from rescene.deploy.status import declined, left_out_rows
 from rescene.report import load_run, write_report

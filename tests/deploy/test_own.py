@@ -15,7 +15,7 @@ from rescene import __version__
 from rescene.config import resolve
 from rescene.core.errors import ConfigError, DataError, RunError
 from rescene.data import Images
-from rescene.data.site_images import adopt
+from rescene.data.derived_sets import adopt
 from rescene.data.tasks import cut
 from rescene.deploy.control import progress
 from rescene.deploy.exchange import HELLO, Letter, Request

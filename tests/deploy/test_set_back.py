@@ -13,9 +13,8 @@ from typer.testing import CliRunner
 
 from rescene.cli.app import app
 from rescene.core.errors import RunError
-from rescene.deploy.contract import Question, open_reply
+from rescene.deploy.answers import Ends, Question, open_reply
 from rescene.deploy.exchange import Reply
-from rescene.deploy.journal import Ends
 from rescene.deploy.message_bytes import pack_message
 from rescene.deploy.site import Site, tighten
 from rescene.deploy.site_config import ledger_of

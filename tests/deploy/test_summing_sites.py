@@ -20,7 +20,7 @@ import torch
 from local_sites import PATIENT, TINY, Hashed, LocalPost, changed, events, hashes, in_process, sites
 
 from rescene.config import resolve
-from rescene.deploy import parties, summing
+from rescene.deploy import summing
 from rescene.deploy.exchange import SUM_STEPS, Patience, Undelivered
 from rescene.deploy.keys import make_node_key, read_peers, write_peers
 from rescene.deploy.message_bytes import unpack_message
@@ -118,13 +118,13 @@ def plain_parts(settings, folder):
 
 
 def test_the_same_bits_as_in_one_process_and_no_part_at_the_server(tmp_path, simulated, monkeypatch):
-    before, begin = {}, parties.Parties.begin
+    before, begin = {}, summing.Parties.begin
 
     def kept(self, session, least, num_sites, values):
         before.setdefault(self._client, values)
         return begin(self, session, least, num_sites, values)
 
-    monkeypatch.setattr(parties.Parties, "begin", kept)
+    monkeypatch.setattr(summing.Parties, "begin", kept)
     post = Watched(summing_sites(tmp_path))
     results = across(tmp_path / "run", post, tmp_path / "peers.pub")
     assert hashes(tmp_path / "run") == simulated[1]

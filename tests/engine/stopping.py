@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from rescene.engine import crashpoints
+from rescene.engine import checkpoint
 
 
 class Stop(BaseException):
@@ -21,9 +21,9 @@ def stopped_after(steps):
         if not left[0]:
             raise Stop
 
-    crashpoints.watcher = watch
+    checkpoint.watcher = watch
     try:
         with pytest.raises(Stop):
             yield
     finally:
-        crashpoints.watcher = None
+        checkpoint.watcher = None

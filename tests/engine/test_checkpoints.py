@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load
 
 from rescene.core.errors import ResceneWarning, RunError
-from rescene.engine.background_writer import Writer
 from rescene.engine.checkpoint import DTYPES, Checkpoints, encoded, write_atomically
 from rescene.engine.run_context import warnings_to
+from rescene.engine.run_setup import Writer
 
 
 def saved(folder, rounds=3):

@@ -10,8 +10,7 @@ import rescene
 from rescene.config import resolve
 from rescene.engine.experiment import prepare
 from rescene.engine.loop import run
-from rescene.engine.observers.class_means import ClassMeans, may_record
-from rescene.engine.observers.leakage_watch import LeakageWatch
+from rescene.engine.observers.leakage_watch import ClassMeans, LeakageWatch, may_record
 from rescene.engine.run_folder import RunFolder
 
 SMALL = {"tasks.limit": 2, "federation.num_rounds": 2, "model.width": 8}

@@ -16,7 +16,7 @@ from stopping import stopped_after
 import rescene
 from rescene.cli.run_folders import prune
 from rescene.core.run_state import state_of
-from rescene.engine import crashpoints
+from rescene.engine import checkpoint
 from rescene.engine.loop import Run
 from rescene.report.load import load_run
 
@@ -132,8 +132,8 @@ def test_the_place_can_be_named_from_outside(tmp_path):
 
 
 def test_nothing_happens_without_a_watcher():
-    assert crashpoints.watcher is None
-    crashpoints.reach("anywhere")
+    assert checkpoint.watcher is None
+    checkpoint.reach("anywhere")
 
 
 def test_killed_after_its_results_a_run_is_done(crashes):

@@ -10,7 +10,7 @@ import trust_disk
 
 import rescene
 from rescene.core.errors import RunError
-from rescene.engine import crashpoints
+from rescene.engine import checkpoint
 
 KINDS = ["open config.yaml", "mkdir checkpoints", "write chunk", "fsync chunk", "replace step", "unlink chunk",
          "write metrics.jsonl", "fsync metrics.jsonl", "mkdir csv", "write rounds.csv", "replace results.json",
@@ -62,10 +62,10 @@ def test_a_log_that_lost_its_end_or_a_line_does_not_stand_in_the_way(tmp_path, m
         if place == "model.json opening":
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(crashpoints, "watcher", stop)
+    monkeypatch.setattr(checkpoint, "watcher", stop)
     with pytest.raises(KeyboardInterrupt):
         rescene.run("smoke", out=tmp_path / "r", **narrow)
-    monkeypatch.setattr(crashpoints, "watcher", None)
+    monkeypatch.setattr(checkpoint, "watcher", None)
     metrics = tmp_path / "r/metrics.jsonl"
     lines = metrics.read_bytes().splitlines(keepends=True)
     metrics.write_bytes(b"#" + b"".join(lines[:2]))

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import rescene
 from rescene.cli.app import app
 from rescene.config import resolve
-from rescene.config.fault_section import FaultsSection
+from rescene.config.site_sections import FaultsSection
 from rescene.core.errors import ConfigError, RunError
 from rescene.core.rng import Rng
 from rescene.engine.faults import Faults

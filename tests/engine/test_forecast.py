@@ -7,11 +7,11 @@ from rescene.config import resolve
 from rescene.core.record import tensors
 from rescene.data import stand_in
 from rescene.engine import cost_ledger as ledger_module
-from rescene.engine import device_speed, prepare
 from rescene.engine import federation as federation_module
+from rescene.engine import forecast as forecast_module
 from rescene.engine import in_process as transport_module
-from rescene.engine.device_speed import Rates, mean_latency, measured_rates, round_latency
-from rescene.engine.forecast import Exchange, Moment, forecast
+from rescene.engine import prepare
+from rescene.engine.forecast import Exchange, Moment, Rates, forecast, mean_latency, measured_rates, round_latency
 from rescene.methods import method_class, method_names
 from rescene.nets import Arch
 from rescene.paper.costs import client_resource_rows, paper_experiment, total_compute_rows
@@ -183,14 +183,14 @@ def test_on_a_slow_cpu_a_large_network_works_once(monkeypatch):
         calls.append((arch.name, num_images))
         return 10, 2.0
 
-    monkeypatch.setattr(device_speed, "_timed", timed)
-    assert device_speed._rate(None, Arch("resnet18", 32), "cpu", most=100) == 5.0
+    monkeypatch.setattr(forecast_module, "_timed", timed)
+    assert forecast_module._rate(None, Arch("resnet18", 32), "cpu", most=100) == 5.0
     assert calls == [("convnet", 2), ("resnet18", 2)]  # what the first call loads, a small network loads as well
 
 
 def test_only_calls_long_enough_to_be_timed_count(monkeypatch):
-    monkeypatch.setattr(device_speed, "_timed", lambda work, arch, device, num_images: (10, num_images / 64))
-    assert device_speed._rate(None, Arch("resnet18", 32), "cpu", most=1000) == pytest.approx(10 / (18 / 64))
+    monkeypatch.setattr(forecast_module, "_timed", lambda work, arch, device, num_images: (10, num_images / 64))
+    assert forecast_module._rate(None, Arch("resnet18", 32), "cpu", most=1000) == pytest.approx(10 / (18 / 64))
 
 
 @pytest.mark.slow

@@ -15,11 +15,11 @@ from rescene.core.errors import ConfigError
 from rescene.core.rng import Rng
 from rescene.data import Task
 from rescene.engine import RunFolder
-from rescene.engine.late_answers import LateAnswers
+from rescene.engine.faults import LateAnswers
 from rescene.engine.loop import run
 from rescene.engine.run_setup import check_transport
 from rescene.engine.transport import Call
-from rescene.functional.client_drift import changed_likewise
+from rescene.functional.model_average import changed_likewise
 from rescene.methods import method_class, method_names
 from rescene.methods.base import LateAnswer
 from rescene.report import write_report

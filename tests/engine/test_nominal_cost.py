@@ -5,7 +5,7 @@ from statistics import fmean
 import pytest
 
 from rescene.config import resolve
-from rescene.engine.nominal import nominal_cost
+from rescene.engine.cost_ledger import nominal_cost
 from rescene.methods import method_class
 from rescene.nets import Arch
 from rescene.paper.costs import METHODS, client_flops, paper_experiment, server_flops

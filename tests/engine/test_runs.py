@@ -454,8 +454,8 @@ def test_bad_recipes_are_refused_before_anything_happens(tmp_path):
 
 
 def test_flops_are_counted_inside_vmap():
-    from rescene.engine.cost_ledger import FlopMeter
     from rescene.nets import Arch, forward_flops
+    from rescene.nets.cost import FlopMeter
 
     arch = Arch("convnet", 16, "group", 4)
     meter = FlopMeter(arch)

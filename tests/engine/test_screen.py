@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 
 from rescene.cli.app import app
 from rescene.data import Dataset
-from rescene.engine.observers.adversary import Adversary, stamp
-from rescene.engine.observers.screen import Screen
+from rescene.engine.observers.hostile_sites import Adversary, Screen, stamp
 from rescene.engine.run_folder import RunFolder
 from rescene.report import load_run, write_report
 from rescene.report.model_card import model_card

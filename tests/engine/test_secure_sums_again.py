@@ -12,16 +12,16 @@ from safetensors.torch import load_file
 import rescene
 from rescene.api import execute
 from rescene.config import resolve
-from rescene.config.site_plan import SitesSection
+from rescene.config.site_sections import SitesSection
 from rescene.core.errors import DataError
 from rescene.data import load
 from rescene.engine import RunFolder
+from rescene.engine.in_process import ledger_in
 from rescene.engine.loop import Run
-from rescene.engine.site_privacy import ledger_in
 from rescene.engine.withdrawal import check_can_forget, forget
 from rescene.methods.moments import EVERYBODY, deviations
 from rescene.privacy.accounting import Composition, epsilon_of, replaced_epsilon
-from rescene.privacy.budget import largest_total
+from rescene.privacy.ledger_file import largest_total
 
 NUM, HONEST, GONE, SIGMA = 5, 3, 1, 0.8
 SETTING = {"model.name": "linear", "model.lens": "waves", "train.augment": False, "method": "moments", "tasks.limit": 2,

@@ -11,7 +11,7 @@ from rescene.core.errors import RunError
 from rescene.core.versions import FOLDER
 from rescene.engine import RunFolder
 from rescene.engine.loop import run
-from rescene.engine.migrate import folder_format, migrate
+from rescene.engine.run_folder import folder_format, migrate
 from rescene.report.load import load_run
 from rescene.report.page import write_report
 from rescene.report.uploads import recorded_pairs as pairs_of

@@ -3,8 +3,7 @@
 import torch
 
 from rescene.core.rng import seeded_generator
-from rescene.functional.starts import coloured_noise, dead_leaves
-from rescene.functional.texture import soften
+from rescene.functional.pictures import coloured_noise, dead_leaves, soften
 
 
 def test_dead_leaves_are_pictures_that_only_the_seed_decides():

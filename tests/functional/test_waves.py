@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rescene.functional.waves import DIRECTIONS, NUM_WAVES, SCALES, wave_picture
+from rescene.functional.pictures import DIRECTIONS, NUM_WAVES, SCALES, wave_picture
 
 
 def grating(direction, frequency=0.375, contrast=0.4, size=32):

@@ -7,13 +7,12 @@ import pytest
 import torch
 
 from rescene.config import resolve
-from rescene.config.site_plan import SitesSection
+from rescene.config.site_sections import SitesSection
 from rescene.core.errors import ConfigError
 from rescene.data import Dataset, Images, Transform
-from rescene.data.site_images import away
+from rescene.data.derived_sets import away
 from rescene.engine.experiment import prepare
-from rescene.functional.starts import dead_leaves
-from rescene.functional.waves import wave_picture
+from rescene.functional.pictures import dead_leaves, wave_picture
 from rescene.lens.features import LeavesLens
 from rescene.lens.lens import CHUNK, KEY, Waves, open_lens, read_lens, through, write_lens
 

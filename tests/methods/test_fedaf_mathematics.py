@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from rescene.core.rng import seeded_generator
-from rescene.functional.sliced import knowledge_matching, mixed, owners_average, sliced_distance
+from rescene.functional.matching import knowledge_matching, mixed, owners_average, sliced_distance
 
 
 @pytest.mark.parametrize("size, constant", [(1, 1.0), (2, 2 / math.pi), (3, 1 / 2), (4, 4 / (3 * math.pi))])

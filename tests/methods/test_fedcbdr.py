@@ -13,14 +13,15 @@ import rescene
 from rescene.core.record import num_bytes
 from rescene.core.rng import Rng
 from rescene.data import Images, Task, Transform
-from rescene.engine.cost_ledger import CostLedger, FlopMeter
+from rescene.engine.cost_ledger import CostLedger
 from rescene.engine.federation import RunFederation
 from rescene.engine.transport import FederationSettings
-from rescene.functional.leverage import gram_inverse
+from rescene.functional.exemplars import gram_inverse
 from rescene.methods import ModelState
 from rescene.methods.base import Client, weights_of
 from rescene.methods.fedavg import FedAvg
 from rescene.methods.fedcbdr import FedCBDR, Memory
+from rescene.nets.cost import FlopMeter
 from rescene.training import Training
 
 QUICK = Training(local_epochs=2, batch_size=8, lr=0.05)

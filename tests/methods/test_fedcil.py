@@ -13,13 +13,13 @@ from rescene.core.errors import RunError
 from rescene.core.rng import Rng
 from rescene.data import Task
 from rescene.functional import weighted_average
-from rescene.functional.acgan import acgan_loss, agreement_loss, balanced_picks
+from rescene.functional.image_losses import acgan_loss, agreement_loss, balanced_picks
 from rescene.methods.base import weights_of
 from rescene.methods.fedcil import FedCIL, SiteGenerators, _after, _before, agreement
 from rescene.methods.upload_schema import Misfit, Place, check_form
 from rescene.training import Training
-from rescene.training.adversarial import BETAS, DECAY, Gan, Painter
 from rescene.training.generator import fresh_generator, grow_inputs, restored_generator
+from rescene.training.generator_training import BETAS, DECAY, Gan, Painter
 
 ONE_STEP = Training(local_epochs=1, batch_size=64, augment=False)
 SMALL = {"consolidation_steps": 2, "latent_size": 8, "generator_width": 4, "synthetic_batch": 6, "gan_lr": 0.01}

@@ -13,7 +13,7 @@ import rescene
 from rescene.core.errors import ConfigError
 from rescene.core.rng import Rng
 from rescene.data import Task
-from rescene.functional.prompt_attention import (
+from rescene.functional.adapters import (
     contrastive_continual_loss,
     mixed_prompts,
     orthogonal_rows,
@@ -22,8 +22,7 @@ from rescene.functional.prompt_attention import (
 from rescene.methods.base import Client, LateAnswer, weights_of
 from rescene.methods.fedcprompt import FedCPrompt, annealed
 from rescene.nets import Arch, PromptPool, attention_weights, check_fits, pool_of, pool_state, prompted_features
-from rescene.nets.prompts import prefixed
-from rescene.nets.vit import Attention
+from rescene.nets.vit import Attention, prefixed
 from rescene.sweeps.grid import grid
 from rescene.testing.conformance import federation_of, world_for
 from rescene.training import Training

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import rescene
 from rescene.core.rng import Rng
-from rescene.functional.client_drift import proximal_term
+from rescene.functional.model_average import proximal_term
 from rescene.methods.base import weights_of
 from rescene.methods.fedavg import FedAvg
 from rescene.methods.fedprox import FedProx

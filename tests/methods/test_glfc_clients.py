@@ -21,7 +21,7 @@ from glfc_world import (
 from rescene.core.record import check_tree, pack, unpack
 from rescene.core.rng import Rng, seeded_generator
 from rescene.functional import herd
-from rescene.functional.compensation import compensation_loss, compensation_weights, relation_loss
+from rescene.functional.distillation import compensation_loss, compensation_weights, relation_loss
 from rescene.methods.glfc import ClientState
 from rescene.training import Batch, Training, embed
 from rescene.training.reconstruction import (

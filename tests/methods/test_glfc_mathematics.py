@@ -12,7 +12,7 @@ from glfc_world import (
 
 from rescene.core.record import num_bytes
 from rescene.core.rng import seeded_generator
-from rescene.functional.compensation import compensation_loss, compensation_weights, mean_entropy, relation_loss
+from rescene.functional.distillation import compensation_loss, compensation_weights, mean_entropy, relation_loss
 from rescene.training.lbfgs import minimise
 from rescene.training.reconstruction import (
     Inversion,

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 import rescene
 from rescene.core.rng import Rng
 from rescene.data import Task
-from rescene.functional.compensation import relation_loss
+from rescene.functional.distillation import relation_loss
 from rescene.functional.exemplars import class_sums, distilled_binary_loss, first_of_each, nearest_mean_head
 from rescene.functional.herding import herding_order
 from rescene.methods.base import weights_of

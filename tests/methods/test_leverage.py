@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rescene.functional.leverage import (
+from rescene.functional.balance import grouped_cross_entropy, task_aware_logits
+from rescene.functional.exemplars import (
     class_cut,
     draw_keys,
     form_leverage,
@@ -17,7 +18,6 @@ from rescene.functional.leverage import (
     random_orthogonal,
     row_leverage,
 )
-from rescene.functional.temperature import grouped_cross_entropy, task_aware_logits
 
 
 def matrix(n, d, seed=0):

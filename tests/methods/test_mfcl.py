@@ -12,14 +12,14 @@ from rescene.core.errors import RunError
 from rescene.core.rng import Rng
 from rescene.data import Task
 from rescene.functional.distillation import feature_distillation_loss
-from rescene.functional.inversion import channel_moments, divergence_loss, evenness_loss, roughness_loss
+from rescene.functional.image_losses import channel_moments, divergence_loss, evenness_loss, roughness_loss
 from rescene.methods.base import weights_of
 from rescene.methods.fedavg import FedAvg
 from rescene.methods.mfcl import MFCL
 from rescene.nets import grow_head
 from rescene.training import Training
-from rescene.training.data_free import DataFree, generator_loss, train_generator
 from rescene.training.generator import fresh_generator, generator_parameters, restored_generator
+from rescene.training.generator_training import DataFree, generator_loss, train_generator
 from rescene.training.synthesis import Statistics
 
 ONE_STEP = Training(local_epochs=1, batch_size=64, lr=0.1, momentum=0.0, weight_decay=0.0, augment=False)

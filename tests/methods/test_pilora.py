@@ -12,9 +12,11 @@ import rescene
 from rescene.core.errors import ConfigError
 from rescene.core.rng import Rng
 from rescene.data import Task
-from rescene.functional.low_rank import change_of_output, changed_layer, overlap
-from rescene.functional.prototypes import (
+from rescene.functional.adapters import (
+    change_of_output,
+    changed_layer,
     nearest_prototype_head,
+    overlap,
     prototype_distances,
     prototype_loss,
     prototype_weights,

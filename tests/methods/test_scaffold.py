@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from rescene.core.rng import Rng
 from rescene.data import Task
-from rescene.functional.client_drift import control_variate, effective_steps, grown_rows
+from rescene.functional.model_average import control_variate, effective_steps, grown_rows
 from rescene.methods.base import weights_of
 from rescene.methods.fedavg import FedAvg
 from rescene.methods.scaffold import ControlVariate, Scaffold

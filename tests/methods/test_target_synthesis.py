@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from rescene.core.errors import RunError
 from rescene.core.rng import Rng
 from rescene.data import Transform
-from rescene.functional.inversion import adversarial_loss, blend, channel_moments, statistics_loss
+from rescene.functional.image_losses import adversarial_loss, blend, channel_moments, statistics_loss
 from rescene.methods.base import weights_of
 from rescene.nets import Arch
 from rescene.training.generator import add_gradients, fresh_generator, reptile_gradients

@@ -7,7 +7,7 @@ from torch import nn
 from reference import counted_flops
 from rescene.core.rng import seeded_generator
 from rescene.nets import NAMES, Arch, build, forward_flops, state_bytes
-from rescene.nets.layers import norm_layer
+from rescene.nets.bodies import norm_layer
 
 
 def images(n, size=32, seed=0):

@@ -19,16 +19,26 @@ from torch import nn
 from rescene.core.rng import Rng
 from rescene.data import Batch, Transform
 from rescene.functional import group_means, herd, matching_loss, weighted_average
-from rescene.functional.acgan import conditioned
-from rescene.functional.compensation import compensation_loss, compensation_weights, mean_entropy, relation_loss
+from rescene.functional.adapters import (
+    change_of_output,
+    contrastive_continual_loss,
+    overlap,
+    prototype_distances,
+    prototype_loss,
+    prototype_weights,
+)
 from rescene.functional.decomposed import composed, kept_outputs, mean_of_kept, pruned
 from rescene.functional.discriminant import regularised_solve
-from rescene.functional.distillation import distillation_loss
+from rescene.functional.distillation import (
+    compensation_loss,
+    compensation_weights,
+    distillation_loss,
+    mean_entropy,
+    relation_loss,
+)
 from rescene.functional.fisher import fisher_diagonal, quadratic_penalty
 from rescene.functional.herding import herding_order
-from rescene.functional.low_rank import change_of_output, overlap
-from rescene.functional.prompt_attention import contrastive_continual_loss
-from rescene.functional.prototypes import prototype_distances, prototype_loss, prototype_weights
+from rescene.functional.image_losses import conditioned
 from rescene.methods.afl import ridge_head
 from rescene.methods.fedcgs import gaussian_head
 from rescene.methods.fedcil import FedCIL, ServerState, SiteGenerators, agreement
@@ -38,7 +48,7 @@ from rescene.methods.pilora import DECAY, PILoRA
 from rescene.nets import Arch, Net, PromptPool, pool_state, prompted_features
 from rescene.nets.vit import VisionTransformer, VitSize
 from rescene.training import AdamSteps
-from rescene.training.adversarial import AdversarialSteps, Gan
+from rescene.training.generator_training import AdversarialSteps, Gan
 from rescene.training.reconstruction import Inversion, encoder_gradients, labels_from_gradients, perturb, reconstruct
 from rescene.training.synthesis import Search, Synthesis
 

@@ -12,10 +12,9 @@ from typer.testing import CliRunner
 from rescene.cli import running
 from rescene.cli.app import app
 from rescene.paper import Store, compare, paper_recipe, printed, recipes
-from rescene.paper.band_check import verdicts_grid
 from rescene.paper.compare import KEEPERS
 from rescene.paper.figures import _final_rows, _mark
-from rescene.paper.pages import refreshed
+from rescene.paper.pages import refreshed, verdicts_grid
 from rescene.paper.paper_tables import RECONSTRUCTED
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ from rescene.core.results import ClassTheory
 from rescene.paper import Store, paper_recipe, printed
 from rescene.paper.compare import RUN_TO_RUN, _registered, band, compare, explanation, findings, printed_beside
 from rescene.paper.paper_tables import results_grid, status_grid, table_grid
-from rescene.paper.table_columns import over_seeds, read
+from rescene.paper.store import over_seeds, read
 from rescene.report import load_run
 from rescene.report.table_formats import render
 

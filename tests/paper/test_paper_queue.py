@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 
 from rescene.cli.app import app
 from rescene.paper import PaperCell, Store, paper_recipe
-from rescene.paper.missing_cells import Missing, _queue, missing_cells, predictor
-from rescene.paper.queue_runner import Queue, _share_done, rescene_run
+from rescene.paper.queue_runner import Missing, Queue, _queue, _share_done, missing_cells, predictor, rescene_run
 
 MAIN = paper_recipe("main")
 # a run of ten rounds: goes on after the last saved one, saves each, stops at Ctrl-C

@@ -5,10 +5,11 @@ from dataclasses import replace
 import torch
 
 from rescene.core.rng import Rng
-from rescene.engine.cost_ledger import CostLedger, FlopMeter
+from rescene.engine.cost_ledger import CostLedger
 from rescene.engine.federation import RunFederation
 from rescene.engine.transport import FederationSettings
 from rescene.methods import method_class
+from rescene.nets.cost import FlopMeter
 from rescene.privacy import ledger as books
 from rescene.privacy.accounting import Composition
 from rescene.privacy.mechanism import Mechanism, SitePrivacy

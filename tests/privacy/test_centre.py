@@ -15,7 +15,7 @@ from rescene.privacy.class_sums import class_sums, honest_sums, moved_back, nois
 from rescene.privacy.ledger import Ledger
 from rescene.privacy.mechanism import SitePrivacy
 from rescene.privacy.noise import Noise
-from rescene.privacy.release import sums_upload
+from rescene.privacy.private_condensation import sums_upload
 from rescene.privacy.released_moments import moments_of, released_moments
 
 CENTRED = replace(SUMS, centred=True)

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from rescene.core.errors import RunError
-from rescene.privacy import discrete
-from rescene.privacy.discrete import discrete_gaussian, sampler_error
-from rescene.privacy.noise import Noise
+from rescene.privacy import noise as noise_module
+from rescene.privacy.noise import Noise, discrete_gaussian, sampler_error
 
 
 def seeded(seed=0):
@@ -69,9 +68,9 @@ def test_tails_reach_as_far_as_a_gaussian():
 
 def test_a_sum_of_parts_has_the_law_of_one(monkeypatch):
     """Exactly, without drawing: the laws of the tables are folded together and compared with the discrete Gaussian."""
-    monkeypatch.setattr(discrete, "_FACTOR", 4)
-    monkeypatch.setattr(discrete, "_TABLED", 40 * 16)
-    (one, fine), (four, coarse) = discrete._parts.__wrapped__(Fraction(900))
+    monkeypatch.setattr(noise_module, "_FACTOR", 4)
+    monkeypatch.setattr(noise_module, "_TABLED", 40 * 16)
+    (one, fine), (four, coarse) = noise_module._parts.__wrapped__(Fraction(900))
     assert (one, four) == (1, 4)
     found, largest = {}, 330
     for i, p in law_of(fine).items():
@@ -88,7 +87,7 @@ def law_of(table):
 
 
 def test_the_table_is_the_law_to_the_last_bit():
-    table = discrete._table(Fraction(4))
+    table = noise_module._table(Fraction(4))
     assert table.exact[-1] == 2**189
     exact = law_of(table)
     for k in range(20):
@@ -96,12 +95,12 @@ def test_the_table_is_the_law_to_the_last_bit():
 
 
 def test_a_word_that_meets_an_entry_is_settled_by_more_bits():
-    table = discrete._table(Fraction(9))
+    table = noise_module._table(Fraction(9))
     entry, rest = int(table.leading[2]), table.exact[2] & (2**126 - 1)
 
     def after(more):
         given = iter([torch.tensor([entry]), torch.tensor([more >> 63, more & (2**63 - 1)])])
-        return discrete._inverted(table, lambda count: next(given), 1).tolist()
+        return noise_module._from_table(table, lambda count: next(given), 1).tolist()
 
     assert after(rest - 1) == [2]
     assert after(rest) == [3]

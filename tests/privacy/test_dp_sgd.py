@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from rescene.core.errors import ConfigError, RunError
 from rescene.core.rng import Rng
-from rescene.functional.temperature import grouped_cross_entropy
+from rescene.functional.balance import grouped_cross_entropy
 from rescene.methods import method_class
 from rescene.nets import Arch
 from rescene.privacy.accounting import Composition, epsilon_of

@@ -5,8 +5,7 @@ import torch
 
 from rescene.audit.drawn_pictures import changes, traced
 from rescene.data import Transform
-from rescene.privacy.leakage import evenly, psnr, summarise_traced
-from rescene.privacy.likeness import CUT, margins
+from rescene.privacy.leakage import CUT, evenly, margins, psnr, summarise_traced
 
 TRANSFORM = Transform((0.5,) * 3, (0.25,) * 3, 0)
 

@@ -18,9 +18,8 @@ from rescene.privacy.accounting import (
     sigma_for,
 )
 from rescene.privacy.class_sums import class_sums
-from rescene.privacy.discrete import sampler_error
 from rescene.privacy.mechanism import Mechanism, digest
-from rescene.privacy.noise import Noise
+from rescene.privacy.noise import Noise, sampler_error
 from rescene.privacy.statement import limit
 
 ONCE = Composition(1, 1)

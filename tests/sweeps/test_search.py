@@ -12,8 +12,8 @@ from rescene.cli.app import app
 from rescene.config import resolve
 from rescene.core.errors import ConfigError, DataError, RunError
 from rescene.data import Dataset, Images, load
+from rescene.data.derived_sets import validation_part
 from rescene.data.images import measure
-from rescene.data.validation import validation_part
 from rescene.engine.experiment import load_data
 from rescene.sweeps.search import read_search, search_settings
 

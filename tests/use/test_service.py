@@ -25,7 +25,7 @@ import rescene
 from rescene.cli.app import app
 from rescene.core.errors import ConfigError
 from rescene.nets import Arch
-from rescene.use import Model, Service, open_model, service_container, serving, write_container
+from rescene.use import Model, Service, exporting, open_model, serving, write_container
 from rescene.use import http_service as services
 from rescene.use.formats import WRITERS
 from rescene.use.model import Whole
@@ -326,22 +326,22 @@ def test_the_container_holds_the_model_and_starts_the_service(file, tmp_path):
 def test_the_container_installs_this_version_from_a_lock_of_the_wheel():
     root = Path(__file__).parents[2]
     project = tomllib.loads((root / "pyproject.toml").read_text())
-    installs = next(rest for word, rest in instructions(service_container.containerfile("m.onnx")) if word == "RUN")
+    installs = next(rest for word, rest in instructions(exporting.containerfile("m.onnx")) if word == "RUN")
     assert f'--no-deps "rescene=={rescene.__version__}"' in installs
     assert "rescene/locks/base.txt" in project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"].values()
-    assert "/locks/base.txt" in installs and service_container.TORCH in (root / "constraints.txt").read_text()
+    assert "/locks/base.txt" in installs and exporting.TORCH in (root / "constraints.txt").read_text()
     for wanted in project["project"]["optional-dependencies"]["onnx"]:
         assert f'"{wanted}"' in installs
-    start = dict(instructions(service_container.containerfile("m.pt2")))["ENTRYPOINT"]
+    start = dict(instructions(exporting.containerfile("m.pt2")))["ENTRYPOINT"]
     assert json.loads(start)[-1] == "--trust"
 
 
 def test_the_health_check_of_the_container_follows_the_service(address):
-    text = dict(instructions(service_container.containerfile("m.onnx")))["HEALTHCHECK"]
+    text = dict(instructions(exporting.containerfile("m.onnx")))["HEALTHCHECK"]
     _, flag, script = json.loads(re.search(r"CMD (\[.*\])", text)[1])
 
     def healthy(port):
-        asked = script.replace(str(service_container.PORT), str(port))
+        asked = script.replace(str(exporting.PORT), str(port))
         return subprocess.run([sys.executable, flag, asked], capture_output=True).returncode == 0
 
     assert healthy(urlsplit(address).port)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from rescene.accel.cuda_graph import TURN, WARM_UP, KeptRecordings, recorded
-from rescene.accel.folded_norms import Folded
 from rescene.accel.fused_layers import FlatWeights, fuse, look
+from rescene.accel.fused_net import Folded
 from rescene.accel.sgd_graph import rows_of
 from rescene.core.rng import seeded_generator
 from rescene.data import Shard

@@ -1,11 +1,16 @@
-"""A piece of GPU work that is always the same, recorded once as a CUDA graph; and whose turn it is among threads."""
+"""A piece of GPU work that is always the same, recorded once as a CUDA graph; and whose turn it is among threads.
+
+Several pieces of work at a time on one GPU have a thread and a CUDA stream each.
+"""
 
 from __future__ import annotations
 
+import contextvars
 import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -177,3 +182,43 @@ def repeated(work: Callable[[], None], state: Sequence[Tensor], *, search: bool 
         tell_flops(flops)
 
     return replay
+
+
+def attempt(work: Callable[[Any], T], item: Any) -> T | Exception:
+    """What ``work`` gives for this item, or the exception that stopped it."""
+    try:
+        return work(item)
+    except Exception as error:
+        return error
+
+
+class Streams:
+    """A fixed set of threads, so that what a thread has recorded (``rescene.accel.sgd_graph``) serves its later work too.
+
+    Work begins after everything the caller has asked of the GPU so far, and an outcome is handed out when the GPU has
+    finished it: tensors can pass from one side to the other without further care.
+    """
+
+    def __init__(self, device: torch.device, count: int) -> None:
+        self._device, self._local = device, threading.local()
+        self._pool = ThreadPoolExecutor(count, thread_name_prefix="stream")
+
+    def outcomes(self, work: Callable[[Any], T], items: Sequence[Any]) -> Iterator[T | Exception]:
+        """One outcome per item, in order."""
+        caller = torch.cuda.current_stream(self._device)
+        futures = [self._pool.submit(contextvars.copy_context().run, self._run, caller, work, item) for item in items]
+        for future in futures:
+            with TURN.given_up():
+                outcome = future.result()
+            yield outcome
+
+    def _run(self, caller: torch.cuda.Stream, work: Callable[[Any], T], item: Any) -> T | Exception:
+        if not hasattr(self._local, "stream"):
+            self._local.stream = lasting_stream(self._device)
+        stream: torch.cuda.Stream = self._local.stream
+        stream.wait_stream(caller)
+        with torch.cuda.stream(stream), TURN.taken():
+            outcome = attempt(work, item)
+            with TURN.given_up():
+                stream.synchronize()
+        return outcome

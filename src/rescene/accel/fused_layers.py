@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from rescene.data import Transform
 from rescene.nets import is_recordable
-from rescene.nets.resnet import Residual
+from rescene.nets.bodies import Residual
 
 LANES = 8  # channels at least
 

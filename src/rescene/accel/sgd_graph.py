@@ -5,11 +5,18 @@ once. The recording reads everything from fixed places: pictures, the epoch's or
 rate. The last, smaller batch of an epoch is the same recording with fewer valid images, and a head that grows fits into
 the recorded one, whose spare rows are left out of the softmax; so one recording serves rounds, tasks and clients.
 The mathematics is that of ``rescene.training.sgd``, and so are the draws: in float32 the two agree to rounding.
+
+With a loss of one's own (``fit_repeated``) the step of each batch size is recorded for the length of one call.
+What a recording freezes is everything but the tensors it reads; so it is used for losses that say they are ``repeatable``.
+Batches are put together outside, draws included. The network runs as ``rescene.accel.fused_net`` has it. The mathematics is that of
+``rescene.training.sgd.fit``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import fields
 from functools import partial
 from typing import Any, Protocol
 
@@ -17,12 +24,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rescene.accel.cuda_graph import TURN, KeptRecordings, recorded
+from rescene.accel.cuda_graph import TURN, KeptRecordings, recorded, repeated
 from rescene.accel.fused_layers import FlatWeights, SideStream, fuse, look, loss_and_gradient
-from rescene.accel.fused_net import SgdSettings, is_half
-from rescene.data import Transform
+from rescene.accel.fused_net import Passes, SgdSettings, is_half
+from rescene.data import Batch, Transform
 from rescene.functional.balance import EXCLUDED
-from rescene.nets import count_passes
+from rescene.nets import count_passes, is_recordable
 
 SMALLEST_POOL = 8192
 HEAD_STEP = 32  # heads are recorded with a multiple of this many rows
@@ -163,3 +170,77 @@ class Trainer:
         self.weights.step([gradients], self.lr, self.settings.momentum, self.settings.weight_decay)
         self.total += losses.sum()
         self.start += self.size
+
+
+def fit_repeated(
+    net: nn.Module,
+    plan: Callable[[], Tensor],
+    fetch: Callable[[Tensor], Batch],
+    loss: Callable[[nn.Module, Batch], Tensor],
+    settings: SgdSettings,
+    rates: list[float],
+    after_epoch: Callable[[int], None] | None = None,
+) -> float:
+    """Train ``net`` in place for one epoch at each of ``rates``; returns the mean loss of the last one."""
+    steps, count = Repeated(net, loss, settings), 0
+    for epoch, rate in enumerate(rates, 1):
+        steps.lr.fill_(rate)
+        steps.total.zero_()
+        batches = plan().split(settings.batch_size)
+        steps.seen.train(len(batches[0]) > 1)
+        kept = [index for index in batches if len(index) > 1 or len(batches) == 1]
+        for index in kept:
+            steps.train(fetch(index))
+        count = len(kept)
+        steps.seen.eval()
+        if after_epoch is not None:
+            after_epoch(epoch)
+    steps.seen.release()
+    return float(steps.total) / max(count, 1)  # the only time that anybody waits for the device
+
+
+def _place(batch: Batch) -> Batch:
+    """Room for batches of this size; pictures with the channels last, which convolutions in bfloat16 want."""
+    pictures = partial(torch.clone, memory_format=torch.channels_last)
+    beside = None if batch.beside is None else pictures(batch.beside)
+    return Batch(pictures(batch.x), batch.y.clone(), batch.index.clone(), beside)
+
+
+class Repeated:
+    """One network, one loss; a recorded step for each batch size, its gradient cut to norm ``clip`` where one is given."""
+
+    def __init__(
+        self,
+        net: nn.Module,
+        loss: Callable[[nn.Module, Batch], Tensor],
+        settings: SgdSettings,
+        clip: float | None = None,
+    ) -> None:
+        self.loss, self.settings, self.clip = loss, settings, clip
+        device = next(net.parameters()).device
+        self.recordable = is_recordable(net)
+        self.seen = Passes(net, is_half(settings, device) and self.recordable)
+        self.weights = self.seen.weights
+        self.lr, self.total = torch.zeros((), device=device), torch.zeros((), device=device)
+        self.places: dict[tuple[int, int], Batch] = {}
+        self.steps: dict[tuple[int, int], Callable[[], None]] = {}
+
+    def train(self, batch: Batch) -> None:
+        """One step on this batch."""
+        size = (len(batch.y), 0 if batch.beside is None else len(batch.beside))
+        if size not in self.steps:
+            self.places[size] = place = _place(batch)
+            often = size[0] == self.settings.batch_size  # the last batch of an epoch has another size at every site
+            state = [*self.seen.state(), self.total]
+            step = lambda: self._step(place)  # noqa: E731
+            self.steps[size] = repeated(step, state, search=often) if self.recordable else step
+        for field in fields(Batch):
+            if (own := getattr(self.places[size], field.name)) is not None:
+                own.copy_(getattr(batch, field.name))
+        self.steps[size]()
+
+    def _step(self, batch: Batch) -> None:
+        value = self.loss(self.seen, batch)
+        gradients = self.seen.gradients(value)
+        self.weights.step(gradients, self.lr, self.settings.momentum, self.settings.weight_decay, self.clip)
+        self.total += value.detach()

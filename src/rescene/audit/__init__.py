@@ -3,8 +3,7 @@
 from rescene.audit.controls import run_controls
 from rescene.audit.redteam import red_team, red_team_words
 from rescene.audit.stage import stage_of
-from rescene.audit.subject import AuditScale, audit
-from rescene.audit.words import audit_words, control_words
+from rescene.audit.subject import AuditScale, audit, audit_words, control_words
 
 __all__ = [
     "AuditScale",

@@ -15,9 +15,9 @@ from rescene.audit.rows import Found
 from rescene.audit.stage import as_promised, stage_of, without_noise
 from rescene.config import resolve
 from rescene.engine.experiment import prepare
-from rescene.functional.starts import coloured_noise
+from rescene.functional.pictures import coloured_noise
 from rescene.privacy.epsilon_bounds import bounds
-from rescene.privacy.likeness import CUT, margins
+from rescene.privacy.leakage import CUT, margins
 
 CANARIES = 100
 

@@ -22,7 +22,7 @@ from PIL import Image
 import rescene
 from rescene.audit.rows import Found
 from rescene.config import Recipe, resolve
-from rescene.config.site_plan import SitesSection
+from rescene.config.site_sections import SitesSection
 from rescene.deploy.exchange import EVALUATE, Letter, Reply, Request
 from rescene.deploy.message_bytes import pack_message, unpack_message
 from rescene.deploy.plan_file import with_plan

@@ -1,6 +1,6 @@
 """Attacks on a secure sum: does a server that lies learn more than the noised sum of the round?
 
-The sites are real ones as far as sums go (``rescene.deploy.parties``: their keys, files and refusals), in a temporary folder. The server
+The sites are real ones as far as sums go (``rescene.deploy.summing``: their keys, files and refusals), in a temporary folder. The server
 drives them as it likes: it asks twice, in another order, under another run, and shows different lists to different sites.
 """
 
@@ -25,8 +25,7 @@ from rescene.audit.sums import CLAIM, DELTA, ONCE, RISK, SURE, canary_scores, cl
 from rescene.core.errors import RunError
 from rescene.core.record import Tree
 from rescene.deploy.keys import make_node_key, read_peers, write_peers
-from rescene.deploy.parties import Parties
-from rescene.deploy.summing import AGREE, DEAL, MASK, REVEAL, Sum
+from rescene.deploy.summing import AGREE, DEAL, MASK, REVEAL, Parties, Sum
 from rescene.methods.upload_schema import Form, fields, tensor
 from rescene.privacy import secure_sum as sums
 from rescene.privacy.accounting import epsilon_of

@@ -1,24 +1,157 @@
-"""The whole audit of a recipe or a finished run, as one record that saves and prints."""
+"""The whole audit of a recipe or a finished run, as one record that saves and prints, and what its numbers mean.
+
+A run folder already holds what an attacker could use: a few uploads of each task, and the sites' ledgers. The words are for the
+person who must sign.
+"""
 
 from __future__ import annotations
 
+import json
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file
+
 from rescene.audit.canaries import canary_audit
-from rescene.audit.shadows import FALSE_POSITIVE_RATES, membership_attack
+from rescene.audit.membership import FALSE_POSITIVE_RATES, membership_attack
 from rescene.audit.stage import Stage, as_promised, seeded, stage_of, without_noise
-from rescene.audit.stored import ledger_epsilon, stored_uploads
 from rescene.config import Recipe
 from rescene.config.privacy import Promise
 from rescene.core.errors import ConfigError
 from rescene.engine.experiment import Experiment, prepare
 from rescene.nets import check_fits, load_weights
-from rescene.privacy.accounting import Composition, epsilon_of
+from rescene.privacy import nearest_real
+from rescene.privacy.accounting import Composition, epsilon_of, total_epsilon
 from rescene.privacy.epsilon_bounds import most_to_show
+from rescene.privacy.ledger import Charge, Ledger
+
+
+def stored_uploads(folder: Path, experiment: Experiment) -> dict[str, Any] | None:
+    """How many stored uploads have a training image as their nearest, and how many would if the sites had held none of them.
+
+    Training and test images of a class are drawn alike, so an upload that knew neither would have a training image as its
+    nearest with the training images' share of the two. None where nothing is stored.
+    """
+    if not (folder / "surrogates.safetensors").is_file():
+        return None
+    told = json.loads((folder / "surrogates.json").read_text(encoding="utf-8"))
+    rows = told["pairs"] if isinstance(told, dict) else told  # a plain list in older folders
+    pictures = load_file(folder / "surrogates.safetensors")["surrogates"]
+    data = experiment.dataset
+    labels = torch.tensor([data.classes.index(row["class"]) for row in rows])
+    nearer, by_chance = [], []
+    for label in labels.unique().tolist():
+        had, never = (split.pixels[split.labels == label] for split in (data.train, data.test))
+        images = data.transform.normalise(pictures[labels == label].to(had.device))
+        distances = [nearest_real(images, pool, data.transform)[0] for pool in (had, never)]
+        nearer.append((distances[0] < distances[1]).double())
+        by_chance.append(torch.full((len(images),), len(had) / (len(had) + len(never)), dtype=torch.float64))
+    shares = {"nearest_was_there": nearer, "by_chance": by_chance}
+    return {"num_uploads": len(rows)} | {name: float(torch.cat(parts).mean()) for name, parts in shares.items()}
+
+
+def ledger_epsilon(folder: Path, delta: float) -> tuple[float, int] | None:
+    """What the books of the most-used site and task add up to, and in how many participations; None without books."""
+    most: tuple[float, int] | None = None
+    for path in sorted(folder.glob("client-*.jsonl")):
+        tasks: dict[tuple[str, int], list[Charge]] = defaultdict(list)
+        for charge in Ledger(path).charges():
+            tasks[charge.run, charge.task].append(charge)
+        for own in tasks.values():
+            spent = total_epsilon([(c.sigma, Composition(c.steps, 1, c.rate)) for c in own], delta)
+            most = max(most or (0.0, 0), (spent, len(own)))
+    return most
+
+
+Found = dict[str, Any]
+
+
+def audit_words(found: Found) -> list[str]:
+    """A few sentences on an audit; the first is the verdict."""
+    return [_verdict(found), _strength(found), _membership(found["membership"]), *_stored(found)]
+
+
+def control_words(rows: list[Found]) -> str:
+    """One sentence on the controls."""
+    fired = sum(row["fired"] for row in rows)
+    if fired == len(rows):
+        return (
+            f"All {fired} controls fired: each breach made on purpose was noticed, and each sound twin was left alone."
+        )
+    return (
+        f"Only {fired} of {len(rows)} controls fired: this audit would miss such a breach (or accuse a sound site), so its "
+        "verdicts mean little. More canaries may help (--canaries)."
+    )
+
+
+def _verdict(found: Found) -> str:
+    shown, sure = found["lower_bound"], f"{found['confidence']:.0%}"
+    if found["verdict"] == "no promise":
+        if shown == 0:
+            return "Nothing is promised, and the canaries showed nothing. That is no evidence of privacy: other attacks may."
+        return f"Nothing is promised, and rightly so: whatever epsilon somebody claims must be at least {shown:.2f} ({sure} sure)."
+    claim = f"epsilon at most {found['promised']:.2f} (delta {found['delta']:g}) over {_times(found)}"
+    if found["verdict"] == "contradicted":
+        return (
+            f"CONTRADICTED. The mechanism promises {claim}, but the attacks show at least {shown:.2f} ({sure} sure). Send "
+            "nothing with this setting until the reason is known."
+        )
+    return (
+        f"Not contradicted. The mechanism promises {claim}; the attacks show at least {shown:.2f} ({sure} sure). An audit "
+        "can refute a promise, it cannot prove one."
+    )
+
+
+def _times(found: Found) -> str:
+    num = found["participations"]
+    return "one participation" if num == 1 else f"{num} participations"
+
+
+def _strength(found: Found) -> str:
+    most = found["most_to_show"]
+    text = f"With {found['num_canaries']} canaries no attack, however good, could show more than {most:.2f}."
+    if found["promised"] is not None and found["promised"] >= most:
+        text += " The promise lies above that: only a larger audit (--canaries) could refute it."
+    return text
+
+
+def _membership(found: Found) -> str:
+    if not found["num_pictures"]:
+        return "Membership: no picture was uploaded (all classes were suppressed), so there was nothing to attack."
+    rates, spread = ({rate: one[f"tpr_at_{rate:g}"] for rate in (0.001, 0.01)} for one in (found, found["spread"]))
+    text = (
+        f"Membership: of the images that a site held, the attack names {rates[0.001]:.1%} (+- {spread[0.001]:.1%}) while wrongly "
+        f"accusing 0.1 % of those it did not hold, and {rates[0.01]:.1%} (+- {spread[0.01]:.1%}) at 1 %; a blind guess would name "
+        f"0.1 % and 1 %. {found['num_in']} trials with and {found['num_out']} without the image; area under the curve {found['auc']:.2f}."
+    )
+    if (most := found.get("allowed", {}).get("tpr_at_0.001", 1.0)) < 1:
+        text += f" The promise allows at most {most:.1%} for the first."
+    if found["num_out"] < 1000:
+        text += " Below 1,000 trials without, the first figure allows no wrong accusation at all."
+    return text
+
+
+def _stored(found: Found) -> list[str]:
+    words = []
+    if found.get("ledger"):
+        books = found["ledger"]
+        words.append(
+            f"The books of the most-used site and task add up to epsilon {books['epsilon']:.2f} "
+            f"({books['participations']} participations)."
+        )
+    if found.get("stored"):
+        stored = found["stored"]
+        words.append(
+            f"Of {stored['num_uploads']} uploads stored with the run, {stored['nearest_was_there']:.0%} lie nearest to an image that was "
+            f"trained on; {stored['by_chance']:.0%} would by chance."
+        )
+    return words
+
 
 CONFIDENCE = 0.95
 

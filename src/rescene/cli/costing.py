@@ -13,10 +13,9 @@ from rescene.config.schema import DataSection
 from rescene.core.errors import ConfigError, DataError
 from rescene.data import Dataset, has_stand_in, stand_in
 from rescene.engine import Experiment, prepare_sizes, use_all_cores
-from rescene.engine.device_speed import Rates, mean_latency, measured_rates
+from rescene.engine.cost_ledger import nominal_cost
 from rescene.engine.experiment import load_data
-from rescene.engine.forecast import Forecast, forecast
-from rescene.engine.nominal import nominal_cost
+from rescene.engine.forecast import Forecast, Rates, forecast, mean_latency, measured_rates
 from rescene.engine.scaling import Means, Scale, sample, scale
 from rescene.methods.registry import WITHOUT_FEDERATION
 from rescene.nets import FLOAT_BYTES, model_bytes

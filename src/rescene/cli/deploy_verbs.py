@@ -84,7 +84,7 @@ def check(
     """Check a server or a site, and try a round at the site: nothing is sent; exit code 5 if something needs fixing."""
     load_plugins(plugin)
     if (folder / "federation.yaml").is_file():
-        from rescene.deploy.check_server import check_server
+        from rescene.deploy.checks import check_server
         from rescene.deploy.federation_folder import FederationFolder
 
         _show(check_server(FederationFolder.open(folder)), {}, as_json)
@@ -118,7 +118,7 @@ def server(folder: Folder, wait: Wait = False) -> None:
 def site(folder: Annotated[Path, typer.Argument(help="the site's own folder")], wait: Wait = False) -> None:
     """Start this site. It answers the server until it is stopped."""
     from rescene.deploy.control import start_site
-    from rescene.deploy.node_start import start_kept
+    from rescene.deploy.processes import start_kept
 
     _started(lambda: start_kept(folder.resolve(), lambda: start_site(folder)), folder, wait)
     print(f"site started, log in {folder / 'logs'}; stop it with: {command('deploy', 'stop', folder)}")
@@ -142,9 +142,9 @@ def run(
     from rescene.api import default_folder
     from rescene.config import resolve
     from rescene.deploy.control import run as run_across
+    from rescene.deploy.control import without_left
     from rescene.deploy.exchange import Patience
     from rescene.deploy.federation_folder import FederationFolder
-    from rescene.deploy.leaving import without_left
     from rescene.deploy.operator import watch_sites
     from rescene.deploy.status import declined
 
@@ -355,7 +355,7 @@ def _print_next(name: Path, federation: FederationFolder, classes: Sequence[str]
 def _rehearse(resolved: Any, out: Path, compare: bool) -> None:
     from rescene.api import execute, load
     from rescene.cli.running import print_summary
-    from rescene.deploy.rehearsal import rehearse as run_rehearsal
+    from rescene.deploy.operator import rehearse as run_rehearsal
     from rescene.report import write_report
 
     places = [out / "across-sites", out / "in-one-process"][: 1 + compare]
@@ -412,9 +412,8 @@ def _started(begin: Callable[[], list[Any]], folder: Path, wait: bool) -> None:
 def _check_site(folder: Path, recipe: str, overrides: list[str], trial: bool, as_json: bool) -> None:
     from rescene.cli.progress import watch_looks
     from rescene.config import resolve
-    from rescene.deploy.check_site import check_site
-    from rescene.deploy.findings import row
-    from rescene.report.picture_pages import write_check
+    from rescene.deploy.checks import check_site, row
+    from rescene.report.page import write_check
 
     resolved = resolve(recipe, overrides)
     rows, found = check_site(folder, resolved.recipe), None
@@ -451,7 +450,7 @@ def _facts(trial: Trial) -> dict[str, str]:
 
 
 def _preview(trial: Trial) -> Any:
-    from rescene.report.picture_pages import Preview
+    from rescene.report.page import Preview
 
     return Preview(
         _facts(trial),

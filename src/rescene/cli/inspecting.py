@@ -14,12 +14,11 @@ from rescene.cli.terminal import Row, print_rows
 from rescene.config import resolve
 from rescene.core.errors import ResceneError, command
 from rescene.data import Dataset, inspect, load_readable, plan_tasks
-from rescene.data.contact_sheet import contact_sheet
-from rescene.data.detect import detect
-from rescene.data.inspection import found_files, propose_settings, why_not
+from rescene.data.inspection import contact_sheet, found_files, propose_settings, why_not
+from rescene.data.loading import detect
 from rescene.engine import pick_device
 from rescene.lens import seconds_to_look
-from rescene.report.picture_pages import write_inspection
+from rescene.report.page import write_inspection
 
 MOST_CLASSES = 40  # listed on a terminal; --json has them all
 SHEET = "contact-sheet"

@@ -97,7 +97,7 @@ def check_submission(folder: Path, rounds: int, minutes: float) -> list[str]:
     from rescene.config import resolve
     from rescene.core.json_files import json_object, yaml_object
     from rescene.core.recipe_keys import flatten
-    from rescene.report.submission import POINTS, check_hashes, check_record, check_rounds
+    from rescene.report.leaderboard import POINTS, check_hashes, check_record, check_rounds
 
     run = check_record(folder)
     resolved = resolve(folder / "config.yaml")
@@ -113,7 +113,7 @@ def check_submission(folder: Path, rounds: int, minutes: float) -> list[str]:
     if not rounds:
         return [*told, "rounds: none held again (--rounds 0)"]
     with busy("holding the first rounds again"), tempfile.TemporaryDirectory() as place:
-        from rescene.engine.first_rounds import first_rounds
+        from rescene.engine.loop import first_rounds
 
         again = Path(place) / "again"
         held = first_rounds(resolved, again, rounds, 60 * minutes)

@@ -214,7 +214,7 @@ def tuned_rows(folder: Path, steps: int) -> list[Row]:
     from rescene.config import resolve
     from rescene.engine import prepare, use_all_cores
     from rescene.engine.checkpoint import write_json
-    from rescene.engine.site_accuracy import Tuning, tuned_records
+    from rescene.engine.evaluate import Tuning, tuned_records
     from rescene.nets import load_weights
     from rescene.report import write_report
 

@@ -163,8 +163,7 @@ def _run_queue(
     with busy(READING):
         from rescene.engine.experiment import pick_device
         from rescene.engine.run_folder import made_on
-        from rescene.paper.missing_cells import missing_cells, predictor
-        from rescene.paper.queue_runner import Queue, run_folders
+        from rescene.paper.queue_runner import Queue, missing_cells, predictor, run_folders
 
         store, results = _store(runs, out), out or Path("results")
         wanted = missing_cells(store)
@@ -220,9 +219,9 @@ def paper_check(
     """Check our results against the paper's numbers and claims; exit code 5 if one fails."""
     with busy(READING):
         from rescene.paper import recipe_names
-        from rescene.paper.band_check import band_grid, claims_grid, failed
         from rescene.paper.claims import OurBook, judge
         from rescene.paper.compare import findings
+        from rescene.paper.pages import band_grid, claims_grid, failed
         from rescene.paper.recipes import check_name
         from rescene.report.table_formats import render
 

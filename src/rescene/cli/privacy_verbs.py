@@ -62,9 +62,8 @@ def show_privacy(
     """Print what a recipe guarantees, and rows of noise against epsilon in both directions or the one asked for."""
     from rescene.methods import method_class
     from rescene.privacy.accounting import NEIGHBOURS, check_target
-    from rescene.privacy.mechanism import FORMAL
+    from rescene.privacy.mechanism import FORMAL, trade_off_rows
     from rescene.privacy.statement import trust
-    from rescene.privacy.trade_off import trade_off_rows
 
     if epsilon is not None and sigma is not None:
         raise ConfigError("E176", "--epsilon and --sigma cannot both be given", fix="give one; the other follows")
@@ -149,7 +148,7 @@ def _print(facts: Row, rows: list[Row], as_json: bool, composition: Row | None =
 
 def show_ledger(folder: Path, as_json: bool) -> None:
     """Print a table per site: what left it, who asked, what it cost, and the total for the most-used image."""
-    from rescene.privacy.ledger_rows import ledger_facts
+    from rescene.privacy.ledger import ledger_facts
 
     told = {name: ledger_facts(ledger) for name, ledger in _ledgers(folder).items()}
     if as_json:

@@ -15,7 +15,7 @@ from pathlib import Path
 from traceback import clear_frames
 from typing import Any
 
-from rescene.accel.streams import Streams, attempt
+from rescene.accel.cuda_graph import Streams, attempt
 from rescene.api import Result, default_folder, execute, load
 from rescene.cli.costing import NO_FORECAST, Priced, big, duration, load_or_stand_in, plan_columns, plan_words, price
 from rescene.cli.progress import live_page, open_page, watch
@@ -25,8 +25,8 @@ from rescene.core.documents import parse_yaml
 from rescene.core.errors import ConfigError, ResceneError, command, for_people
 from rescene.data import LazySplit
 from rescene.engine import Experiment, pick_device, prepare_sizes
-from rescene.engine.nominal import nominal_cost
-from rescene.engine.object_record import refuse_others
+from rescene.engine.cost_ledger import nominal_cost
+from rescene.engine.run_folder import refuse_others
 from rescene.lens import seconds_to_look
 from rescene.report import write_report
 from rescene.report.model_card import write_card

@@ -23,7 +23,7 @@ from rescene.core.documents import NO_SYNTAX, parse_toml, parse_yaml, read_text
 from rescene.core.errors import ConfigError, command, did_you_mean
 from rescene.core.recipe_keys import Flat, flatten
 from rescene.core.versions import NEWER, name_then
-from rescene.data.natural_sites import other_number, site_names
+from rescene.data.partition import other_number, site_names
 from rescene.methods import DEFAULT_METHOD, method_class
 from rescene.training import Training
 

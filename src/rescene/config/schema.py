@@ -6,9 +6,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from rescene.config.fault_section import FaultsSection
 from rescene.config.privacy import PrivacySection, Promise, promise_of
-from rescene.config.site_plan import Channels, Deviation, SitesSection
+from rescene.config.site_sections import Channels, Deviation, FaultsSection, SitesSection
 from rescene.core.errors import ConfigError
 from rescene.core.versions import as_it_was
 from rescene.lens import no_such_lens

@@ -1,17 +1,12 @@
 """Images, tasks, partitions and shards; readers for the paper's data sets and for your own."""
 
-from rescene.data.catalog import available
-from rescene.data.images import Dataset, Images, Transform
+from rescene.data.catalog import available, has_stand_in, stand_in
+from rescene.data.images import Batch, Dataset, Images, Shard, Task, Transform
 from rescene.data.inspection import content_rows, inspect, load_readable, propose_tasks, verify
-from rescene.data.lazy_split import LazySplit
 from rescene.data.loading import load, prepare
-from rescene.data.natural_sites import by_site, site_names
 from rescene.data.objects import dataset_of, own_datasets, register_dataset
-from rescene.data.partition import dirichlet_partition, iid_partition, partition
-from rescene.data.shard import Batch, Shard
-from rescene.data.site_orders import SiteOrders
-from rescene.data.stand_in import has_stand_in, stand_in
-from rescene.data.tasks import Task, plan_tasks
+from rescene.data.partition import LazySplit, by_site, dirichlet_partition, iid_partition, partition, site_names
+from rescene.data.tasks import SiteOrders, plan_tasks
 
 __all__ = [
     "Batch",

@@ -1,4 +1,4 @@
-"""Pictures as tensors: one uint8 tensor per split, and how it looks to a network.
+"""Pictures as tensors: one uint8 tensor per split, how it looks to a network, and the parts that belong to a task and to a client.
 
 Everything works on whole batches on the tensor's own device; there is no per-image Python code and no loader process.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 import torch
@@ -217,3 +217,68 @@ def _constant(values: Channels, device: torch.device) -> Tensor:
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()  # and other streams
     return constant
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """One task. ``classes``: labels new in it (class-incremental) or all labels (domain-incremental); labels
+    0..``num_seen``-1 are known during it. ``train``, ``test``: positions into the splits, all clients together.
+    ``announced`` is False for a stream of classes that come and go while nobody says when: it is one task to a method.
+
+    Where sites meet the classes in orders of their own (``data.site_orders``), a task is a step in time: ``classes`` are those
+    that some site meets in it, also if others met them before; ``test`` are those of the classes that are new to everybody.
+    """
+
+    index: int
+    classes: tuple[int, ...]
+    num_seen: int
+    domain: int | None
+    train: Tensor
+    test: Tensor
+    announced: bool = True
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Network input [n, 3, H, W], labels [n], and where they came from: positions into the set being trained on."""
+
+    x: Tensor
+    y: Tensor
+    index: Tensor
+    beside: Tensor | None = None  # what a method's loss looks at beside the batch
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """One client's part of one task. ``images`` is the whole training split, shared; only ``index`` is the client's.
+
+    ``first_remembered``: from this position of ``images`` on they are pictures of earlier tasks; None: there are none.
+    """
+
+    images: Images
+    index: Tensor
+    task: Task
+    transform: Transform
+    first_remembered: int | None = field(default=None, kw_only=True)
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    @property
+    def labels(self) -> Tensor:
+        """int64 [len(self)], in the order of ``index``."""
+        return self.images.labels[self.index]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the images are."""
+        return self.images.pixels.device
+
+    def by_class(self) -> dict[int, Tensor]:
+        """Label -> positions into ``images.pixels``; only classes with at least one picture, ascending labels."""
+        labels = self.labels
+        return {c: self.index[labels == c] for c in torch.unique(labels).tolist()}
+
+    def pictures(self, positions: Tensor) -> Tensor:
+        """Normalised float pictures [len(positions), 3, H, W] at these positions of ``images.pixels``."""
+        return self.transform.normalise(self.images.pixels[positions])

@@ -20,8 +20,7 @@ from torch import Tensor
 from rescene.core.errors import DataError, ResceneError, ResceneWarning
 from rescene.core.plugins import installed, note_registered
 from rescene.data.images import Dataset, Images, measure
-from rescene.data.options import Options
-from rescene.data.resize import fit_pixels, resize_note
+from rescene.data.reading import Options, fit_pixels, resize_note
 from rescene.data.sources.listing import File, assemble, check_names, class_order, draw_test
 
 OBJECT = "object:"  # before the name of a data set that exists in this process only

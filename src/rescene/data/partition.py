@@ -1,19 +1,108 @@
-"""Who holds which images of a task: the paper's capped Dirichlet split, the plain one, and an even one.
+"""Who holds which images of a task: the sites as the data have them, or a split.
 
-A split has its own random stream, so that every method of a comparison sees the same one.
+Natural sites have a folder each, or a column of a table names them. Else there is the paper's capped Dirichlet split, the plain one,
+and an even one. A split has its own random stream, so that every method of a comparison sees the same one. For federations far
+larger than the data set there is a lazy split: a client's images are drawn when somebody asks for them.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import warnings
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rescene.core.errors import ConfigError, ResceneWarning
+from rescene.core.errors import ConfigError, DataError, ResceneWarning
 from rescene.core.rng import Rng
+from rescene.data import prepared
+from rescene.data.images import Dataset, Task
+from rescene.data.loading import detect, single_file
+from rescene.data.sources.image_folder import list_files, survey
+from rescene.data.sources.image_table import column_of
+from rescene.data.sources.listing import class_order
+
+
+def site_names(
+    name: str,
+    path: str | os.PathLike[str],
+    *,
+    layout: str = "sites",
+    columns: Mapping[str, str] | None = None,
+    more: Sequence[str] = (),
+) -> tuple[str, ...]:
+    """The sites that the images at ``path`` come from, in their order, then those that only ``more`` has; no picture is opened.
+
+    Data of one site or of none cannot be split by site (E238).
+    """
+    found = _names_at(name, path, layout, columns or {})
+    for later in more:
+        found = tuple(dict.fromkeys([*found, *_names_at("auto", later, layout, columns or {})]))
+    check_sites(found, str(path))
+    return found
+
+
+def _names_at(name: str, path: str | os.PathLike[str], layout: str, columns: Mapping[str, str]) -> tuple[str, ...]:
+    place = Path(path).expanduser()
+    if not place.exists():
+        raise DataError("E201", f"there is nothing at {place}", where=str(place.absolute()), fix="check the path")
+    kind = detect(place) if name == "auto" else name
+    if kind == prepared.KIND:
+        return prepared.sites_of(single_file(place, kind))
+    if kind in ("csv", "parquet"):
+        return class_order(column_of(single_file(place, kind) if kind == "csv" else place, "site", columns))
+    if kind in ("folder", "office31"):
+        return class_order(file.site for file in list_files(survey(place)[0], layout) if file.site)
+    return ()
+
+
+def check_sites(names: tuple[str, ...], where: str) -> None:
+    """A federation has at least two sites (E238)."""
+    if len(names) > 1:
+        return
+    what = f"all images come from one site, {names[0]}" if names else "the images name no sites"
+    raise DataError(
+        "E238",
+        what,
+        where=where,
+        why="federation.partition=sites leaves every image at its site, and a federation has at least two",
+        fix="a folder for each site (<site>/<class>/*) or a table with a column of sites (data.columns.site=NAME);\n"
+        "federation.partition=capped federation.num_clients=N splits the images over N simulated sites",
+    )
+
+
+def other_number(asked: int, names: tuple[str, ...], where: str) -> DataError:
+    return DataError(
+        "E239",
+        f"federation.num_clients is {asked}, but the images come from {len(names)} sites",
+        where=where,
+        why=f"federation.partition=sites leaves every image at its site: {', '.join(names[:8])}",
+        fix=f"federation.num_clients={len(names)}, or leave it out; or another federation.partition",
+    )
+
+
+def by_site(dataset: Dataset, task: Task, num_clients: int) -> list[Tensor]:
+    """Positions of a task's training images at each site, in the order of ``dataset.sites``; a site may have none."""
+    check_sites(dataset.sites, dataset.name)
+    if len(dataset.sites) != num_clients:
+        raise other_number(num_clients, dataset.sites, dataset.name)
+    assert dataset.train.sites is not None
+    site = dataset.train.sites[task.train]
+    return [task.train[torch.nonzero(site == k).flatten()] for k in range(num_clients)]
+
+
+def warn_of_unused_sites(dataset: Dataset) -> None:
+    """Say that the images name sites, and that the run spreads them over other, simulated ones (W218)."""
+    if len(dataset.sites) > 1:
+        what = f"the images name {len(dataset.sites)} sites, but the run splits them anew over simulated ones"
+        warnings.warn(ResceneWarning("W218", what, fix="federation.partition=sites keeps them"), stacklevel=2)
+
 
 KINDS = ("capped", "dirichlet", "iid")
 
@@ -136,3 +225,47 @@ def _warn_small(num_small: int, num_clients: int, min_size: int, max_draws: int)
         ),
         stacklevel=3,
     )
+
+
+class LazySplit(Sequence[Tensor]):
+    """Client k -> sorted positions of its images of one task. Nothing is drawn in advance and nothing is kept.
+
+    A client draws its class mixture from Dirichlet(``beta``) and then ``size`` different images with that mixture, all from
+    an address of its own, so a draw is the same whenever and however often it is made. Clients draw from the same images:
+    two of them may hold the same one, unlike in the disjoint splits. A class gives at most all the images it has.
+    """
+
+    def __init__(self, positions: Tensor, labels: Tensor, num_clients: int, beta: float, size: int, seed: int) -> None:
+        self.positions, self.labels = positions, labels
+        self.num_clients, self.beta, self.size = num_clients, beta, size
+        self._rng = Rng(seed).at("partition", "lazy")
+
+    def __len__(self) -> int:
+        return self.num_clients
+
+    def __getitem__(self, client: Any) -> Any:
+        if not 0 <= client < self.num_clients:
+            raise IndexError(f"client {client} of {self.num_clients}")
+        return self.positions[torch.from_numpy(self._draw(client)).to(self.positions.device)]
+
+    def counts(self, client: int) -> dict[int, int]:
+        """Images of each class that this client has any of; no image is drawn for it."""
+        sizes = self._sizes(self._stream(client))
+        return {int(label): int(n) for label, n in zip(self._classes, sizes, strict=True) if n}
+
+    def _draw(self, client: int) -> np.ndarray:
+        rng = self._stream(client)
+        sizes = zip(self._classes.values(), self._sizes(rng), strict=True)
+        return np.sort(np.concatenate([rng.choice(own, n, replace=False) for own, n in sizes]))
+
+    def _stream(self, client: int) -> np.random.Generator:
+        return np.random.default_rng(self._rng.at(client).integer())
+
+    def _sizes(self, rng: np.random.Generator) -> np.ndarray:
+        counts = rng.multinomial(self.size, rng.dirichlet(np.full(len(self._classes), self.beta)))
+        return np.minimum(counts, [len(own) for own in self._classes.values()])
+
+    @cached_property
+    def _classes(self) -> dict[int, np.ndarray]:
+        labels = self.labels.cpu().numpy()
+        return {c: np.flatnonzero(labels == c) for c in np.unique(labels)}

@@ -1,7 +1,12 @@
-"""Which classes (or domains) arrive when.
+"""Which classes (or domains) arrive when, for all sites alike or at each site in an order of its own.
 
 Class-incremental: the data set is relabelled in arrival order, so that task t brings consecutive labels and the labels
 known so far are always 0..num_seen-1. Domain-incremental: one task per domain, with all labels from the start.
+
+Orders of their own (``tasks.order=per-site``) are as in FedWeIT (Yoon et al., ICML 2021). A site keeps the images that it has
+under one order for all; only the step changes in which it meets them. So two runs that differ in the order alone differ in nothing
+else. Labels are numbered in the order in which anybody meets the classes first, so that the labels known so far are
+0..num_seen-1 here too.
 """
 
 from __future__ import annotations
@@ -14,26 +19,7 @@ from torch import Tensor
 
 from rescene.core.errors import ConfigError, DataError, did_you_mean
 from rescene.core.rng import Rng
-from rescene.data.images import Dataset, Images
-
-
-@dataclass(frozen=True, eq=False)
-class Task:
-    """One task. ``classes``: labels new in it (class-incremental) or all labels (domain-incremental); labels
-    0..``num_seen``-1 are known during it. ``train``, ``test``: positions into the splits, all clients together.
-    ``announced`` is False for a stream of classes that come and go while nobody says when: it is one task to a method.
-
-    Where sites meet the classes in orders of their own (``data.site_orders``), a task is a step in time: ``classes`` are those
-    that some site meets in it, also if others met them before; ``test`` are those of the classes that are new to everybody.
-    """
-
-    index: int
-    classes: tuple[int, ...]
-    num_seen: int
-    domain: int | None
-    train: Tensor
-    test: Tensor
-    announced: bool = True
+from rescene.data.images import Dataset, Images, Task
 
 
 def plan_tasks(
@@ -215,3 +201,83 @@ def _planned_domains(domains: tuple[str, ...], plan: Sequence[Sequence[str]]) ->
     if any(len(task) != 1 for task in plan) or not plan:
         raise _bad_plan("when tasks are domains, each task of a plan has one domain", fix="tasks.plan=[[day], [night]]")
     return _named_plan(domains, plan, "natural", "domain")[0]
+
+
+Steps = tuple[tuple[int, ...], ...]  # the classes of each step, ascending
+
+
+@dataclass(frozen=True)
+class SiteOrders:
+    """``steps[site][t]`` are the classes that the site meets in step t, and in no other step."""
+
+    steps: tuple[Steps, ...]
+
+    def met(self, site: int, step: int) -> tuple[int, ...]:
+        """Classes that the site has met when this step is over, ascending."""
+        return tuple(sorted(c for classes in self.steps[site][: step + 1] for c in classes))
+
+    def in_play(self, step: int) -> tuple[int, ...]:
+        """Classes that some site meets in this step, ascending."""
+        return tuple(sorted({c for own in self.steps for c in own[step]}))
+
+    def arrival(self) -> list[int]:
+        """Classes in the order in which somebody meets them first; those of one step ascending."""
+        arrived: list[int] = []
+        for t in range(len(self.steps[0])):
+            arrived += [c for c in self.in_play(t) if c not in arrived]
+        return arrived
+
+    def renamed(self, arrival: Sequence[int]) -> SiteOrders:
+        """The same orders where class ``arrival[i]`` is called i."""
+        name = {c: i for i, c in enumerate(arrival)}
+        return SiteOrders(
+            tuple(tuple(tuple(sorted(name[c] for c in classes)) for classes in own) for own in self.steps)
+        )
+
+
+def draw_orders(sizes: Sequence[int], num_sites: int, num_steps: int, seed: int) -> SiteOrders:
+    """A random order of sum(``sizes``) classes for each site, cut into steps of these sizes; the first ``num_steps`` of them.
+
+    Site k's order depends on the seed and on k alone, not on how many sites or steps there are.
+    """
+    drawn = []
+    for site in range(num_sites):
+        generator = Rng(seed).at("class-order", site).generator()
+        parts = torch.randperm(sum(sizes), generator=generator).split(list(sizes))
+        drawn.append(tuple(tuple(sorted(part.tolist())) for part in parts[:num_steps]))
+    return SiteOrders(tuple(drawn))
+
+
+def in_own_orders(
+    dataset: Dataset, tasks: Sequence[Task], shards: Sequence[Sequence[Tensor]], seed: int, limit: int | None = None
+) -> tuple[Dataset, list[Task], list[list[Tensor]], SiteOrders]:
+    """From one order for all sites to an order for each: data set with new labels, steps, shards, and who meets what when.
+
+    ``tasks`` and ``shards`` [task][site] are those of the one order, all of them; ``limit`` keeps the first steps. A step is a
+    Task: see :func:`_step` for what it says.
+    """
+    num_sites, num_steps = len(shards[0]), len(tasks[:limit])
+    orders = draw_orders([len(task.classes) for task in tasks], num_sites, num_steps, seed)
+    arrival = orders.arrival()
+    arrival += [c for c in range(len(dataset.classes)) if c not in arrival]  # nobody meets them within the limit
+    dataset, orders = relabel(dataset, arrival), orders.renamed(arrival)
+    own = [torch.cat([parts[site] for parts in shards]).sort().values for site in range(num_sites)]
+    found = [
+        [images[_is_of(dataset.train.labels[images], orders.steps[site][t])] for site, images in enumerate(own)]
+        for t in range(num_steps)
+    ]
+    return dataset, [_step(dataset, orders, t, found[t]) for t in range(num_steps)], found, orders
+
+
+def _step(dataset: Dataset, orders: SiteOrders, t: int, held: Sequence[Tensor]) -> Task:
+    """``classes``: those that some site meets in the step, also if others met them before; ``num_seen``: those that anybody has
+    met so far; ``train``: all sites' images of the step; ``test``: test images of the classes that are new to everybody."""
+    met = {c for k in range(len(orders.steps)) for c in orders.met(k, t)}
+    before = {c for k in range(len(orders.steps)) for c in orders.met(k, t - 1)}
+    labels = dataset.test.labels
+    test = torch.nonzero(_is_of(labels, tuple(sorted(met - before)))).flatten()
+    return Task(t, orders.in_play(t), len(met), None, torch.cat(list(held)).sort().values, test)
+
+
+def _is_of(labels: Tensor, classes: Sequence[int]) -> Tensor:
+    return torch.isin(labels, torch.tensor(classes, dtype=labels.dtype, device=labels.device))

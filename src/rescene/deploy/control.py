@@ -3,6 +3,8 @@
 Flower in its robust mode: the link keeps its messages in a database and the apps run under an executor of their own, so a
 link that dies and comes back costs nothing. Link and nodes give tasks only to an executor that has their secret. A run is
 judged by its listed status: the exit code of `flwr run` says nothing.
+
+A site can leave its federation: the run goes on without it in another folder, and nobody asks the site again.
 """
 
 from __future__ import annotations
@@ -22,11 +24,11 @@ from typing import Any
 import yaml
 
 from rescene.config import Resolved
+from rescene.core.documents import read_yaml
 from rescene.core.errors import ConfigError, ResceneError, RunError, command, error_in
 from rescene.core.run_state import is_done, read_object, state_of
 from rescene.deploy.exchange import Patience
 from rescene.deploy.federation_folder import FederationFolder, check_path, require_flower
-from rescene.deploy.leaving import without_left
 from rescene.deploy.plan_file import accuracy_warning, read_plan, with_plan
 from rescene.deploy.processes import (
     Started,
@@ -48,6 +50,44 @@ from rescene.engine import RunFolder
 from rescene.engine.checkpoint import write_atomically, write_json
 from rescene.engine.run_context import with_site_names
 from rescene.lens import absolute
+
+
+def federation_of(run: Path) -> FederationFolder | None:
+    """The federation on whose server this run folder lies; None if it lies elsewhere."""
+    folder = run.resolve()
+    root = folder.parents[2] if len(folder.parents) > 2 else folder
+    inside = folder.parent == root / "server" / "runs" and (root / "federation.yaml").is_file()
+    return FederationFolder.open(root) if inside else None
+
+
+def place_without(federation: FederationFolder, run: Path, client: int) -> Path:
+    """The folder in which the run goes on: where `rescene deploy run` looks for it. Refuses one that was left behind."""
+    if run.resolve().name.split("-without-")[0] == "plan" and run.resolve() != federation.plan_run:
+        raise ConfigError(
+            "E165", "the federation goes on elsewhere", where=str(run), fix=command("forget", federation.plan_run)
+        )
+    gone = sorted({*federation.exclude, client})
+    return run.with_name("-without-".join([run.resolve().name.split("-without-")[0], *map(str, gone)]))
+
+
+def leave(federation: FederationFolder, name: str, run: Path) -> None:
+    """Write into federation.yaml that the site has left, and where a plan goes on."""
+    path = federation.path / "federation.yaml"
+    facts = read_yaml(path)
+    facts["left"] = sorted({*federation.left, name})
+    if run.name.split("-without-")[0] == "plan":
+        facts["plan_folder"] = run.name
+    write_atomically(path, yaml.safe_dump(facts, sort_keys=False).encode())
+
+
+def without_left(federation: FederationFolder, resolved: Resolved) -> Resolved:
+    """The recipe without the sites that left."""
+    recipe = resolved.recipe
+    for client in federation.exclude:
+        if client < recipe.federation.num_clients:
+            recipe = recipe.without(client)
+    return replace(resolved, recipe=recipe)
+
 
 LINK = "here"  # the name of our link in Flower's own configuration
 SECRET_BYTES = 32

@@ -1,4 +1,4 @@
-"""The two Flower apps and the post over Flower's grid. They only translate; what is said stands in ``letters``.
+"""The two Flower apps and the post over Flower's grid. They only translate; what is said stands in ``exchange``.
 
 Only this module, ``flower_app`` and ``executor`` import Flower. The bundle that Flower sends to the nodes is a shim that
 imports ``client`` and ``server`` from here: rescene itself is installed at each site.

@@ -15,7 +15,7 @@ import yaml
 from pydantic import ValidationError
 
 from rescene.config import Recipe, Resolved
-from rescene.config.site_plan import PlannedTask, SitesSection
+from rescene.config.site_sections import PlannedTask, SitesSection
 from rescene.core.documents import read_yaml
 from rescene.core.errors import ConfigError, ResceneWarning, did_you_mean
 from rescene.engine.checkpoint import write_atomically

@@ -22,7 +22,7 @@ from torch import Tensor
 import rescene
 from rescene.core.errors import RunError
 from rescene.core.record import Tree, tensors
-from rescene.deploy.contract import GREETING, Question, open_reply, tally_form
+from rescene.deploy.answers import GREETING, Ends, Journal, Question, open_reply, tally_form
 from rescene.deploy.exchange import (
     EVALUATE,
     HELLO,
@@ -36,7 +36,6 @@ from rescene.deploy.exchange import (
     declines,
     in_a_line,
 )
-from rescene.deploy.journal import Ends, Journal
 from rescene.deploy.message_bytes import Packed, pack_message
 from rescene.deploy.site_config import hash_of, other_lens
 from rescene.engine import wire as on_wire

@@ -6,15 +6,16 @@
     state/<run>/client-<k>/answer-*.bin  the last answer, by the token of its question
     state/<run>/client-<k>/recipe.json   what this run is; it may open new tasks and change nothing else
     state/seen/                          what a lens saw of the images, of the last look only
-    state/<run>/client-<k>/sums/, state/summed/  its part in secure sums (``parties``)
+    state/<run>/client-<k>/sums/, state/summed/  its part in secure sums (``summing``)
     state/ledger.jsonl, state/ledger/    what was released under a privacy mechanism, in all runs
     state/floor.yaml                     limits taken from the first run, where site.yaml states none
     ledger-mark.json                     how far that ledger goes, outside state/: it shows when the ledger was set back
 
 All of it can be read by the site's own user alone.
 
-A request says from which memory to start. Asked twice, a site gives the same answer twice: a letter that comes again, or a
-server that goes back to its last checkpoint, does no harm.
+A site does a client verb of the method, in a task and a round of the plan, and nothing else. A request is looked at before an
+image is opened and before the ledger is; one outside its bounds changes nothing. It says from which memory to start. Asked twice,
+a site gives the same answer twice: a letter that comes again, or a server that goes back to its last checkpoint, does no harm.
 
 Under a mechanism with a guarantee, or with a floor of the site's own, a reply holds what the mechanism released and constants:
 no work, no size or hash of what the site remembers, no words about its images. When it is sent is not hidden.
@@ -24,12 +25,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import inspect
 import json
 import os
+import re
 import shlex
 import stat
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,7 +43,7 @@ from pydantic import ValidationError
 
 import rescene
 from rescene.config import Recipe
-from rescene.config.site_plan import grows
+from rescene.config.site_sections import grows
 from rescene.core.documents import read_yaml
 from rescene.core.errors import DECLINED, ConfigError, DataError, ResceneError, RunError
 from rescene.core.record import Tree, num_bytes, to_device
@@ -57,7 +60,6 @@ from rescene.deploy.exchange import (
     in_a_line,
 )
 from rescene.deploy.message_bytes import pack_message, unpack_message
-from rescene.deploy.requests import check_place, check_request, client_verb
 from rescene.deploy.site_config import (
     OWN,
     SiteSection,
@@ -72,22 +74,75 @@ from rescene.deploy.site_config import (
 from rescene.engine import Experiment, use_all_cores
 from rescene.engine import wire as on_wire
 from rescene.engine.checkpoint import write_atomically
-from rescene.engine.cost_ledger import FlopMeter
 from rescene.engine.evaluate import TALLY_SENSITIVITY, Tally, noised, tally
-from rescene.engine.in_process import first_line
+from rescene.engine.in_process import first_line, site_at
 from rescene.engine.run_context import warnings_to
-from rescene.engine.site_privacy import site_at
 from rescene.lens import FeatureCache
 from rescene.methods import Method
 from rescene.nets import flops_to
-from rescene.privacy.ledger import Charge, Declined, Floor, Ledger, Released
+from rescene.nets.cost import FlopMeter
+from rescene.privacy.ledger import Charge, Declined, End, Floor, Ledger, Released
 from rescene.privacy.ledger_file import EVALUATION
 from rescene.privacy.mechanism import digest
 from rescene.privacy.noise import Noise
 from rescene.privacy.totals import threshold
 
 if TYPE_CHECKING:
-    from rescene.deploy.parties import Parties
+    from rescene.deploy.summing import Parties
+
+
+VERB = ["self", "payload", "shard", "client_state", "rng"]
+DIGEST = re.compile(r"[0-9a-f]{64}")
+LONGEST_ADDRESS = 64
+
+
+def check_request(request: Request, method: Method) -> None:
+    """What can be said of a request without looking at any image; E374, or E346 for a verb that there is not."""
+    numbers, place = (request.task, request.round), request.address
+    if any(type(number) is not int for number in numbers) or request.task < 0 or request.round < -1:
+        raise outside("its task and round are no places in a plan")
+    if (
+        not isinstance(place, tuple)
+        or len(place) > LONGEST_ADDRESS
+        or any(type(one) not in (str, int) for one in place)
+    ):
+        raise outside("its address is none")
+    if request.state is not None and not (isinstance(request.state, str) and DIGEST.fullmatch(request.state)):
+        raise outside("it does not name a memory")
+    end = request.ledger
+    if end is not None and not (isinstance(end, End) and type(end.entries) is int and isinstance(end.head, str)):
+        raise outside("it does not name the end of a ledger")
+    if not isinstance(request.lens, str) or not isinstance(request.session, str):
+        raise outside("it does not name a lens or a sum")
+    if request.verb in (HELLO, EVALUATE, *SUM_STEPS):
+        return
+    client_verb(method, request.verb)
+    if request.verb == "client_round" and request.round < 0:
+        raise outside("client_round belongs to a round")
+
+
+def check_place(request: Request, experiment: Experiment) -> None:
+    """Task and round are in the plan."""
+    if request.task >= len(experiment.tasks):
+        raise outside(f"the plan has {len(experiment.tasks)} tasks")
+    num_rounds = experiment.rounds_told(experiment.tasks[request.task])
+    if request.round >= num_rounds:
+        raise outside(f"this task has {num_rounds} rounds")
+
+
+def client_verb(method: Method, name: str) -> Callable[..., Any]:
+    """The method's client verb of this name; nothing else can be called from outside."""
+    known = isinstance(name, str) and name.isidentifier() and not name.startswith("_")
+    found = getattr(type(method), name, None) if known else None
+    if not inspect.isfunction(found) or list(inspect.signature(found).parameters) != VERB:
+        raise RunError("E346", f"{method.title} has no client verb {name!r}")
+    return getattr(method, name)  # type: ignore[no-any-return]
+
+
+def outside(why: str) -> RunError:
+    """The error for a request outside its bounds (E374)."""
+    return RunError("E374", f"the request is refused: {why}")
+
 
 KEPT = 12  # memories: two checkpoints of the server and the step under way, a few exchanges each
 HEARD = (DECLINED, "W342")  # warnings the server hears: also classes outside the plan; others may name files
@@ -305,7 +360,7 @@ class Site:
         return Reply(self.section.client, found, None, 0)
 
     def _parties(self, files: SiteMemory) -> Parties:
-        from rescene.deploy.parties import Parties  # cryptography is for those who need it
+        from rescene.deploy.summing import Parties  # cryptography is for those who need it
 
         return Parties(self.folder, files.folder, self.section.client)
 

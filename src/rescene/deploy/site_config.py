@@ -16,7 +16,7 @@ from rescene.config import Recipe
 from rescene.config.schema import DataSection
 from rescene.core.errors import DataError, RunError
 from rescene.data import Dataset
-from rescene.data.site_images import adopt, check_labels
+from rescene.data.derived_sets import adopt, check_labels
 from rescene.engine import Experiment, prepare
 from rescene.engine.experiment import load_data, look_of
 from rescene.lens import BUILT_IN, FeatureCache, open_lens

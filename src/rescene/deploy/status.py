@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from rescene.config.site_plan import SitesSection
+from rescene.config.site_sections import SitesSection
 from rescene.core.errors import DECLINED
 from rescene.core.json_files import json_lines, records_of
 from rescene.core.results import EventRecord

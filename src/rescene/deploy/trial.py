@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rescene.config import Resolved
-from rescene.config.site_plan import PlannedTask, SitesSection
+from rescene.config.site_sections import PlannedTask, SitesSection
 from rescene.core.errors import DECLINED, DataError, RunError
 from rescene.deploy.exchange import HELLO, Letter, Patience, Undelivered
 from rescene.deploy.message_bytes import unpack_message

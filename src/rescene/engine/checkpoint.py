@@ -4,6 +4,10 @@ A checkpoint is a manifest (JSON) that refers to chunks of tensors (safetensors)
 is already on disk is not written again, so a round costs the model and that round's uploads, not the whole pool. Every file
 goes through a temporary name, fsync and rename; the previous checkpoint is kept, and a damaged one is never loaded.
 Saving happens in a thread beside the run: tensors are hashed and written from where they lie, which holds nobody up.
+
+Around everything that a run writes are named places where it can be killed on purpose. ``RESCENE_CRASH_AT="step renamed"`` kills
+the process (SIGKILL) where that place is reached first, ``"step renamed#3"`` the third time; otherwise nothing happens there.
+``benchmarks/trust_crash.py`` visits them all.
 """
 
 from __future__ import annotations
@@ -12,7 +16,9 @@ import contextlib
 import hashlib
 import json
 import os
+import signal
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +30,33 @@ from torch import Tensor
 from rescene.core.errors import ResceneWarning, RunError
 from rescene.core.record import Chunk, Tree, pack, tensors, unpack
 from rescene.core.versions import CHECKPOINT, refuse_newer
-from rescene.engine.crashpoints import reach
+
+Watcher = Callable[[str], None]
+
+
+def killer(place: str) -> Watcher:
+    """Kills this process at the n-th visit of a place, given as ``name`` or ``name#n``."""
+    name, _, number = place.partition("#")
+    left = int(number or 1)
+
+    def watch(reached: str) -> None:
+        nonlocal left
+        left -= reached == name
+        if not left:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return watch
+
+
+_place = os.environ.get("RESCENE_CRASH_AT")
+watcher: Watcher | None = killer(_place) if _place else None
+
+
+def reach(place: str, path: Path | None = None) -> None:
+    """Tell whoever watches that this place of the code, about this file, was reached."""
+    if watcher is not None:
+        watcher(f"{path.name.split('-')[0]} {place}" if path else place)  # all steps and all chunks have one name
+
 
 KEEP = 2
 DTYPES = {

@@ -24,11 +24,10 @@ from rescene.core.documents import read_yaml
 from rescene.core.errors import ConfigError, DataError, RunError, command
 from rescene.core.run_state import LOCK, read_object, state_of
 from rescene.data import Dataset, plan_tasks
-from rescene.data.joining import narrowed
+from rescene.data.derived_sets import narrowed
 from rescene.engine.checkpoint import could_not_save, write_atomically, write_json
 from rescene.engine.experiment import load_data, pick_device, seen_by
-from rescene.engine.object_record import words_of
-from rescene.engine.run_folder import RunFolder
+from rescene.engine.run_folder import RunFolder, words_of
 from rescene.lens import through, users_own
 
 Tasks = Sequence[Sequence[str]]

@@ -1,68 +1,16 @@
-"""The ledger: bytes of real payloads, floating-point operations, remembered state. Methods know nothing of it."""
+"""What a run costs: as its ledger counts it (bytes, operations, remembered state), and in the paper's own conventions (App. E).
+
+Methods know nothing of the ledger. The paper's figures are those that the method states (``methods.nominal_cost``).
+"""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
 from rescene.core.record import Tree, num_bytes
-from rescene.nets import Arch, forward_flops, tell_flops
-
-
-class FlopMeter:
-    """Counts operations by a hook on the network's body.
-
-    An image costs F going forward. A backward pass costs 2F when weights learn (gradients of inputs and of weights) and F
-    when only pixels do. F counts convolutions and linear layers, two operations per multiply-add.
-    """
-
-    def __init__(self, arch: Arch) -> None:
-        self.arch = arch
-        self.side = "server"
-        self.flops = {"client": 0, "server": 0, "evaluation": 0}
-        self._lock = threading.Lock()
-
-    @contextmanager
-    def on(self, side: str) -> Iterator[None]:
-        """Everything inside is work of this side."""
-        before, self.side = self.side, side
-        try:
-            yield
-        finally:
-            self.side = before
-
-    def add(self, flops: int) -> None:
-        """Work of this side. Networks that no hook watches are told of by their steps."""
-        with self._lock:  # clients may work side by side
-            self.flops[self.side] += flops
-
-    def attach(self, net: nn.Module, num_classes: int) -> nn.Module:
-        """Count every pass through this network from now on, at the price of the real network."""
-        cost = forward_flops(self.arch, num_classes)
-
-        def count(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            passes = 1
-            if torch.is_grad_enabled() and output.requires_grad:
-                passes += 2 if any(p.requires_grad for p in module.parameters()) else 1
-            tell_flops(_num_images(inputs[0]) * cost * passes, self.add)
-
-        def count_passes(num_passes: int) -> None:
-            """For steps that replay recorded work, which calls no hooks: images times passes through the network."""
-            tell_flops(num_passes * cost, self.add)
-
-        net.body.register_forward_hook(count)  # type: ignore[union-attr]
-        net.count_passes = count_passes  # type: ignore[assignment]
-        return net
-
-
-def _num_images(x: Tensor) -> int:
-    """Images in a batch, also inside vmap, where a batch of n looks like a single image."""
-    return torch.func.debug_unwrap(x).numel() // x.shape[1:].numel()
+from rescene.engine.experiment import Experiment
+from rescene.methods.nominal_cost import Setting
+from rescene.nets.cost import FlopMeter
 
 
 class CostLedger:
@@ -134,3 +82,40 @@ class CostLedger:
             "client_flops": self.meter.flops["client"] if self.sites_tell else None,
             "server_flops": self.meter.flops["server"],
         }
+
+
+def setting_of(experiment: Experiment) -> Setting:
+    """The experiment in the paper's symbols."""
+    federation = experiment.recipe.federation
+    return Setting(
+        arch=experiment.arch,
+        tasks=experiment.tasks,
+        counts=[task["counts"] for task in experiment.counts()["tasks"]],
+        num_clients=federation.num_clients,
+        per_round=federation.per_round,
+        num_rounds=federation.num_rounds,
+        train=experiment.recipe.train,
+    )
+
+
+def nominal_cost(experiment: Experiment) -> dict[str, float] | None:
+    """Bytes of one message each way, client state, and the FLOPs of the run on all clients and on the server.
+
+    None where there is no convention: for a method that states none, where the images are at the sites, where sites are drawn
+    lazily, where classes drift in, and where sites have orders of their own.
+    """
+    one_plan = experiment.recipe.tasks.drift is None and experiment.orders is None
+    if experiment.is_lazy or not experiment.has_images or not one_plan:
+        return None
+    method, tasks = experiment.method, experiment.tasks
+    found = method.nominal_bytes(experiment.arch, max(len(task.classes) for task in tasks), tasks[-1].num_seen)
+    if found is None:
+        return None
+    setting = setting_of(experiment)
+    return {
+        "uplink_bytes_per_message": found.up,
+        "downlink_bytes_per_message": found.down,
+        "client_state_bytes": found.state,
+        "client_flops": method.nominal_client_flops(setting),
+        "server_flops": sum(method.nominal_server_flops(setting, t) for t in range(len(tasks))),
+    }

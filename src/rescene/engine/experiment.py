@@ -17,18 +17,15 @@ from torch import Tensor, nn
 from rescene.config import Recipe
 from rescene.config.privacy import check_records
 from rescene.config.schema import PER_SITE, DataSection, FederationSection
-from rescene.config.site_plan import SitesSection
+from rescene.config.site_sections import SitesSection
 from rescene.core.errors import ConfigError
 from rescene.core.rng import Rng
 from rescene.data import Dataset, LazySplit, SiteOrders, Task, Transform, load, partition, plan_tasks
+from rescene.data.derived_sets import away, joined, validation_part
 from rescene.data.inspection import warn_of_leaks, warn_of_near_copies, warn_of_repeats
-from rescene.data.joining import joined
-from rescene.data.natural_sites import by_site, warn_of_unused_sites
-from rescene.data.site_images import away
-from rescene.data.site_orders import in_own_orders
-from rescene.data.tasks import cut, tested
-from rescene.data.validation import validation_part
-from rescene.engine.initial_weights import initial_weights
+from rescene.data.partition import by_site, warn_of_unused_sites
+from rescene.data.tasks import cut, in_own_orders, tested
+from rescene.engine.model_file import initial_weights
 from rescene.lens import FeatureCache, sized, through, users_own
 from rescene.methods import Method
 from rescene.methods.base import Client

@@ -19,8 +19,8 @@ from rescene.core.rng import Rng
 from rescene.data import Images, Task
 from rescene.engine import wire as on_wire
 from rescene.engine.evaluate import Evaluation, summed
+from rescene.engine.faults import LateAnswers
 from rescene.engine.in_process import InProcess
-from rescene.engine.late_answers import LateAnswers
 from rescene.engine.transport import Answer, Call, FederationSettings, Transport
 from rescene.methods import Payload, Uploads
 from rescene.methods.base import Client

@@ -1,22 +1,76 @@
-"""The transport inside one process: it calls the clients' verbs directly, all in one pass where a method can."""
+"""Sites inside one process: the mechanism, noise and ledger of each, and the transport that calls their verbs directly.
+
+A verb runs for all sites in one pass where a method can. In a simulation the ledgers lie in the run folder.
+"""
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from rescene.accel.streams import Streams, attempt
+from rescene.accel.cuda_graph import Streams, attempt
 from rescene.core.errors import ResceneError, RunError, is_out_of_memory
 from rescene.core.record import Tree, num_bytes
 from rescene.core.rng import torch_draws_from
 from rescene.engine.evaluate import Tally
+from rescene.engine.experiment import Experiment
 from rescene.engine.transport import Answer, Call, FederationSettings, note_too_few
 from rescene.methods import Payload
+from rescene.privacy.ledger import Ledger
+from rescene.privacy.mechanism import SitePrivacy
+from rescene.privacy.noise import Noise
 from rescene.privacy.totals import added, check_part, layout
+
+
+class Sites:
+    """One ledger file per client; a ``floor.yaml`` beside them limits them all.
+
+    They stand in the run folder, or in $RESCENE_LEDGERS, where they outlive the run: then runs on the same images add up.
+    """
+
+    def __init__(self, experiment: Experiment, run: str, folder: Path) -> None:
+        self.experiment, self.run = experiment, run
+        self.folder = folder
+
+    def at(self, task: int, round: int, client: int) -> SitePrivacy | None:
+        """The site of this client in this round; None without a mechanism, which a site with a floor does not accept."""
+        ledger = ledger_in(self.folder, client)
+        made, floor = site_at(self.experiment, self.run, task, round, client, ledger), ledger.floor_path
+        if (made is None or made.noise.generator is not None) and floor.exists():
+            raise RunError(
+                "E415",
+                "the site has a privacy floor, and the recipe has no guarantee, so nothing is sent",
+                where=str(floor),
+                fix="a recipe with privacy.mechanism and privacy.noise=os",
+            )
+        return made
+
+
+def ledger_in(folder: Path, client: int) -> Ledger:
+    """The ledger of a simulated client."""
+    return Ledger(Path(os.environ.get("RESCENE_LEDGERS", folder)) / f"client-{client}.jsonl")
+
+
+def site_at(
+    experiment: Experiment, run: str, task: int, round: int, client: int, ledger: Ledger, why: str = ""
+) -> SitePrivacy | None:
+    """A client at one place in time, with its own ledger; None without a mechanism."""
+    promise = experiment.recipe.promise(len(experiment.tasks))
+    if promise is None:
+        return None
+    fresh = ("again", promise.earlier_sums) if promise.earlier_sums else ()  # no sum has the noise of an earlier one
+    seeded = experiment.rng.at("privacy", task, round, client, *fresh).generator() if promise.test_mode else None
+    participations = promise.composition.participations
+    # one release for the whole task has one place: in a later round the site gives the same numbers
+    place = 0 if experiment.method.additive else round
+    return SitePrivacy(promise.mechanism, Noise(seeded), run, task, place, participations, ledger, why=why)
+
 
 SIDE_BY_SIDE = 2  # clients at a time on a GPU; more gained nothing (results/bench/README.md)
 

@@ -2,14 +2,18 @@
 
 A run is a schedule of steps: for each task, begin, R rounds, end. After each step the state is committed, so a run that
 dies continues with the first step that was not; it is written while the next step is under way. What happens inside a step
-belongs to the method. Observers see every step (``engine.observers``).
+belongs to the method. Observers see every step (``engine.observers``). The beginning of a run can be held again, to see whether a
+recipe gives the numbers that somebody recorded for it (``first_rounds``).
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,20 +23,15 @@ from rescene.config import Resolved
 from rescene.core.errors import RunError
 from rescene.core.rng import torch_draws_from
 from rescene.data import Task
-from rescene.engine.artifacts import save_model
-from rescene.engine.checkpoint import write_json
-from rescene.engine.crashpoints import reach
-from rescene.engine.evaluate import Evaluation, evaluate
+from rescene.engine.checkpoint import reach, write_json
+from rescene.engine.evaluate import Evaluation, evaluate, site_records
 from rescene.engine.in_process import InProcess
 from rescene.engine.observers import Guarded, RunView
-from rescene.engine.results_writer import results_of, write_tables
+from rescene.engine.results_writer import results_of, save_model, write_tables
 from rescene.engine.resume import commit, restore, status_of
-from rescene.engine.run_context import Progress, memory_mb, warnings_to
-from rescene.engine.run_facts import notes_of, plain
+from rescene.engine.run_context import Progress, memory_mb, notes_of, plain, warnings_to
 from rescene.engine.run_folder import RunFolder
-from rescene.engine.run_setup import check_transport, set_up
-from rescene.engine.schedule import Step
-from rescene.engine.site_accuracy import site_records
+from rescene.engine.run_setup import Step, check_transport, set_up
 from rescene.engine.transport import Transport
 from rescene.methods import Payload, Uploads
 from rescene.nets import flops_to
@@ -315,3 +314,33 @@ def _alike(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
 def _overall(found: Evaluation, scenario: str) -> float:
     """Accuracy over all seen test images; the macro mean over domains when tasks are domains."""
     return sum(found.per_task) / len(found.per_task) if scenario == "domain" else found.overall
+
+
+class _Enough(Exception):
+    """As many rounds as were asked for are held."""
+
+
+class _Beginning(Run):
+    """A run that stops after so many rounds, or once the time is over and a round is held."""
+
+    num_rounds, end = 1, 0.0
+
+    def _next(self, number: int) -> Step:
+        held = sum(step.round is not None for step in self.parts.steps[:number])
+        if held >= self.num_rounds or (held and time.monotonic() > self.end):
+            raise _Enough
+        return super()._next(number)
+
+
+def first_rounds(resolved: Resolved, folder: Path, num_rounds: int, seconds: float) -> list[dict[str, Any]]:
+    """The first rows of metrics.jsonl that this recipe gives here: at most so many rounds, and at least one.
+
+    No round begins after ``seconds``. The files of the beginning stay in ``folder``, which must be new.
+    """
+    place = RunFolder(folder)
+    with place:
+        run = _Beginning(resolved, place)
+        run.num_rounds, run.end = num_rounds, time.monotonic() + seconds
+        with contextlib.suppress(_Enough):
+            run.complete()
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]

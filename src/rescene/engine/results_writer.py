@@ -1,4 +1,4 @@
-"""results.json and the tables beside it: everything later readers need, and no wall-clock value."""
+"""What a run leaves: results.json and the tables beside it, without any wall-clock value, and the model."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save
+
 from rescene import functional as fn
 from rescene.core.errors import ResceneWarning
 from rescene.core.results import rounded
-from rescene.core.versions import RESULTS
-from rescene.data.validation import WORDS
-from rescene.engine.checkpoint import write_atomically
-from rescene.engine.cost_ledger import CostLedger
+from rescene.core.versions import MODEL, RESULTS
+from rescene.data.derived_sets import VALIDATION_WORDS
+from rescene.engine.checkpoint import write_atomically, write_json
+from rescene.engine.cost_ledger import CostLedger, nominal_cost
 from rescene.engine.experiment import Experiment
-from rescene.engine.nominal import nominal_cost
-from rescene.engine.object_record import words_of
-from rescene.engine.observers.drift_record import stream_record
+from rescene.engine.observers.counts import stream_record
 from rescene.engine.observers.theory_watch import theory_record, theory_tables
+from rescene.engine.run_folder import RunFolder, words_of
+from rescene.lens import open_lens
 from rescene.methods import Method
+from rescene.methods.base import Model
 from rescene.privacy.accounting import NEIGHBOURS
 from rescene.privacy.statement import HOW_TO_MEASURE, NO_COUNTS
 
@@ -191,7 +194,7 @@ def _hazards(experiment: Experiment, facts: dict[str, Any]) -> dict[str, Any]:
 def _at_sites(experiment: Experiment, recall: list[float], sites_tell: bool) -> dict[str, Any]:
     """Where the images are at the sites: where accuracy was measured, and what could not be measured anywhere."""
     if experiment.has_images:
-        return {"evaluated": WORDS} if experiment.recipe.images.validation is not None else {}
+        return {"evaluated": VALIDATION_WORDS} if experiment.recipe.images.validation is not None else {}
     words = "not measured: images are at the sites"
     missing = {"leakage": words, "theory": words, "cost.nominal": words}
     if not sites_tell:
@@ -303,3 +306,17 @@ def _write_csv(path: Path, header: list[str], rows: Iterable[list[Any]]) -> None
     writer.writerow(header)
     writer.writerows(["" if cell is None else cell for cell in row] for row in rows)
     write_atomically(path, file.getvalue().encode())
+
+
+def save_model(run: RunFolder, e: Experiment, weights: Model) -> None:
+    """The final model, before anything is evaluated or exported that might fail."""
+    folder = run.directory("model")
+    model = {key: value.detach().cpu().contiguous() for key, value in weights.items()}
+    write_atomically(folder / "final.safetensors", save(model))
+    card = {"schema": MODEL, "arch": vars(e.arch), "classes": list(e.dataset.classes[: e.tasks[-1].num_seen])}
+    look: dict[str, Any] = {"mean": e.dataset.transform.mean, "std": e.dataset.transform.std}
+    if e.recipe.model.lens is not None:
+        lens = open_lens(e.recipe.model.lens)
+        look |= {"lens": e.recipe.model.lens, "lens_sha256": lens.sha256, "lens_made_from": lens.made_from}
+        look |= {"picture_size": e.dataset.picture_size}
+    write_json(folder / "model.json", card | look)

@@ -8,8 +8,7 @@ from typing import Any
 from rescene.core.errors import RunError
 from rescene.core.record import to_device
 from rescene.engine.checkpoint import Saved
-from rescene.engine.run_context import warnings_to
-from rescene.engine.run_facts import plain, restored
+from rescene.engine.run_context import plain, restored, warnings_to
 from rescene.engine.run_setup import RunParts
 
 

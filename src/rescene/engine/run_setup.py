@@ -1,34 +1,81 @@
-"""The parts of a run, put together from its recipe."""
+"""The parts of a run, put together from its recipe: among them its steps in order, and the thread that writes beside the loop."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
+from rescene.accel.cuda_graph import lasting_stream
 from rescene.config import Resolved
 from rescene.core.errors import ConfigError
 from rescene.data import Task
-from rescene.engine.background_writer import Writer
-from rescene.engine.cost_ledger import CostLedger, FlopMeter
+from rescene.engine.cost_ledger import CostLedger
 from rescene.engine.experiment import Experiment, prepare
-from rescene.engine.faults import Faults
+from rescene.engine.faults import Faults, LateAnswers
 from rescene.engine.federation import RunFederation
-from rescene.engine.late_answers import LateAnswers
+from rescene.engine.in_process import Sites
 from rescene.engine.observers import Guarded, Observer, Observers
-from rescene.engine.observers.adversary import Adversary, AttackWatch
-from rescene.engine.observers.cost_watch import CostWatch
-from rescene.engine.observers.drift_record import ClosingsWatch
+from rescene.engine.observers.counts import ClosingsWatch, CostWatch, UploadCounts
+from rescene.engine.observers.hostile_sites import Adversary, AttackWatch, Screen
 from rescene.engine.observers.leakage_watch import LeakageWatch
-from rescene.engine.observers.screen import Screen
 from rescene.engine.observers.theory_watch import TheoryWatch
-from rescene.engine.observers.upload_counts import UploadCounts
 from rescene.engine.run_context import Progress, RunContext, warnings_to
 from rescene.engine.run_folder import RunFolder, made_on
-from rescene.engine.schedule import Step, schedule
-from rescene.engine.site_privacy import Sites
 from rescene.engine.transport import Call, FederationSettings, Transport
 from rescene.methods.base import Client
+from rescene.nets.cost import FlopMeter
+
+
+class Writer:
+    """At most one piece of work is under way. Its error is raised by the next ``start`` or ``wait``, never lost."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = lasting_stream(device) if device.type == "cuda" else None
+        self._under_way: Future[None] | None = None
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Begin ``work`` once what was started before is done. It must read only what nobody changes any more."""
+        self.wait()
+        if self._stream is not None:  # what is to be copied from the device may still be being computed there
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        thread = ThreadPoolExecutor(1, thread_name_prefix="rescene-writer")
+        self._under_way = thread.submit(copy_context().run, self._do, work)  # warnings reach the run that started it
+        thread.shutdown(wait=False)  # it ends with its work; an exiting interpreter waits for it
+
+    def wait(self) -> None:
+        """Until nothing is under way. An interrupt while waiting leaves the work going, to be waited for again."""
+        if self._under_way is not None:
+            error = self._under_way.exception()
+            self._under_way = None
+            if error is not None:
+                raise error
+
+    def _do(self, work: Callable[[], None]) -> None:
+        with torch.cuda.stream(self._stream):  # no stream: nothing changes
+            work()
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a run: the beginning of a task, a round, or the end of a task."""
+
+    task: Task
+    round: int | None  # None: begin (ends=False) or end of the task
+    ends: bool = False
+
+
+def schedule(experiment: Experiment) -> list[Step]:
+    """begin, rounds, end for each task."""
+    steps = []
+    for task in experiment.tasks:
+        rounds = range(experiment.recipe.rounds_of(task.index))
+        steps += [Step(task, None), *(Step(task, r) for r in rounds), Step(task, None, ends=True)]
+    return steps
 
 
 @dataclass

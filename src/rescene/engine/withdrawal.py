@@ -27,14 +27,14 @@ from rescene.data import Task
 from rescene.engine.checkpoint import Saved, write_atomically
 from rescene.engine.evaluate import summed
 from rescene.engine.experiment import Experiment
+from rescene.engine.in_process import ledger_in
 from rescene.engine.loop import Run
 from rescene.engine.resume import adopt, status_of
 from rescene.engine.run_context import Progress
 from rescene.engine.run_folder import APPENDED, RunFolder
-from rescene.engine.site_privacy import ledger_in
 from rescene.methods.base import Kept, Method, Model
 from rescene.nets import grow_head
-from rescene.privacy.budget import Declined
+from rescene.privacy.ledger_file import Declined
 from rescene.privacy.totals import threshold
 from rescene.training import class_scores
 

@@ -1,9 +1,8 @@
 """The mathematics: tensors in, tensors out, the paper's symbols, nothing of the framework."""
 
 from rescene.functional.balance import logit_adjusted_cross_entropy, sampling_probabilities
-from rescene.functional.clipping import clip_groups
 from rescene.functional.herding import herd, herd_classes, recent_window
-from rescene.functional.matching import group_means, matching_loss
+from rescene.functional.matching import clip_groups, group_means, matching_loss, perturbed
 from rescene.functional.metrics import (
     average_accuracy,
     average_incremental_accuracy,
@@ -12,8 +11,7 @@ from rescene.functional.metrics import (
     forgetting,
     old_and_recent,
 )
-from rescene.functional.perturbation import perturbed
-from rescene.functional.weighted_average import weighted_average
+from rescene.functional.model_average import weighted_average
 
 __all__ = [
     "average_accuracy",

@@ -30,7 +30,7 @@ from rescene.core.errors import ConfigError, DataError, did_you_mean
 from rescene.core.versions import source_hash
 from rescene.data.catalog import cache_folder
 from rescene.data.images import Dataset, Images, Transform
-from rescene.functional.waves import DIRECTIONS, wave_picture
+from rescene.functional.pictures import DIRECTIONS, wave_picture
 from rescene.lens.backbone import (
     IDENTITY,
     Backbone,
@@ -100,7 +100,7 @@ class Lens:
 
 
 class Waves(nn.Module):
-    """S(x) of :mod:`rescene.functional.waves` in deviations from the mean of dead leaves: pictures that are nobody's."""
+    """S(x) of :mod:`rescene.functional.pictures` in deviations from the mean of dead leaves: pictures that are nobody's."""
 
     MEAN = (0.5, 0.0, 0.0) + (0.121,) * DIRECTIONS + (0.146,) * DIRECTIONS
     DEVIATION = (0.11, 0.11, 0.11) + (0.043,) * DIRECTIONS + (0.048,) * DIRECTIONS

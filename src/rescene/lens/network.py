@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from rescene.nets.layers import conv_norm
-from rescene.nets.resnet import basic_block
+from rescene.nets.bodies import basic_block, conv_norm
 
 WIDTHS = (48, 96, 192, 192)
 

@@ -15,7 +15,7 @@ from rescene.core.record import Tree
 from rescene.core.rng import Rng
 from rescene.data import Task
 from rescene.functional import weighted_average
-from rescene.functional.client_drift import changed_likewise
+from rescene.functional.model_average import changed_likewise
 from rescene.methods.base import Client, Federation, LateAnswer, Method, Payload, Uploads, weights_of
 from rescene.methods.nominal_cost import TRAINING_PASSES, NominalBytes, Setting
 from rescene.methods.upload_schema import NOTHING, Form, Place, either, fields, like, notes, whole
@@ -55,6 +55,11 @@ def trained(
     final = fit_shard(net, shard, settings, generator, loss, first_class=first_class)
     told = {"local_loss": final, **(notes or {})}
     return {"model": weights_of(net), "num_images": len(shard), "notes": told}
+
+
+def first_learned(task: Task, local_ce: str) -> int:
+    """The first label that a site's cross-entropy looks at: the task's first class where ``local_ce`` is ``new``, else 0."""
+    return min(task.classes) if local_ce == "new" else 0
 
 
 def refuse_twice(last_task: int, task: Task) -> None:

@@ -31,7 +31,7 @@ from rescene.core.verification import Verified
 from rescene.data import Task, Transform
 from rescene.functional.distillation import distillation_loss
 from rescene.lens.leaves import draw_leaves
-from rescene.methods.averaging import PaintingMethod, trained
+from rescene.methods.averaging import PaintingMethod, first_learned, trained
 from rescene.methods.base import Client, Federation, Model, Payload, Uploads, weights_of
 from rescene.methods.nominal_cost import TRAINING_PASSES, Setting
 from rescene.methods.registry import register
@@ -153,7 +153,7 @@ class CFeD(PaintingMethod):
 
     def learn(self, payload: Payload, shard: Client, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
         """Site: train on its images of the task, as in FedAvg."""
-        first = min(shard.task.classes) if self.local_ce == "new" else 0
+        first = first_learned(shard.task, self.local_ce)
         generator = rng.at("sgd").generator(shard.device)
         return trained(shard.net(payload["model"]), shard, self.train, generator, first_class=first), client_state
 

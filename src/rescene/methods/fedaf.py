@@ -27,9 +27,9 @@ from rescene.core.method_style import YELLOW
 from rescene.core.record import Tree
 from rescene.core.rng import Rng, seeded_generator
 from rescene.core.verification import Verified
-from rescene.data.shard import Shard
+from rescene.data.images import Shard
 from rescene.functional import group_means, perturbed
-from rescene.functional.sliced import knowledge_matching, mixed, owners_average, sliced_distance
+from rescene.functional.matching import knowledge_matching, mixed, owners_average, sliced_distance
 from rescene.methods.base import Client, Federation, Model, ModelState, Payload, Uploads, weights_of
 from rescene.methods.registry import register
 from rescene.methods.surrogates import SurrogateMethod, gathered, surrogates_of

@@ -14,7 +14,7 @@ from rescene.core.method_style import SLATE
 from rescene.core.record import Tree
 from rescene.core.rng import Rng
 from rescene.core.verification import Verified
-from rescene.methods.averaging import AveragingMethod, trained
+from rescene.methods.averaging import AveragingMethod, first_learned, trained
 from rescene.methods.base import Client, Payload
 from rescene.methods.registry import register
 
@@ -50,5 +50,5 @@ class FedAvg(AveragingMethod):
 
     def client_round(self, payload: Payload, shard: Client, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
         net = shard.net(payload["model"])
-        first = min(shard.task.classes) if self.local_ce == "new" else 0
+        first = first_learned(shard.task, self.local_ce)
         return trained(net, shard, self.train, rng.at("sgd").generator(shard.device), first_class=first), client_state

@@ -27,7 +27,8 @@ from rescene.core.record import Tree, record
 from rescene.core.rng import Rng, seeded_generator
 from rescene.core.verification import Verified
 from rescene.data import Task
-from rescene.functional.leverage import (
+from rescene.functional.balance import grouped_cross_entropy, task_aware_logits
+from rescene.functional.exemplars import (
     Cut,
     class_cut,
     draw_keys,
@@ -39,7 +40,6 @@ from rescene.functional.leverage import (
     random_orthogonal,
     row_leverage,
 )
-from rescene.functional.temperature import grouped_cross_entropy, task_aware_logits
 from rescene.methods.averaging import AveragingMethod, refuse_twice, trained
 from rescene.methods.base import Client, Federation, ModelState, Payload, Uploads
 from rescene.methods.nominal_cost import NominalReplay, Setting, image_bytes

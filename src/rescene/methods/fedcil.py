@@ -8,7 +8,7 @@ each round of task t:
             E epochs, in each step:
               theta, r: w (L_real(x, y) + L_fake(G)) + (1 - w) (L_real(G_past) + L_fake(G))
                         + w_con (consistency of the classes on x and on pictures of its own and of the server's generator)
-              G:        L_real(G)                                                        (functional/acgan.py)
+              G:        L_real(G)                                                        (functional/image_losses.py)
             send theta_k, r_k, G_k, n_k and the labels that it holds
     server: theta, r, G <- sum_k (n_k / sum n) of the sites'
             consolidation, S_con steps like a site's, where pictures of all G_k (and of all G_past,k) stand for real ones
@@ -31,8 +31,8 @@ from rescene.core.rng import Rng
 from rescene.core.verification import Verified
 from rescene.data import Task, Transform
 from rescene.functional import weighted_average
-from rescene.functional.acgan import agreement_loss, balanced_picks
 from rescene.functional.distillation import distillation_loss
+from rescene.functional.image_losses import agreement_loss, balanced_picks
 from rescene.methods.averaging import PaintingMethod
 from rescene.methods.base import Client, Federation, Model, Payload, Uploads, weights_of
 from rescene.methods.nominal_cost import TRAINING_PASSES, NominalBytes, NominalReplay, Setting
@@ -40,7 +40,6 @@ from rescene.methods.registry import register
 from rescene.methods.upload_schema import Dim, Form, Place, either, fields, labels, like, notes, whole
 from rescene.nets import FLOAT_BYTES, Arch, body_cost, laps, model_bytes, real_side
 from rescene.training import Batch, Loss, fit_shard
-from rescene.training.adversarial import AdversarialSteps, AdversarialTraining, Gan, Painter, check_finite
 from rescene.training.generator import (
     fresh_generator,
     generator_flops,
@@ -48,6 +47,7 @@ from rescene.training.generator import (
     grow_inputs,
     restored_generator,
 )
+from rescene.training.generator_training import AdversarialSteps, AdversarialTraining, Gan, Painter, check_finite
 
 PARTS = ("model", "realness", "generator")  # of a GAN
 Consistency = Callable[[Tensor, Tensor], Tensor]  # class logits of real images, their labels -> loss

@@ -34,8 +34,8 @@ from rescene.core.rng import Rng
 from rescene.core.verification import Verified
 from rescene.data import Task
 from rescene.functional import weighted_average
-from rescene.functional.client_drift import changed_likewise
-from rescene.functional.prompt_attention import contrastive_continual_loss, orthogonal_rows
+from rescene.functional.adapters import contrastive_continual_loss, orthogonal_rows
+from rescene.functional.model_average import changed_likewise
 from rescene.methods.averaging import AveragingMethod
 from rescene.methods.base import Client, Federation, LateAnswer, Model, Payload, Uploads, weights_of
 from rescene.methods.nominal_cost import NominalBytes, Setting

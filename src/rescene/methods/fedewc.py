@@ -33,7 +33,7 @@ from rescene.core.rng import Rng
 from rescene.core.verification import Verified
 from rescene.data import Task
 from rescene.functional.fisher import MeanLoss, blend_fisher, fisher_diagonal, quadratic_penalty
-from rescene.methods.averaging import AveragingMethod
+from rescene.methods.averaging import AveragingMethod, first_learned
 from rescene.methods.base import Client, Federation, Model, ModelState, Payload, weights_of
 from rescene.methods.nominal_cost import Setting
 from rescene.methods.registry import register
@@ -131,7 +131,7 @@ class FedEWC(AveragingMethod):
         return upload, self._remembered(memory, self._fisher(net, shard, rng.at("fisher")), net, shard.task)
 
     def _task_loss(self, logits: Tensor, labels: Tensor, task: Task, reduction: str = "mean") -> Tensor:
-        first = min(task.classes) if self.local_ce == "new" else 0
+        first = first_learned(task, self.local_ce)
         return F.cross_entropy(logits[:, first:], labels - first, reduction=reduction)
 
     def _fisher(self, net: nn.Module, shard: Client, rng: Rng) -> Model:

@@ -24,7 +24,7 @@ from rescene.core.rng import Rng
 from rescene.core.verification import Verified
 from rescene.data import Task
 from rescene.functional.distillation import distillation_loss
-from rescene.methods.averaging import AveragingMethod, trained
+from rescene.methods.averaging import AveragingMethod, first_learned, trained
 from rescene.methods.base import Client, Federation, ModelState, Payload
 from rescene.methods.nominal_cost import TRAINING_PASSES
 from rescene.methods.registry import register
@@ -71,7 +71,7 @@ class FedLwF(AveragingMethod):
     def client_round(self, payload: Payload, shard: Client, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
         net = shard.net(payload["model"])
         teacher = _teacher(shard, client_state, self.train)
-        first = min(shard.task.classes) if self.local_ce == "new" else 0
+        first = first_learned(shard.task, self.local_ce)
 
         @repeatable
         def loss(net: nn.Module, batch: Batch) -> Tensor:

@@ -18,8 +18,8 @@ from rescene.core.method_style import GREY
 from rescene.core.record import Tree
 from rescene.core.rng import Rng
 from rescene.core.verification import Verified
-from rescene.functional.client_drift import proximal_term
-from rescene.methods.averaging import AveragingMethod, trained
+from rescene.functional.model_average import proximal_term
+from rescene.methods.averaging import AveragingMethod, first_learned, trained
 from rescene.methods.base import Client, Payload
 from rescene.methods.registry import register
 
@@ -55,7 +55,7 @@ class FedProx(AveragingMethod):
         def spring() -> Tensor:
             return proximal_term(w, payload["model"], self.mu)
 
-        first = min(shard.task.classes) if self.local_ce == "new" else 0
+        first = first_learned(shard.task, self.local_ce)
         generator = rng.at("sgd").generator(shard.device)
         penalty = spring if self.mu > 0 else None  # without it the step is FedAvg's, on a GPU too
         return trained(net, shard, self.train, generator, first_class=first, penalty=penalty), client_state

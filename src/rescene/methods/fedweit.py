@@ -44,7 +44,7 @@ from rescene.functional.decomposed import (
     scattered,
     to_bits,
 )
-from rescene.methods.averaging import AveragingMethod
+from rescene.methods.averaging import AveragingMethod, first_learned
 from rescene.methods.base import Client, Federation, Model, Payload, Uploads, weights_of
 from rescene.methods.nominal_cost import NominalBytes, Setting
 from rescene.methods.registry import register
@@ -210,7 +210,7 @@ class FedWeIT(AveragingMethod):
     def _loss(
         self, base: Model, part: TaskPart, earlier: Sequence[TaskPart], received: Sequence[Model], task: Task
     ) -> Loss:
-        first = min(task.classes) if self.local_ce == "new" else 0
+        first = first_learned(task, self.local_ce)
 
         def loss(net: nn.Module, batch: Batch) -> Tensor:
             theta = {

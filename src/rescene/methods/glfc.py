@@ -32,7 +32,7 @@ from rescene.core.rng import Rng
 from rescene.core.verification import Verified
 from rescene.data import Task
 from rescene.functional import herd
-from rescene.functional.compensation import compensation_loss, compensation_weights, mean_entropy, relation_loss
+from rescene.functional.distillation import compensation_loss, compensation_weights, mean_entropy, relation_loss
 from rescene.methods.averaging import AveragingMethod
 from rescene.methods.base import Client, Federation, Model, Payload, Uploads, weights_of
 from rescene.methods.nominal_cost import TRAINING_PASSES, NominalReplay, Setting, image_bytes

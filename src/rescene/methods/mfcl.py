@@ -1,7 +1,7 @@
 """MFCL (Babakniya et al., NeurIPS 2023): the server trains a generator from the global model alone; sites paint the past with it.
 
 start of task t > 0, before the head grows:
-    server: F <- theta, frozen; train the generator G against F (``training/data_free.py``); send F and G, once, to everybody
+    server: F <- theta, frozen; train the generator G against F (``training/generator_training.py``); send F and G, once, to everybody
 each round of task t:
     server: broadcast theta
     client: E epochs of SGD; beside each real batch (x, y) a fresh painted one, x~ = G(z) with labels y~ = argmax F(x~):
@@ -33,7 +33,6 @@ from rescene.methods.nominal_cost import TRAINING_PASSES, NominalReplay, Setting
 from rescene.methods.registry import register
 from rescene.nets import FLOAT_BYTES, Arch, is_rehearsal, model_bytes, real_side
 from rescene.training import Batch, Loss, fit_shard
-from rescene.training.data_free import SHOWN, DataFree, train_generator
 from rescene.training.generator import (
     fresh_generator,
     generator_flops,
@@ -41,6 +40,7 @@ from rescene.training.generator import (
     restored_generator,
     tell_painting,
 )
+from rescene.training.generator_training import SHOWN, DataFree, train_generator
 from rescene.training.synthesis import LEVELS
 
 

@@ -37,8 +37,8 @@ from rescene.methods.base import Client, Federation, Kept, LateAnswer, Method, M
 from rescene.methods.registry import register
 from rescene.methods.upload_schema import NOTHING, Form, Place, both, either, fields, tensor
 from rescene.privacy.accounting import check_grid, least_deviation
-from rescene.privacy.discrete import discrete_gaussian
 from rescene.privacy.mechanism import Mechanism, SitePrivacy, digest
+from rescene.privacy.noise import discrete_gaussian
 from rescene.training import embed
 
 STEPS = 16  # whole steps to one unit of a feature: what a lens gives comes in these steps already

@@ -29,8 +29,8 @@ from rescene.core.rng import Rng
 from rescene.core.verification import Verified
 from rescene.data import Task
 from rescene.functional import weighted_average
-from rescene.functional.client_drift import control_variate, effective_steps, grown_rows, linear_term
-from rescene.methods.averaging import AveragingMethod, trained
+from rescene.functional.model_average import control_variate, effective_steps, grown_rows, linear_term
+from rescene.methods.averaging import AveragingMethod, first_learned, trained
 from rescene.methods.base import Client, Federation, Model, Payload, Uploads, weights_of
 from rescene.methods.nominal_cost import NominalBytes, Setting
 from rescene.methods.registry import register
@@ -113,7 +113,7 @@ class Scaffold(AveragingMethod):
         def correction() -> Tensor:
             return linear_term(y, slope)
 
-        first = min(shard.task.classes) if self.local_ce == "new" else 0
+        first = first_learned(shard.task, self.local_ce)
         penalty = correction if any(bool(value.any()) for value in slope.values()) else None
         generator = rng.at("sgd").generator(shard.device)
         upload = trained(net, shard, self.train, generator, first_class=first, penalty=penalty)

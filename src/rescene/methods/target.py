@@ -26,7 +26,7 @@ from rescene.core.rng import Rng
 from rescene.core.verification import Verified
 from rescene.data import Task
 from rescene.functional.distillation import distillation_loss
-from rescene.methods.averaging import PaintingMethod
+from rescene.methods.averaging import PaintingMethod, first_learned
 from rescene.methods.base import Client, Federation, ModelState, Payload, weights_of
 from rescene.methods.nominal_cost import TRAINING_PASSES, NominalBytes, NominalReplay, Setting, image_bytes
 from rescene.methods.registry import register
@@ -106,7 +106,7 @@ class TARGET(Synthesis, PaintingMethod):
             return {"num_images": 0}, client_state
         net = shard.net(payload["model"])
         # Domain-incremental tasks bring all labels, so that "new" is everything there.
-        first = min(shard.task.classes) if self.local_ce == "new" else 0
+        first = first_learned(shard.task, self.local_ce)
         past = client_state if self.kd_weight > 0 else None  # None too if nothing was received: first task, joined late
         teacher = None if past is None else frozen(shard.net(past["teacher"]), self.train)
 

@@ -19,8 +19,7 @@ from rescene.nets.cost import (
     tell_flops,
 )
 from rescene.nets.own_networks import OwnBody, OwnModel, is_own, own_model, own_names, register_model
-from rescene.nets.prompts import PromptPool, pool_of, pool_state, prompted_features
-from rescene.nets.vit import attention_weights
+from rescene.nets.vit import PromptPool, attention_weights, pool_of, pool_state, prompted_features
 from rescene.nets.weights import load_weights
 
 __all__ = [

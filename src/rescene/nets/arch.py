@@ -15,13 +15,9 @@ from torch import Tensor, nn
 from rescene.core.errors import ConfigError, did_you_mean
 from rescene.core.record import record
 from rescene.core.rng import seeded_generator
-from rescene.nets.convnet import convnet_body
-from rescene.nets.layers import NORMS, ConvBody
-from rescene.nets.mlp import Identity, Perceptron
+from rescene.nets.bodies import NORMS, ConvBody, Identity, Perceptron, convnet_body, resnet_body
 from rescene.nets.own_networks import OwnBody, is_own, own_model, own_names
-from rescene.nets.prompts import PromptPool, Prompts, pool_of, prompted_features
-from rescene.nets.resnet import resnet_body
-from rescene.nets.vit import VisionTransformer, mini_size, patch_size
+from rescene.nets.vit import PromptPool, Prompts, VisionTransformer, mini_size, patch_size, pool_of, prompted_features
 
 NAMES = ("resnet18", "resnet50", "vit-small", "vit-mini", "convnet", "mlp", "linear")
 WITH_WIDTH = ("convnet", "mlp", "vit-mini")
@@ -36,7 +32,7 @@ COUNTER = "num_batches_tracked"  # BatchNorm's step counter: it never influences
 class Net(nn.Module):
     """A body and a linear head: images [n, 3, s, s] -> features [n, feature_size] -> logits [n, num_classes].
 
-    With ``prompts`` a transformer looks twice (:mod:`rescene.nets.prompts`).
+    With ``prompts`` a transformer looks twice (:mod:`rescene.nets.vit`).
     """
 
     def __init__(self, body: Body, num_classes: int) -> None:

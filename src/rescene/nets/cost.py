@@ -1,12 +1,13 @@
 """What a network costs: bytes of its state and FLOPs of a forward pass, in the paper's conventions.
 
-A hook on the network counts its own work (the engine's ledger). Networks that only a step knows, such as a generator of
+A hook on the network counts its own work (``FlopMeter``). Networks that only a step knows, such as a generator of
 images, tell their FLOPs to whoever listens. In a rehearsal, which a forecast is made of, a loop runs once and counts as often as
 it would run.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -212,3 +213,54 @@ def flops_to(listener: Callable[[int], None]) -> Iterator[None]:
         yield
     finally:
         _listener.reset(token)
+
+
+class FlopMeter:
+    """Counts operations by a hook on the network's body.
+
+    An image costs F going forward. A backward pass costs 2F when weights learn (gradients of inputs and of weights) and F
+    when only pixels do. F counts convolutions and linear layers, two operations per multiply-add.
+    """
+
+    def __init__(self, arch: Arch) -> None:
+        self.arch = arch
+        self.side = "server"
+        self.flops = {"client": 0, "server": 0, "evaluation": 0}
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def on(self, side: str) -> Iterator[None]:
+        """Everything inside is work of this side."""
+        before, self.side = self.side, side
+        try:
+            yield
+        finally:
+            self.side = before
+
+    def add(self, flops: int) -> None:
+        """Work of this side. Networks that no hook watches are told of by their steps."""
+        with self._lock:  # clients may work side by side
+            self.flops[self.side] += flops
+
+    def attach(self, net: nn.Module, num_classes: int) -> nn.Module:
+        """Count every pass through this network from now on, at the price of the real network."""
+        cost = forward_flops(self.arch, num_classes)
+
+        def count(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            passes = 1
+            if torch.is_grad_enabled() and output.requires_grad:
+                passes += 2 if any(p.requires_grad for p in module.parameters()) else 1
+            tell_flops(_num_images(inputs[0]) * cost * passes, self.add)
+
+        def count_passes(num_passes: int) -> None:
+            """For steps that replay recorded work, which calls no hooks: images times passes through the network."""
+            tell_flops(num_passes * cost, self.add)
+
+        net.body.register_forward_hook(count)  # type: ignore[union-attr]
+        net.count_passes = count_passes  # type: ignore[assignment]
+        return net
+
+
+def _num_images(x: Tensor) -> int:
+    """Images in a batch, also inside vmap, where a batch of n looks like a single image."""
+    return torch.func.debug_unwrap(x).numel() // x.shape[1:].numel()

@@ -13,8 +13,7 @@ from rescene.functional import old_and_recent
 from rescene.paper.compare import Line, band, compare, explanation, lies_in
 from rescene.paper.numbers import printed
 from rescene.paper.recipes import paper_recipe
-from rescene.paper.store import Store
-from rescene.paper.table_columns import NOMINAL
+from rescene.paper.store import NOMINAL, Store
 
 BASELINES = ("fedavg", "fedewc", "fedlwf", "target", "glfc", "fedcbdr", "refed")
 Book = Callable[[str, str], float | None]  # (TABLE:CELL, metric) -> figure, None if not measured

@@ -16,8 +16,7 @@ from rescene.methods.surrogates import SurrogateMethod
 from rescene.paper.costs import nominal, replay
 from rescene.paper.numbers import Printed, printed
 from rescene.paper.recipes import FAST_LABEL, PaperCell, PaperRecipe, paper_recipe, recipe_names
-from rescene.paper.store import Store, Stored
-from rescene.paper.table_columns import BYTES, COSTS, FLOPS, NOMINAL, REPLAY, over_seeds, read, relative
+from rescene.paper.store import BYTES, COSTS, FLOPS, NOMINAL, REPLAY, Store, Stored, over_seeds, read, relative
 from rescene.report.groups import Spread, spread
 from rescene.report.leaderboard import InPaper
 

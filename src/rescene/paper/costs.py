@@ -14,9 +14,9 @@ from typing import Any
 
 from rescene.config import Recipe, resolve
 from rescene.data import stand_in
+from rescene.engine.cost_ledger import nominal_cost, setting_of
 from rescene.engine.experiment import Experiment, arch_of, prepare_sizes
 from rescene.engine.forecast import forecast
-from rescene.engine.nominal import nominal_cost, setting_of
 from rescene.paper.recipes import PaperCell
 from rescene.report.groups import Spread
 

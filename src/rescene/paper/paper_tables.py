@@ -12,8 +12,7 @@ from rescene.core.method_style import style_of
 from rescene.paper.compare import Line, compare, implied_aa
 from rescene.paper.numbers import printed
 from rescene.paper.recipes import FAST_LABEL, PaperRecipe, paper_recipe, recipe_names
-from rescene.paper.store import Store
-from rescene.paper.table_columns import NOMINAL, REPLAY, label
+from rescene.paper.store import NOMINAL, REPLAY, Store, label
 from rescene.report.groups import Spread
 from rescene.report.table_formats import Entry, TableCell, TableGrid
 

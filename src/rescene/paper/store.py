@@ -1,4 +1,8 @@
-"""Finished runs on disk, found by what they are and not by what their folder is called."""
+"""Finished runs on disk, found by what they are and not by what their folder is called, and the columns of the paper's tables.
+
+Costs are what the run's ledger counted; costs.py has them in the paper's conventions. A value that a run does not hold is
+None.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +25,7 @@ from rescene.core.run_state import read_object
 from rescene.methods import method_class
 from rescene.methods.averaging import AveragingMethod
 from rescene.methods.surrogates import SurrogateMethod
+from rescene.report.groups import Spread, spread
 
 # May differ between two runs of the same experiment: where and how it ran, not what.
 VOLATILE = {
@@ -110,3 +115,129 @@ def default_roots() -> list[Path]:
 def _result_files(roots: Iterable[Path]) -> list[Path]:
     files = [file for root in roots if root.is_dir() for file in sorted(root.rglob("results.json"))]
     return list({file.resolve(): file for file in reversed(files)}.values())[::-1]
+
+
+_LEDGER = {
+    "client_pflop": ("client_flops", 1e15),
+    "state_mb": ("client_state_bytes", 1e6),
+    "uplink_mb": ("uplink_bytes_per_message", 1e6),
+    "downlink_mb": ("downlink_bytes_per_message", 1e6),
+    "server_pflop": ("server_flops", 1e15),
+}
+BYTES = ("state_mb", "uplink_mb", "downlink_mb")
+FLOPS = ("client_pflop", "task_client_pflop", "task_server_pflop", "task_total_pflop")
+COSTS = (
+    *_LEDGER,
+    *("client_compute_ratio", "server_compute_ratio"),
+    *("task_client_pflop", "task_server_pflop", "task_total_pflop", "client_share", "server_share"),
+)
+NOMINAL = tuple(metric for metric in COSTS if metric not in ("server_pflop", "server_compute_ratio"))  # see costs.py
+REPLAY = ("budget", "images_per_client", "images_in_all")  # of the recipe, see costs.py
+_RELATIVE = {  # to the reference cell
+    "aa_change": "aa",
+    "aia_change": "aia",
+    "aa_kept": "aa",
+    "client_compute_ratio": "client_pflop",
+    "server_compute_ratio": "server_pflop",
+}
+_LABELS = {
+    "aa": "AA", "aia": "AIA", "aa_change": "AA change", "aia_change": "AIA change", "old": "old", "recent": "recent",
+    "aa_kept": "AA kept %", "nearest_rms": "RMS to real",
+    "client_pflop": "client PFLOP", "state_mb": "state MB", "uplink_mb": "up MB", "downlink_mb": "down MB",
+    "client_compute_ratio": "client ratio", "server_compute_ratio": "server ratio", "samples_ratio": "sample ratio",
+    "task_client_pflop": "clients PFLOP", "task_server_pflop": "server PFLOP", "task_total_pflop": "total PFLOP",
+    "client_share": "clients %", "server_share": "server %", "images_per_client": "images/client", "images_in_all": "images in all",
+}  # fmt: skip
+
+
+def label(metric: str) -> str:
+    """
+    >>> label("aa"), label("task_3"), label("budget")
+    ('AA', 'T3', 'budget')
+    """
+    return _LABELS.get(metric) or ("T" + metric.removeprefix("task_") if metric.startswith("task_") else metric)
+
+
+def read(run: Stored, metric: str) -> float | None:
+    """One figure of one run."""
+    if metric in _LEDGER:
+        return _measured(run, *_LEDGER[metric])
+    if metric.startswith("task_") and metric[5:].isdigit():
+        final = run.results.accuracy_matrix[-1]
+        task = int(metric[5:])
+        return final[task] if task < len(final) else None
+    if metric.startswith("task_") or metric.endswith("_share"):
+        return _second_task(run).get(metric)
+    if metric in ("samples", "samples_ratio"):
+        kept, sent = _surrogates(run)
+        return kept if metric == "samples" else kept / sent if kept is not None and sent else None
+    if metric == "nearest_rms":  # median distance of an upload to the nearest real image; none if no images are sent
+        return run.results.leakage.nearest_rms_median if run.results.leakage else None
+    value = getattr(run.results, metric, None)
+    return value if isinstance(value, float) else None
+
+
+def over_seeds(runs: Sequence[Stored], metric: str, reference: Sequence[Stored] = ()) -> Spread | None:
+    """Mean and deviation over the runs; ratios and changes are between the means, relative to the reference's runs."""
+    if metric not in _RELATIVE:
+        return spread(read(run, metric) for run in runs)
+    ours, other = (spread(read(run, _RELATIVE[metric]) for run in group) for group in (runs, reference))
+    value = relative(metric, ours.mean, other.mean) if ours and other else None
+    return None if value is None or ours is None else Spread(value, None, ours.num)
+
+
+def relative(metric: str, value: float, reference: float) -> float | None:
+    """A value against that of the reference: the ratio, the percentage kept, or the difference.
+
+    >>> relative("aa_kept", 55.0, 50.0), relative("aa_change", 55.0, 50.0), relative("aa_kept", 1.0, 0.0)
+    (110.0, 5.0, None)
+    """
+    if metric.endswith("_change"):
+        return value - reference
+    return (100 if metric.endswith("_kept") else 1) * value / reference if reference else None
+
+
+def _surrogates(run: Stored) -> tuple[float | None, float | None]:
+    """Surrogates kept at the end and sent in all (Table 4b); None where the run did not record its buffers."""
+    rows = run.results.theory.classes
+    if not rows:
+        return None, None
+    sent = sum(row.num_pool for row in rows)
+    everything = run.results.config["method"].get("buffer") == "keep-all"
+    return (sent if everything else sum(row.num_kept for row in rows)), sent
+
+
+def _measured(run: Stored, key: str, unit: float) -> float | None:
+    value: float | None = getattr(run.results.cost.measured, key)
+    return None if value is None else value / unit
+
+
+def _second_task(run: Stored) -> dict[str, float]:
+    """PFLOP of the second task (Table 12): clients a T-th of the run, the server's own."""
+    clients, server = _measured(run, "client_flops", 1e15), _server_in_second_task(run)
+    if clients is None:
+        return {}
+    clients /= len(run.results.tasks)
+    if server is None:
+        return {"task_client_pflop": clients}
+    return {
+        "task_client_pflop": clients,
+        "task_server_pflop": server,
+        "task_total_pflop": clients + server,
+        "client_share": 100 * clients / ((clients + server) or 1),
+        "server_share": 100 * server / ((clients + server) or 1),
+    }
+
+
+def _server_in_second_task(run: Stored) -> float | None:
+    """As counted at the end of each task; in records of earlier versions by the images it trained on or painted, if noted."""
+    ends = [row["server_flops"] for row in run.rows("task") if "server_flops" in row][:2]
+    if len(ends) == 2:
+        return float(ends[1] - ends[0]) / 1e15
+    server = _measured(run, "server_flops", 1e15)
+    notes = [(row["task"], row.get("notes") or {}) for row in run.rows("round")]
+    images = [(task, note.get("pool_size", note.get("synthetic_images", 0))) for task, note in notes]
+    total = sum(number for _, number in images)
+    if not server:
+        return server
+    return server * sum(number for task, number in images if task == 1) / total if total else None

@@ -1,10 +1,10 @@
 """A site's memory of what it has released: one append-only file per site, on the site's own disk, and what it names.
 
-    ledger.jsonl             what was begun and released, one line each (``book.py`` says what the lines mean)
+    ledger.jsonl             what was begun and released, one line each (``ledger_file.py`` says what the lines mean)
     ledger/releases/<hash>   each release, as safetensors; it is read when its question comes again, and only then
     ledger/images/<hash>     lists of the images that charges touch, as hashes that only this site can make
     ledger/secret            what those hashes are made with
-    floor.yaml               what the site allows at most (``budget.py``)
+    floor.yaml               what the site allows at most (``ledger_file.py``)
 
 The server is the one to be protected from, so the site keeps the books. Order of events: check the budget, write the intent,
 draw the noise, write the release, write its line, write the mark, and only then hand it out; each is on disk before the next. So
@@ -33,6 +33,7 @@ import contextlib
 import hashlib
 import io
 import json
+import math
 import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
@@ -46,8 +47,22 @@ from torch import Tensor
 
 from rescene.core.documents import read_yaml
 from rescene.core.errors import ConfigError, RunError, command
-from rescene.privacy.budget import Declined, Floor, Listed, check_budget, declined
-from rescene.privacy.ledger_file import Book, Charge, End, KeptRelease, charges_in, fingerprint
+from rescene.privacy.ledger_file import (
+    DELTA,
+    Book,
+    Charge,
+    Declined,
+    End,
+    Floor,
+    KeptRelease,
+    Listed,
+    charges_in,
+    check_budget,
+    counted,
+    declined,
+    fingerprint,
+    largest_total,
+)
 
 __all__ = ["Charge", "Declined", "End", "Floor", "Ledger", "Released", "Touched"]
 
@@ -462,3 +477,47 @@ def _sync_folder(path: Path) -> None:
 def _name_of(key: bytes) -> str:
     """What can be said of a key without telling it."""
     return hashlib.blake2b(key, digest_size=8).hexdigest()
+
+
+def ledger_facts(ledger: Ledger) -> dict[str, Any]:
+    """The site's limits in words (``floor``), the ``delta`` of all figures, and a row for each of the ``releases``."""
+    book = ledger.book()
+    floor, charges = ledger.floor(), list(book.begun.values())
+    stated = [floor.delta_max] if floor else [charge.delta for charge in charges if charge.delta]
+    delta = stated[-1] if stated else DELTA
+    rows = [_row(book, ledger, floor, charges[: number + 1], delta) for number in range(len(charges))]
+    whose = "all releases, which share one budget" if floor and floor.one_budget else "the most-used image"
+    return {"floor": _limits(ledger, floor, book), "delta": delta, "total of": whose, "releases": rows}
+
+
+def _limits(ledger: Ledger, floor: Floor | None, book: Book) -> str:
+    if floor is not None:
+        return f"{floor.words()}; {ledger.floor_from(book)}"
+    if ledger.mark_path is None:  # a simulation, or ledgers that outlive one
+        return f"none. Simulated sites have one where {ledger.floor_path} says so"
+    return "none yet: the first run with a guarantee sets it"
+
+
+def _row(book: Book, ledger: Ledger, floor: Floor | None, charges: list[Charge], delta: float) -> dict[str, Any]:
+    """The newest of these charges. Tasks and rounds count from 0, as in the file; round -1 is outside rounds."""
+    charge, lists = charges[-1], ledger.lists(charges)
+    kept, images = book.releases.get(charge.key), lists[charge.images]
+    return {
+        "number": len(charges),
+        "run": charge.run,
+        "task": charge.task,
+        "round": charge.round,
+        "asked for": charge.why or None,
+        "mechanism": charge.mechanism,
+        "sigma": charge.sigma,
+        "steps": charge.steps,
+        "images": "all" if images is None else len(images),
+        "epsilon": _number(largest_total([charge], lists, delta)),
+        "total": _number(largest_total(charges, counted(lists, floor), delta)),
+        "released": None if kept is None else (kept.sha256 or "in its line"),
+        "bytes": None if kept is None else (kept.num_bytes or len(kept.text)),
+    }
+
+
+def _number(epsilon: float) -> float | None:
+    return epsilon if math.isfinite(epsilon) else None

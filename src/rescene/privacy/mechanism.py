@@ -1,4 +1,7 @@
-"""What stands between a site's images and its upload: a mechanism that knows its sensitivity, and the site it acts for."""
+"""What stands between a site's images and its upload: a mechanism that knows its sensitivity, and the site it acts for.
+
+Noise against epsilon stands here as rows too: which epsilon a noise multiplier gives, and which noise multiplier an epsilon needs.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,10 @@ from typing import Literal
 from torch import Tensor, nn
 
 from rescene.core.errors import ConfigError, ResceneWarning
-from rescene.privacy.accounting import Composition, check_grid
+from rescene.privacy.accounting import Composition, check_grid, epsilon_of, replaced_epsilon, sigma_for
 from rescene.privacy.class_sums import release_bound
-from rescene.privacy.discrete import discrete_gaussian
 from rescene.privacy.ledger import Charge, Declined, Ledger, Touched
-from rescene.privacy.noise import Noise
+from rescene.privacy.noise import Noise, discrete_gaussian
 
 ARITHMETIC = 2.0**-10  # room for float32: images of one batch may change each other's last digits
 FORMAL = ("release", "per-example", "dp-sgd")  # these promise an epsilon; "paper-experiment" promises nothing
@@ -188,3 +190,34 @@ def refuse_batch_statistics(net: nn.Module, asked: bool = False) -> None:
                 why="an image's embedding would depend on the other images of its batch, so clipping bounds nobody's part",
                 fix="net.eval() with the server's statistics (method.norm_statistics=server), or model.norm=group",
             )
+
+
+SIGMAS, EPSILONS = (0.5, 1.0, 3.0, 5.0), (1.0, 2.0, 4.0, 8.0)
+
+
+def trade_off_rows(
+    mechanism: Mechanism,
+    whole_run: Composition,
+    delta: float,
+    epsilon: float | None = None,
+    sigma: float | None = None,
+) -> list[dict[str, str | float]]:
+    """A row for the given ``sigma`` or ``epsilon``; without either, rows for usual values of both.
+
+    ``sigma`` has no unit: it is the deviation of the noise divided by the sensitivity. Each row has the epsilon of one
+    participation, of the whole run, and of the whole run where an image is replaced instead of removed.
+    """
+    factor = mechanism.replaced / mechanism.sensitivity
+    pairs = [("given sigma", s) for s in ((sigma,) if sigma is not None else SIGMAS) if epsilon is None]
+    wanted = (epsilon,) if epsilon is not None else EPSILONS
+    pairs += [("given epsilon", sigma_for(e, whole_run, delta)) for e in wanted if sigma is None]
+    return [
+        {
+            "direction": direction,
+            "sigma": s,
+            "epsilon, one participation": epsilon_of(s, mechanism.composition, delta),
+            "epsilon, whole run": epsilon_of(s, whole_run, delta),
+            "epsilon, image replaced": replaced_epsilon(s, whole_run, delta, factor),
+        }
+        for direction, s in pairs
+    ]

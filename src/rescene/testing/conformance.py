@@ -27,15 +27,16 @@ from rescene.core.errors import ConfigError
 from rescene.core.record import Tree, check_tree, map_tensors, num_bytes, pack, tensors, unpack
 from rescene.core.rng import Rng
 from rescene.data import Dataset, Images, Task, Transform
-from rescene.engine.cost_ledger import CostLedger, FlopMeter
+from rescene.engine.cost_ledger import CostLedger
+from rescene.engine.faults import LateAnswers
 from rescene.engine.federation import RunFederation
 from rescene.engine.in_process import InProcess
-from rescene.engine.late_answers import LateAnswers
 from rescene.engine.transport import Answer, Call, FederationSettings
 from rescene.methods import Method, Payload, Uploads
 from rescene.methods.base import Client
 from rescene.methods.upload_schema import Misfit, Place, check_form
 from rescene.nets import Arch
+from rescene.nets.cost import FlopMeter
 
 SIZE, NUM_CLIENTS, NUM_ROUNDS = 16, 5, 2
 PARTICIPANTS = [[2, 3], [3, 4], [0, 4], [1, 3]]  # of each round, over both tasks

@@ -4,7 +4,6 @@ from rescene.accel.fused_net import frozen
 from rescene.data import Batch
 from rescene.training.condensation import Condensation, Surrogates, condense
 from rescene.training.embed import class_scores, embed
-from rescene.training.replay import with_replay
 from rescene.training.sgd import (
     AdamSteps,
     Loss,
@@ -18,6 +17,7 @@ from rescene.training.sgd import (
     num_local_steps,
     penalised,
     repeatable,
+    with_replay,
 )
 
 __all__ = [

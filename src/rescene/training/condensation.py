@@ -26,7 +26,7 @@ from rescene.core.hyperparameters import Hyperparameters, hyper
 from rescene.core.rng import Rng, seeded_generator
 from rescene.data import Shard
 from rescene.functional import clip_groups, group_means, matching_loss, perturbed
-from rescene.functional.starts import coloured_noise, dead_leaves
+from rescene.functional.pictures import coloured_noise, dead_leaves
 from rescene.nets import count_passes, is_recordable, laps
 from rescene.training.moment_matching import descend_moments
 

@@ -28,7 +28,7 @@ from rescene.core.rng import seeded_generator
 from rescene.data import Shard
 from rescene.functional import group_means
 from rescene.nets import count_passes, is_rehearsal
-from rescene.nets.layers import ConvBody
+from rescene.nets.bodies import ConvBody
 
 EPS = 1e-6
 State = dict[str, Tensor]

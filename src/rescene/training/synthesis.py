@@ -19,14 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rescene.accel.custom_loss_graph import Repeated
 from rescene.accel.fused_net import frozen
+from rescene.accel.sgd_graph import Repeated
 from rescene.core.errors import RunError
 from rescene.core.hyperparameters import Hyperparameters, hyper
 from rescene.core.rng import Rng
 from rescene.data import Batch, Transform
 from rescene.functional.distillation import distillation_loss
-from rescene.functional.inversion import Moments, adversarial_loss, blend, channel_moments, statistics_loss
+from rescene.functional.image_losses import Moments, adversarial_loss, blend, channel_moments, statistics_loss
 from rescene.nets import count_passes, is_rehearsal, tell_flops
 from rescene.training.generator import add_gradients, fresh_generator, generator_flops, reptile_gradients
 from rescene.training.sgd import Training

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rescene.data.images import Dataset
-from rescene.data.options import Options
+from rescene.data.reading import Options
 from rescene.data.sources import arrays, cifar, fashion_mini, image_table, office31, tinyimagenet
 from rescene.data.sources import image_folder as folder
 

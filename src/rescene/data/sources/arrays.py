@@ -13,8 +13,7 @@ from torch import Tensor
 
 from rescene.core.errors import DataError
 from rescene.data.images import Dataset, Images, measure
-from rescene.data.options import Options
-from rescene.data.resize import TooLarge, fit_pixels, resize_note
+from rescene.data.reading import Options, TooLarge, fit_pixels, resize_note
 from rescene.data.sources.listing import check_names, class_order, draw_test
 
 MOST_BYTES, MOST_SHRUNK = 2**28, 100  # an archive may unpack to the first, and beyond it to so many times its size

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rescene.core.errors import DataError, ResceneWarning
-from rescene.data.resize import TooLarge, centre, check_area, resize_note, scaled_size
+from rescene.data.reading import TooLarge, centre, check_area, resize_note, scaled_size
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rescene.data.images import Dataset, Images, measure
-from rescene.data.options import Options
+from rescene.data.reading import Options
 
 FILE = Path(__file__).parent.parent / "embedded" / "fashion-mini.npz"
 CLASSES = ("T-shirt", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")

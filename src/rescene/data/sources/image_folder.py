@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rescene.core.errors import DataError, ResceneWarning, command
 from rescene.data.images import Dataset
-from rescene.data.options import Options
+from rescene.data.reading import Options
 from rescene.data.sources.decode import EXTENSIONS, shown
 from rescene.data.sources.listing import File, assemble, check_inside, class_order
 

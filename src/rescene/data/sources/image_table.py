@@ -15,8 +15,8 @@ from typing import Any
 from rescene.core.documents import parse_json
 from rescene.core.errors import ConfigError, DataError, command, did_you_mean
 from rescene.data.images import Dataset
-from rescene.data.options import Options
-from rescene.data.sources.cifar_parquet import missing_shards, open_parquet
+from rescene.data.reading import Options
+from rescene.data.sources.cifar import missing_shards, open_parquet
 from rescene.data.sources.decode import EXTENSIONS, shown
 from rescene.data.sources.image_folder import TEST_NAMES
 from rescene.data.sources.listing import File, assemble, check_inside, class_order

@@ -17,7 +17,7 @@ import torch
 from rescene.core.errors import DataError, ResceneWarning
 from rescene.core.rng import Rng
 from rescene.data.images import Channels, Dataset, Images, Transform, measure
-from rescene.data.options import Options
+from rescene.data.reading import Options
 from rescene.data.sources.decode import decode, guess_size, shown
 
 

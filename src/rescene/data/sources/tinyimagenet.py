@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rescene.core.errors import DataError
 from rescene.data.images import Dataset
-from rescene.data.options import Options
+from rescene.data.reading import Options
 from rescene.data.sources.image_folder import subfolders, survey
 from rescene.data.sources.listing import File, assemble
 
