@@ -1,6 +1,7 @@
 """The queue: what is missing, in order, in so many minutes; nothing finished is lost, whatever ends it."""
 
 import json
+import signal
 import sys
 import time
 from pathlib import Path
@@ -103,6 +104,16 @@ def test_a_stopped_run_goes_on_and_loses_no_round(tmp_path):
     rounds = [json.loads(line)["round"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert row.state == "done" and rounds[-1] == 9 and sorted(set(rounds)) == list(range(10))
     assert len(rounds) <= 11, "a kill may fall between a round and its note, no more"
+
+
+def test_a_queue_in_the_background_can_stop_its_runs(tmp_path):
+    """A shell lets its background jobs ignore Ctrl-C, and so do the processes that they start."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        (row,) = queue(tmp_path, wanted("a"), 0.02, {}, least=0, command=pretend(pause=0.6)).run()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert row.state == "stopped" and not list((tmp_path / "results").rglob("results.json"))
 
 
 def test_what_is_stored_is_not_missing(tmp_path):

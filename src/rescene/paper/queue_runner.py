@@ -282,7 +282,7 @@ class Queue:
 
     def _stop(self) -> None:
         for going in self.going:
-            _signal(going.process, signal.SIGINT)
+            _signal(going.process, signal.SIGTERM)  # what a shell has put into the background ignores Ctrl-C
         until = time.monotonic() + GRACE_S
         for going in self.going:
             try:
