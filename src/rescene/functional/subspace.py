@@ -37,11 +37,11 @@ def square_root(gram: Tensor) -> Tensor:
     [[4.0, 2.0], [2.0, 1.0]]
     """
     ridge = torch.full_like(gram.diagonal(), 1e-14) * gram.trace()
-    factor, failed = torch.linalg.cholesky_ex(gram + ridge.diag())
-    if not failed:
-        return factor
-    values, vectors = torch.linalg.eigh(gram)
-    root: Tensor = vectors * values.clamp(min=0).sqrt()
+    root: Tensor
+    root, failed = torch.linalg.cholesky_ex(gram + ridge.diag())
+    if failed:
+        values, vectors = torch.linalg.eigh(gram)
+        root = vectors * values.clamp(min=0).sqrt()
     return root
 
 
