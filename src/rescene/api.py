@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from rescene.config import Recipe, Resolved, resolve
 from rescene.config.compose import SHORTHANDS
 from rescene.core.errors import ConfigError, DataError, ResceneWarning, RunError, command, did_you_mean
+from rescene.core.json_files import json_lines
+from rescene.core.results import CostFigures
 from rescene.core.run_state import read_object
 from rescene.core.versions import RESULTS, refuse_newer
 from rescene.data import Dataset
@@ -78,6 +80,13 @@ class Result:
         """The parts of the run that were handed over as Python objects; empty for a run that a command can repeat."""
         return list(self.values.get("made_from_objects", ()))
 
+    @property
+    def upload_bytes(self) -> float | None:
+        """Mean bytes that a site sends for each round it takes part in: all that it sent, at the ends of tasks too."""
+        rows = json_lines(self.folder / "metrics.jsonl", [])
+        turns = sum(len(row["participants"]) for row in rows if row.get("kind") == "round")
+        return CostFigures(**self.values["cost"]["measured"]).uplink_bytes_per_turn(turns)
+
     def rounds(self) -> pandas.DataFrame:
         """One row for each round: task, round, accuracy on all classes seen (percent), bytes up and down."""
         return self._table("rounds")
@@ -129,7 +138,7 @@ class Result:
             "average accuracy": _percent(self.aa),
             "forgetting": _percent(self.values.get("forgetting")),
             **{f"task {i + 1}": _percent(value) for i, value in enumerate(self.matrix[-1])},
-            "up per site and round": f"{self.values['cost']['measured']['uplink_bytes_per_message'] / 1e6:.2f} MB",
+            "up per site and round": f"{(self.upload_bytes or 0) / 1e6:.2f} MB",
             **({"made from Python objects": ", ".join(self.objects)} if self.objects else {}),
             "privacy": self.values["privacy"]["statement"],
             "folder": self.folder,

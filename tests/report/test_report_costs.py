@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from report_fixtures import config, write_run
 
+import rescene
 from rescene.cli.costing import _cost_table
+from rescene.cli.running import print_summary
 from rescene.report import load_run
 from rescene.report.formatting import times
 from rescene.report.groups import group_runs
@@ -67,3 +70,17 @@ def test_work_that_is_not_counted_is_said_wherever_work_is_shown(tmp_path: Path)
     facts = {"lens": True, "forecast": dict.fromkeys(FORECAST, 1.0) | {"server_flops": 0.0}, "nominal": None}
     names = [row["cost"] for row in _cost_table(facts)]
     assert names[0].endswith("without the lens") and names[-1].endswith("without averages, sums and solver")
+
+
+def test_terminal_python_and_page_count_what_is_sent_at_the_end_of_a_task(
+    tmp_path: Path, image_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finished = rescene.run(
+        "smoke", out=tmp_path / "run", method="fot", **{"data.path": str(image_folder), "model.width": 4}
+    )
+    measured = finished.values["cost"]["measured"]
+    turns = len(finished.participation())
+    assert finished.upload_bytes == load_run(finished.folder).upload_bytes == measured["uplink_bytes"] / turns
+    assert finished.upload_bytes > 1.5 * measured["uplink_bytes_per_message"]  # the sketches
+    print_summary([finished], "page")
+    assert f"{finished.upload_bytes / 1e6:.2f} MB" in capsys.readouterr().out

@@ -151,7 +151,7 @@ def print_summary(
         per_task = {f"T{j}": _known(v) for j, v in enumerate(values["accuracy_matrix"][-1], start=1)}
         if len(per_task) > MOST_TASKS:
             per_task = {}
-        upload = values["cost"]["measured"]["uplink_bytes_per_message"] / 1e6
+        upload = (result.upload_bytes or 0) / 1e6
         leakage = values["leakage"]
         missing = "not measured" if "leakage" in values.get("not_measured", {}) else "no images sent"
         copies = f"{100 * leakage['near_copies']:.0f} %" if leakage else missing

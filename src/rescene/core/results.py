@@ -43,6 +43,17 @@ class CostFigures:
     client_flops: float | None = None
     server_flops: float | None = None
 
+    def uplink_bytes_per_turn(self, turns: int) -> float | None:
+        """Mean bytes that a site sends for each of the ``turns`` in which a site took part in a round.
+
+        All bytes count, so it differs from the mean message of a round where a method sends something at the end of a task.
+
+        >>> CostFigures(uplink_bytes=600.0, uplink_bytes_per_message=100.0).uplink_bytes_per_turn(4)
+        150.0
+        """
+        total = self.uplink_bytes
+        return total / turns if total is not None and turns else self.uplink_bytes_per_message
+
 
 @dataclass(frozen=True)
 class Cost:

@@ -126,17 +126,11 @@ class RunRecord:
 
     @property
     def upload_bytes(self) -> float | None:
-        """Mean bytes one client sends in one round it takes part in.
-
-        All bytes sent up, divided by the number of participations; the mean message size if rounds were not recorded.
-        The two differ for methods that send something at the beginning or end of a task.
-        """
+        """Mean bytes that a site sends for each round it takes part in, at the ends of tasks too."""
         measured = self.results.cost.measured
-        total = measured.uplink_bytes
-        if total is None and self.rounds:
-            total = sum(row.uplink_bytes or 0.0 for row in self.rounds)
-        turns = sum(len(row.participants) for row in self.rounds)
-        return total / turns if total is not None and turns else measured.uplink_bytes_per_message
+        if measured.uplink_bytes is None and self.rounds:
+            measured = replace(measured, uplink_bytes=sum(row.uplink_bytes or 0.0 for row in self.rounds))
+        return measured.uplink_bytes_per_turn(sum(len(row.participants) for row in self.rounds))
 
     @property
     def within_task(self) -> float | None:
