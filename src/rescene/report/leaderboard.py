@@ -111,7 +111,7 @@ def entries(
 ) -> list[BoardRow]:
     """A row for each method in each setting, best AA first within a problem; unfinished runs have no row.
 
-    Problems stand in the order of their data: the paper's sets first.
+    Problems stand in the order of their data, the paper's sets first, and those with most methods before the others.
 
     ``data_names``: what data sets are called that some runs read from a file of another name.
     """
@@ -122,16 +122,16 @@ def entries(
             name = (data_names or {}).get(problem.data, problem.data)
             problems.setdefault(replace(problem, data=plain(name, 40)), []).append(run)
     found = []
-    for problem in sorted(problems, key=_place):
+    for problem in sorted(problems, key=lambda problem: _place(problem, problems[problem])):
         for group in group_runs(problems[problem]):
             found.append(_entry(problem, group, in_paper or {}, verified or {}))
     return found
 
 
-def _place(problem: Problem) -> tuple[int, str]:
-    """The paper's data sets first, in its order; the others by name."""
-    known = problem.data in PAPER_DATA
-    return (PAPER_DATA.index(problem.data) if known else len(PAPER_DATA), problem.text)
+def _place(problem: Problem, runs: Sequence[RunRecord]) -> tuple[int, str, int, str]:
+    """The paper's data sets first, in its order, the others by name; of one set the problem with most methods first."""
+    order = PAPER_DATA.index(problem.data) if problem.data in PAPER_DATA else len(PAPER_DATA)
+    return order, problem.data, -len({run.method for run in runs}), problem.text
 
 
 def _problem(run: RunRecord) -> Problem:
