@@ -201,6 +201,9 @@ def test_augmentation_is_told_where_rows_differ_in_it(tmp_path: Path) -> None:
     groups = group_runs([make(tmp_path, own["method"]["name"], 0, config=own) for own in told])
     assert differing_settings(groups) == ["train.augment"]
     assert differing_settings([group for group in groups if group.method != "refed"]) == []
+    told[0]["method"]["server_augment"] = True
+    again = group_runs([make(tmp_path, own["method"]["name"], 0, "again", config=own) for own in told])
+    assert differing_settings(again) == ["train.augment"]
 
 
 def test_server_epochs_make_no_other_recipe_where_no_server_trains(tmp_path: Path) -> None:

@@ -33,5 +33,19 @@ def experiment_keys(tree: Mapping[str, Any]) -> Flat:
     return {key: value for key, value in flatten(tree).items() if not _is_place_or_seed(key)}
 
 
+def with_one_augmentation(flat: Flat) -> Flat:
+    """Where the sites condense, only the server could augment: two settings that come to the same become one.
+
+    >>> with_one_augmentation({"method.server_augment": True, "train.augment": False})
+    {'method.server_augment': False}
+    >>> with_one_augmentation({"train.augment": True})
+    {'train.augment': True}
+    """
+    if "method.server_augment" not in flat:
+        return flat
+    augments = bool(flat["method.server_augment"] and flat.get("train.augment", True))
+    return {key: value for key, value in flat.items() if key != "train.augment"} | {"method.server_augment": augments}
+
+
 def _is_place_or_seed(key: str) -> bool:
     return any(part in _NOT_THE_EXPERIMENT or part.endswith("_seed") for part in key.split("."))

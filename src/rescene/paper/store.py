@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from rescene.config import Recipe
 from rescene.core.errors import ResceneError
 from rescene.core.json_files import json_lines
-from rescene.core.recipe_keys import flatten
+from rescene.core.recipe_keys import flatten, with_one_augmentation
 from rescene.core.results import Results, results_of_row
 from rescene.core.run_state import read_object
 from rescene.methods import method_class
@@ -57,17 +57,12 @@ FAMILY = {"rescene-plus": "rescene"}  # a name for other defaults: the settings 
 
 
 def identity(recipe: Recipe) -> str:
-    """The experiment as text, without what may vary between its runs and the epochs that its method never uses.
-
-    Where the sites condense, only the server could augment: two settings that come to the same are one experiment.
-    """
+    """The experiment as text, without what may vary between its runs and the epochs that its method never uses."""
     method = method_class(recipe.method["name"])
     condenses, averages = issubclass(method, SurrogateMethod), issubclass(method, AveragingMethod)
     unused = {"train.local_epochs": condenses, "train.server_epochs": averages}
-    flat = flatten(recipe.model_dump(mode="json"))
+    flat = with_one_augmentation(flatten(recipe.model_dump(mode="json")))
     flat["method.name"] = FAMILY.get(method.name, method.name)
-    if condenses:
-        flat["train.augment"] = flat.pop("method.server_augment") and bool(flat["train.augment"])
     return json.dumps({key: flat[key] for key in sorted(flat) if key not in VOLATILE and not unused.get(key)})
 
 

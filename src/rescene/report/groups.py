@@ -18,11 +18,10 @@ import numpy as np
 from rescene.core.errors import ConfigError, did_you_mean
 from rescene.core.json_files import Row
 from rescene.core.method_style import MethodStyle, method_key, style_of
-from rescene.core.recipe_keys import Flat, experiment_keys
+from rescene.core.recipe_keys import Flat, experiment_keys, with_one_augmentation
 from rescene.report.formatting import NONE, distinct, plain, shortened, slug
 from rescene.report.load import RunRecord
 
-SERVER_AUGMENT = "method.server_augment"
 SERVER_EPOCHS = "train.server_epochs"
 _ACROSS = ("federation.beta", SERVER_EPOCHS)  # named on every row they act on, if rows differ in them
 METRICS = ("aa", "aia", "old", "recent", "forgetting")
@@ -130,22 +129,18 @@ def group_runs(runs: Sequence[RunRecord]) -> list[RunGroup]:
 
 def _setting(run: RunRecord) -> Flat:
     """The recipe as far as it acts, and the sites that were forgotten later: such a run is another one."""
-    return acting(run) | {"forgot": [row.client for row in run.results.forgotten] or None}
+    return with_one_augmentation(acting(run)) | {"forgot": [row.client for row in run.results.forgotten] or None}
 
 
 def acting(run: RunRecord) -> Flat:
     """The recipe's dotted keys as far as they act.
 
-    E_srv counts only where a server trains on uploads. Where sites condense, only the server could augment. How often a
-    run was evaluated changes no model.
+    E_srv counts only where a server trains on uploads. How often a run was evaluated changes no model.
     """
     flat = experiment_keys(run.config)
     flat.pop("federation.evaluate_every", None)
     if not run.style.server_trains:
         flat.pop(SERVER_EPOCHS, None)
-    if SERVER_AUGMENT in flat:
-        augments = flat.pop("train.augment", True)
-        flat[SERVER_AUGMENT] = bool(flat[SERVER_AUGMENT] and augments)
     return flat
 
 
