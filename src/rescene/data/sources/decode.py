@@ -30,6 +30,7 @@ NO_PICTURE = "not a picture"  # why a file is refused whose first bytes are thos
 _FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "PPM", "TIFF")  # naming them keeps Pillow from trying forty others
 _NUM_HEADERS = 1000  # enough for a median
 _NUM_THREADS = min(8, os.cpu_count() or 1)
+_MOST_AT_ONCE = 64  # pictures that a thread takes: handing over small ones singly costs as much as decoding them
 _LARGE = 2**24  # pixels; such pictures are decoded one at a time, so that threads do not multiply their memory
 _one_large = threading.Lock()
 
@@ -66,8 +67,10 @@ def decode(
             return problem
         return original, moves
 
+    at_once = max(1, min(_MOST_AT_ONCE, len(sources) // (4 * _NUM_THREADS)))
+    parts = [range(start, min(start + at_once, len(sources))) for start in range(0, len(sources), at_once)]
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        outcome = list(pool.map(one, range(len(sources))))
+        outcome = [result for part in pool.map(lambda part: [one(i) for i in part], parts) for result in part]
     refused = {i: result for i, result in enumerate(outcome) if isinstance(result, Exception)}
     if refused:
         _report(refused, names, skip_unreadable)
