@@ -168,7 +168,11 @@ def server(
                 refused |= {name for one in told if "W302" in str(one.message)}
                 work = partial(way, bench._net(device, size))
                 seconds[name] = min(seconds[name], bench._seconds(device, work))
-            print(f"{name}: {settings.server_epochs * size.pool / seconds[name]:,.0f} images/s", file=sys.stderr, flush=True)
+            print(
+                f"{name}: {settings.server_epochs * size.pool / seconds[name]:,.0f} images/s",
+                file=sys.stderr,
+                flush=True,
+            )
     speeds = {name: settings.server_epochs * size.pool / value for name, value in seconds.items()}
     return {"images_per_s": speeds, "last_mean_loss": losses, "recording_refused": sorted(refused)}
 
