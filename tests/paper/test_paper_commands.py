@@ -274,14 +274,13 @@ def test_fewer_server_epochs_look_different_in_a_figure(here):
     assert full.get("fillstyle", "full") == "full" and fast["fillstyle"] != "full"
 
 
-def test_readme_says_how_many_figures_of_the_paper_are_open():
+def test_the_page_says_how_many_figures_of_the_paper_are_open():
     judged = [("accuracy", "open"), ("accuracy", "in band"), ("accuracy", "open"), ("formula", "explained")]
     grid = verdicts_grid([SimpleNamespace(kind=kind, verdict=verdict) for kind, verdict in judged])
     assert grid.columns == ("figures of the paper", "compared", "in band", "explained", "open")
     assert grid.rows == (("accuracy", "3", "1", "0", "2"), ("formulas (no run)", "1", "0", "1", "0"))
-    assert "<!-- rescene paper: check -->\n| figures of the paper | compared |" in (ROOT / "README.md").read_text(
-        "utf-8"
-    )
+    page = (ROOT / "docs" / "paper.md").read_text("utf-8")
+    assert "<!-- rescene paper: check -->\n| figures of the paper | compared |" in page
 
 
 @pytest.mark.parametrize("name", ["docs/paper.md", "docs/mechanisms.md", "README.md"])

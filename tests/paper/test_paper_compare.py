@@ -10,7 +10,16 @@ from paper_runs import cell_of, write_run
 
 from rescene.core.results import ClassTheory
 from rescene.paper import Store, paper_recipe, printed
-from rescene.paper.compare import RUN_TO_RUN, _registered, band, compare, explanation, findings, printed_beside
+from rescene.paper.compare import (
+    RUN_TO_RUN,
+    _registered,
+    band,
+    compare,
+    explanation,
+    findings,
+    our_lines,
+    printed_beside,
+)
 from rescene.paper.paper_tables import results_grid, status_grid, table_grid
 from rescene.paper.store import over_seeds, read
 from rescene.report import load_run
@@ -383,3 +392,15 @@ def test_what_is_printed_stands_beside_our_runs(tmp_path):
         "E_srv=10 is not printed"
     )
     assert [*found.values()] == [{"aa": "15.84 ± 3.04", "aia": "32.90 ± 7.78"}]
+
+
+def test_our_method_stands_in_every_cell_of_the_main_table_marked_as_ours():
+    store = Store([ROOT / "results" / "lens"])
+    lines = list(our_lines(store))
+    exact = {(line.cell.data, line.cell.beta): line for line in lines if line.cell.setting.startswith("exact sums")}
+    assert set(exact) == {(cell.data, cell.beta) for cell in paper_recipe("main").cells}
+    for (data, beta), line in exact.items():  # and is above the paper's ReSCENE in all nine
+        (theirs,) = [n for n in printed("main") if (n.cell, n.metric) == (f"{data}/{beta}/rescene", "aa")]
+        assert line.ours["aa"].mean > theirs.mean and not line.paper
+    rows = results_grid(store).rows
+    assert len(rows) == len(lines) and all(str(row[2]).endswith(" (ours)") for row in rows)

@@ -15,7 +15,7 @@ from rescene.methods import method_class
 from rescene.methods.surrogates import SurrogateMethod
 from rescene.paper.costs import nominal, replay
 from rescene.paper.numbers import Printed, printed
-from rescene.paper.recipes import FAST_LABEL, PaperCell, PaperRecipe, paper_recipe, recipe_names
+from rescene.paper.recipes import FAST_LABEL, PaperCell, PaperRecipe, our_cells, paper_recipe, recipe_names
 from rescene.paper.store import BYTES, COSTS, FLOPS, NOMINAL, REPLAY, Store, Stored, over_seeds, read, relative
 from rescene.report.groups import Spread, spread
 from rescene.report.leaderboard import InPaper
@@ -94,6 +94,15 @@ def compare(recipe: PaperRecipe, store: Store, only: Iterable[str] = (), costs: 
                 exact = {metric: number for metric, number in exact.items() if metric in recipe.metrics}
                 lines.append(_line(recipe, form, fast, reading, store, numbers | exact, costs))
     return lines
+
+
+def our_lines(store: Store) -> Iterator[Line]:
+    """Rows of our own methods that were run in the setting of the paper's main table; the paper has no figure for them."""
+    for cell in our_cells():
+        runs = store.find(cell.experiment)
+        if runs:
+            seeds, ours = tuple(run.seed for run in runs), {m: over_seeds(runs, m) for m in ("aa", "aia")}
+            yield Line(cell, False, "", runs, seeds, _known(ours), {}, {})
 
 
 def _beside(recipe: PaperRecipe, cell: PaperCell) -> list[tuple[bool, str, PaperCell]]:

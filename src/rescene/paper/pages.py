@@ -18,9 +18,9 @@ from itertools import groupby
 from rescene.core.errors import ConfigError
 from rescene.core.method_style import style_of
 from rescene.paper.claims import OurBook, Verdict, judge
-from rescene.paper.compare import DIFFERS, Finding, Line, compare, findings
+from rescene.paper.compare import DIFFERS, KEEPERS, Finding, Line, compare, findings, our_lines
 from rescene.paper.numbers import printed
-from rescene.paper.paper_tables import DATA, copies, folders, results_grid, status_grid, table_grid
+from rescene.paper.paper_tables import DATA, OURS, copies, folders, results_grid, status_grid, table_grid
 from rescene.paper.queue_runner import Missing, missing_cells, predictor
 from rescene.paper.recipes import paper_recipe, recipe_names
 from rescene.paper.store import Store, label, over_seeds
@@ -99,7 +99,7 @@ def _row(finding: Finding) -> tuple[Entry, ...]:
 TABLES = ("main", "safl", "server-epochs")
 CARD = "NVIDIA H200"  # the stored runs on a GPU were made on it
 TAKEN = "taken"
-SUMMED = ("", "no augmentation", "ReSCENE+'s settings")  # in the short table
+SHOWN = ("cifar10", "0.5")  # data and beta of our own rows in the short table
 DETAILED = "abce"  # groups that settle the question; of the others only the sum is told
 
 
@@ -168,18 +168,25 @@ def open_grid(store: Store) -> TableGrid:
 
 
 def summary_grid(store: Store) -> TableGrid:
-    """README's table: every method in the reading taken, or the nearest that was run, with n and spread."""
-    rows: list[tuple[Entry, ...]] = []
-    for line in lines_with_runs(store):
-        if line.reading in SUMMED and not line.cell.setting and not style_of(line.cell.method).reference:
-            epochs = line.cell.resolve().recipe.train.server_epochs if _server_trains(line) else ""
-            reading = ", ".join(filter(None, (f"E_srv={epochs}" if epochs else "", line.reading or TAKEN)))
-            label = style_of(line.cell.method).label
-            rows.append(
-                (label, line.cell.beta, reading, str(len(line.runs)), _pair(line), _papers_pair(line), copies(line))
-            )
+    """README's table: the paper's methods where it prints a figure to hold them against, then ours, with n and spread."""
+    rows = [_summed(line, "") for line in lines_with_runs(store) if _is_summed(line)]
+    rows += [_summed(line, OURS) for line in our_lines(store) if (line.cell.data, line.cell.beta) == SHOWN]
     columns = ("method", "beta", "reading", "n", "AA / AIA", "paper AA / AIA", "near-copies among uploads")
     return TableGrid("", columns, tuple(rows))
+
+
+def _is_summed(line: Line) -> bool:
+    """The reading taken, beside it the one without augmentation where a site replays pictures; one row for each E_srv printed."""
+    without = line.reading == "no augmentation" and line.cell.method in KEEPERS
+    known = without or line.reading in ("", "ReSCENE+'s settings")
+    return known and not line.other_epochs and not line.cell.setting and not style_of(line.cell.method).reference
+
+
+def _summed(line: Line, mark: str) -> tuple[Entry, ...]:
+    epochs = line.cell.resolve().recipe.train.server_epochs if _server_trains(line) else ""
+    reading = ", ".join(filter(None, (f"E_srv={epochs}" if epochs else "", line.reading or line.cell.setting or TAKEN)))
+    name, figures = style_of(line.cell.method).label, (_pair(line), _papers_pair(line), copies(line))
+    return (f"{name}{mark}", line.cell.beta, reading, str(len(line.runs)), *figures)
 
 
 def _server_trains(line: Line) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rescene.core.method_style import style_of
-from rescene.paper.compare import Line, compare, implied_aa
+from rescene.paper.compare import Line, compare, implied_aa, our_lines
 from rescene.paper.numbers import printed
 from rescene.paper.recipes import FAST_LABEL, PaperRecipe, paper_recipe, recipe_names
 from rescene.paper.store import NOMINAL, REPLAY, Store, label
@@ -18,6 +18,7 @@ from rescene.report.table_formats import Entry, TableCell, TableGrid
 
 SIDE_BY_SIDE = 2  # more metrics than this, and ours and the paper's stand one below the other
 DATA = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "tinyimagenet": "TinyImageNet", "office31": "Office-31"}
+OURS = " (ours)"  # after the name of a method that the paper does not have
 NOT_COMPARABLE = "A lite form: small images, few tasks and rounds. Not comparable with the paper."
 LIST_NOTES = (
     "Each also has a small form, not comparable with the paper: rescene paper run main-lite (office31-lite needs Office-31)",
@@ -239,21 +240,25 @@ def status_grid(store: Store, lite: bool = False) -> TableGrid:
 
 
 def results_grid(store: Store, root: str = "results") -> TableGrid:
-    """Every stored run that is a cell of the paper, once, in the paper's order."""
+    """Every stored run that is a cell of the paper, once, in the paper's order; then our own methods in its setting."""
     rows: list[tuple[Entry, ...]] = []
     seen: set[Any] = set()
     for name in recipe_names(lite=False):
         for line in compare(paper_recipe(name), store, costs=False):
             key = tuple(run.folder for run in line.runs)
-            if not key or key in seen or not any(n.metric == "aa" for n in printed(name)):
-                continue
-            seen.add(key)
-            data, beta, method, setting = _head(line)
-            places = folders(line, root)
-            figures = [_ours(line.ours.get(m), best=False) for m in ("aa", "aia")]
-            rows.append((data, beta, method, setting, str(len(line.runs)), *figures, _told(line), copies(line), places))
+            if key and key not in seen and any(n.metric == "aa" for n in printed(name)):
+                seen.add(key)
+                rows.append(_result(line, root))
+    rows += [_result(line, root, OURS) for line in our_lines(store)]
     columns = ("data", "beta", "method", "setting", "seeds", "AA", "AIA", "paper AA / AIA", "near-copies", "where")
     return TableGrid("", columns, tuple(rows))
+
+
+def _result(line: Line, root: str, mark: str = "") -> tuple[Entry, ...]:
+    data, beta, method, setting = _head(line)
+    figures = [_ours(line.ours.get(m), best=False) for m in ("aa", "aia")]
+    where = folders(line, root)
+    return (data, beta, f"{method}{mark}", setting, str(len(line.runs)), *figures, _told(line), copies(line), where)
 
 
 def _told(line: Line) -> str:

@@ -212,6 +212,18 @@ def readings(method: str) -> dict[str, list[str]]:
     return _readings().get(method, {})
 
 
+def our_cells() -> Iterator[PaperCell]:
+    """Methods of ours in the setting of the paper's main table (ours.yaml), data set by data set and beta by beta."""
+    text = (files("rescene.paper") / "ours.yaml").read_text(encoding="utf-8")
+    listed = parse_yaml(text, "ours.yaml")
+    for data, beta in dict.fromkeys((cell.data, cell.beta) for cell in paper_recipe("main").cells):
+        for method, settings in listed.items():
+            for setting, row in settings.items():
+                base, beta_key = row["recipe"].format(data=data), f"federation.beta={beta}"
+                for read in ((), ("data.name=auto",)):  # by the data set's name, or from a folder of images
+                    yield PaperCell(data, beta, method, setting, base, (beta_key, *row["overrides"], *read))
+
+
 @cache
 def _resolved(base: str, overrides: tuple[str, ...]) -> Resolved:
     return resolve(base, overrides)
