@@ -28,7 +28,9 @@ with (folder / "metrics.jsonl").open("a") as rounds:
     for r in range(done, 10):
         time.sleep(pause)
         rounds.write(json.dumps({"round": r}) + "\\n"); rounds.flush()
-        status.write_text(json.dumps({"done": r + 1, "steps": 10, "state": "interrupted"}))
+        new = folder / "status.part"
+        new.write_text(json.dumps({"done": r + 1, "steps": 10, "state": "interrupted"}))
+        new.replace(status)  # whole or not at all, as the engine writes it: a kill may come at any time
 (folder / "results.json").write_text("{}")
 """
 
