@@ -85,7 +85,7 @@ class Scale:
         if limit == "training":
             return f"{at_most}, fewer train.server_epochs, or a faster server"
         if limit == "link" and self.link_idle > 1:
-            return f"several links of at most {1 / LINK_CPU_PER_IDLE_SITE:.0f} sites each: those who wait keep it busy"
+            return f"use several links of at most {1 / LINK_CPU_PER_IDLE_SITE:.0f} sites each: idle sites poll and use up a core"
         if limit == "link":
             return f"{at_most}, or several links"
         return "more rounds or more sites per round: nearly nobody is ever asked"
