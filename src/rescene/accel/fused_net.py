@@ -208,7 +208,7 @@ class Passes(nn.Module):
         return [self.weights.theta, self.weights.velocity, *low, *self.net.buffers(), self.batches]
 
     def gradients(self, value: Tensor) -> list[list[Tensor]]:
-        """Of the loss in the weights: one list for each look and one for ``net`` itself; to be added. Ends the step's looks."""
+        """Gradients of the loss: one list for each forward pass and one for ``net`` itself. The caller adds them."""
         used, self.looks = self.copies[: max(self.looks, 1)], 0
         leaves = [[p for p in copy.parameters() if p.requires_grad] for copy in used] + [self.own]
         found = torch.autograd.grad(value, [p for group in leaves for p in group], allow_unused=True)

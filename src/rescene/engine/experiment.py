@@ -133,8 +133,8 @@ class Experiment:
         return replace(task, train=torch.cat([self.tasks[task.index - 1].train, task.train]))
 
     def told(self, task: Task, round: int) -> tuple[Task, int]:
-        """What a method is told of a place in time: task and round; where nothing is announced one task without end,
-        whose rounds are counted through, and how many classes there are, but not when they come."""
+        """Task and round as the method sees them. With ``tasks.drift`` it sees one long task with consecutive rounds: it knows
+        how many classes there are, but not when they come."""
         if self.recipe.tasks.drift is None:
             return task, round
         return self._stream, round if round < 0 else task.index * self.recipe.federation.num_rounds + round

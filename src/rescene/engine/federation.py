@@ -189,7 +189,7 @@ class RunFederation:
             own[1] += to_each + summed * more_down
 
     def _sent(self, upload: Payload) -> Payload:
-        """As it travels. Real sites have coded their pictures before they sent them."""
+        """The upload as the server would receive it. In a simulation pictures are coded here; real sites did it before."""
         return on_wire.sent(upload, self.settings.wire) if self.transport.here else upload
 
     def _received(self, message: Payload) -> Payload:

@@ -97,7 +97,7 @@ def adopt(run: RunParts, saved: Saved, elsewhere: bool) -> None:
 
 
 def _refused(run: RunParts, changed: dict[str, list[Any]]) -> RunError:
-    """In the events too: of a run across sites the operator sees those."""
+    """The error, also written to the events: the operator of a run across sites sees only those."""
     error = RunError(
         "E416",
         "this run began with other code or on another machine, so it would not end with the same bits",

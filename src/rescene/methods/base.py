@@ -1,7 +1,7 @@
 """The contract of a method.
 
 The object is its hyperparameters, the state is an argument. A method is a frozen, validated record with verbs, of which
-a simple one writes two (``client_round`` and ``server_round``). Time belongs to the engine, meaning to the method::
+a simple one writes two (``client_round`` and ``server_round``). The engine decides when a verb runs, the method what it does::
 
     state = method.init(net, rng)
     for each task:
@@ -13,12 +13,16 @@ a simple one writes two (``client_round`` and ``server_round``). Time belongs to
         state = method.end_task(state, task, federation, rng)
 
 What crosses the wire and what is remembered are trees of tensors and plain values (see ``rescene.core.record``); verbs never
-change their arguments. Four conventions let the engine account for a method without knowing it: a state has the global
-model under ``model``; pictures travel under ``images`` (normalised) with their ``labels``; numbers worth logging stand
-under ``notes`` in a state or an upload; a server that keeps pictures has those of the task under ``pool`` and those of
-finished tasks under ``buffers``, as records of ``images``, ``labels`` and ``rounds``; with ``clients``, who sent each one,
-it can also ``forget`` a client (a server that keeps something else says so in ``kept``).
-One that closes buffers itself lists (label, 1-based round) of each under ``closings``.
+change their arguments. The engine accounts for a method by the names of what it finds in states and uploads:
+
+    model       in a state: the global model
+    images      pictures that travel, normalised, with their ``labels``
+    notes       in a state or an upload: numbers worth logging
+    pool        in a state: pictures of the task that the server keeps, as records of ``images``, ``labels`` and ``rounds``
+    buffers     the same of finished tasks
+    clients     beside kept pictures: who sent each one, so that the server can ``forget`` a client
+                (a server that keeps something else says so in ``kept``)
+    closings    (label, 1-based round) of each buffer, from a server that closes buffers itself
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class ReSCENEExtensions(SurrogateMethod):
         "temporal", "-", "Sec. 5.2", "which surrogates of a finished task are kept"
     )
     close_after: int | None = hyper(
-        None, "W", "[ours]", f"where no end is announced: close a class away for so many rounds; null: {PATIENCE}", ge=1
+        None, "W", "[ours]", f"with tasks.drift: close a class after so many rounds without it; null: {PATIENCE}", ge=1
     )
     accumulate: bool = hyper(True, "-", "Sec. 3.2", "keep the surrogates of earlier rounds of the task in the pool")
 

@@ -145,7 +145,7 @@ def _difference(line: Line, metric: str) -> TableCell:
 
 
 def _digits(line: Line, metric: str) -> int:
-    """As many as the paper prints; where it prints none two, and two that say something of a small figure in a lite form."""
+    """Decimals to show: those of the paper; without a figure of the paper two, or two significant digits below 0.1."""
     number, ours = line.paper.get(metric), line.ours.get(metric)
     if number:
         return number.digits

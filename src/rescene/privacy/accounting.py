@@ -120,7 +120,7 @@ def replaced_epsilon(sigma: float, composition: Composition, delta: float, facto
 
 
 def least_deviation(num_numbers: int) -> float:
-    """In steps of a grid: discrete noise on so many numbers that is at least so wide costs no more than GRID_COST."""
+    """The smallest deviation, in steps of the grid, at which discrete noise on so many numbers costs at most GRID_COST more."""
     return math.sqrt(max(num_numbers, 1024) / (8 * GRID_COST))
 
 

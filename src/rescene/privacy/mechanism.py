@@ -43,7 +43,7 @@ class Mechanism:
     covariance_grid: int = 4  # and of the picture whose covariance is released
     covariance_weight: float = 1.0
     reuses: bool = False  # dp-sgd: the method trains again on records of earlier tasks
-    # no part of the question (digest): whatever is sent of a release, and whatever the centre, the first answer stands
+    # These are not hashed into the question (digest): a change of them does not entitle the server to a second release.
     sends_sums: bool = field(default=False, repr=False)  # release: instead of surrogates
     centred: bool = field(default=False, repr=False)  # release: around what earlier releases tell of a class
     pooled: bool = field(default=False, repr=False)  # release: the server adds up the sites' sums before it uses them
@@ -65,7 +65,7 @@ class Mechanism:
 
     @property
     def share(self) -> float:
-        """Of the deviation, what each site adds: everything, or so much that H sites together add it."""
+        """The part of the noise's deviation that one site adds: 1, or 1 / sqrt(H) under a secure sum of H honest sites."""
         return 1.0 if self.honest_sites is None else self.honest_sites**-0.5
 
     @property
@@ -87,8 +87,8 @@ class Mechanism:
     def step(self) -> float:
         """Of the grid on which sums are noised: 2^-30 of the noise or of a record's part, as a power of two.
 
-        So a million coordinates of a record, each rounded, add a millionth to its part. Whole numbers of 64 bits that run over
-        after all start again from below, which is a function of the noised number: it costs use, not privacy.
+        So a million coordinates of a record, each rounded, add a millionth to its part. A 64-bit number that overflows wraps
+        around. That is post-processing of the noised number: it costs accuracy, not privacy.
         """
         fine = min(self.sensitivity, self.deviation) * 2.0**-30
         return float(2.0 ** math.floor(math.log2(max(fine, self.sensitivity * 2.0**-56))))

@@ -66,7 +66,7 @@ def picture_law(
 
     The mean picture is smoothed by :func:`without_noise`; of the covariance those directions are kept that stand out: the
     eigenvalues of a symmetric matrix of such noise end at 2 sqrt(d) times its deviation (Wigner's semicircle). Where the
-    covariance is that of the whole picture, the others share what they have together, which the noise hides least.
+    covariance is that of the whole picture, all other eigenvalues become their mean, which the noise disturbs least.
     """
     channels, size = shape[0], shape[-1]
     split = channels * grid * grid

@@ -77,8 +77,8 @@ class Condensation(Hyperparameters):
     match: tuple[Literal["features", "logits", "stages", "pixels", "covariance"], ...] | None = hyper(
         None, "-", "[ours]", "statistics to match by Adam, each divided by its scale; null: Eq. 1 by gradient descent"
     )
-    random_nets: int = hyper(0, "-", "[ours]", "freshly drawn networks that match is also taken under", ge=0)
-    own_net: bool = hyper(True, "-", "[ours]", "take match under the broadcast network")
+    random_nets: int = hyper(0, "-", "[ours]", "random networks on which statistics are also matched", ge=0)
+    own_net: bool = hyper(True, "-", "[ours]", "match statistics on the broadcast network")
     min_images: int = hyper(1, "-", "[ours]", "a class with fewer local images is not sent", ge=1)
     surrogates_per_class: Literal["half", "min", "fixed"] = hyper(
         "min",
@@ -220,7 +220,7 @@ def descended(
 
 
 def _guarded(shard: Shard, settings: Condensation, made: Outcome) -> Outcome:
-    """Where all images of a class fit among its surrogates, those that are the same picture as at the start stay home."""
+    """If a class has at most IPC images, surrogates that are unchanged at 8 bits are not sent."""
     group = made.group
     if not settings.guard or settings.start != "real" or len(group.members) > settings.ipc:
         return made
