@@ -275,8 +275,10 @@ def _explain(
     key = prefix + ".".join(str(part) for part in first["loc"])
     message = first["msg"].removeprefix("Value error, ")
     if not first["loc"]:
-        kind = MethodCannot if isinstance(inner, MethodLimit) else ConfigError
-        return kind("E104", "the recipe contradicts itself", why=message)
+        what = "the recipe contradicts itself"
+        if isinstance(inner, MethodLimit):
+            return MethodCannot("E104", what, why=message)
+        return ConfigError("E104", what, why=message)
     name = f"{key} ({symbols[key]})" if key in symbols else key
     return ConfigError(
         "E104", f"{name} = {_shown(first['input'])} is not possible", where=origins.get(key), why=message

@@ -439,13 +439,17 @@ class Recipe(Section):
             what = f"{method.title} cannot learn from sites that meet the classes in orders of their own"
             why = "it needs new classes that all sites share, or nobody has shown that it does not"
             raise MethodCannot("E570", what, where=where, why=why, fix=f"tasks.order=natural, or method=one of {able}")
-        what, fix = "{} needs one order of classes for all sites", "tasks.order=natural, or without {}"
         for setting, why in self._against_own_orders().items():
-            raise ConfigError("E571", what.format(setting), where=where, why=why, fix=fix.format(setting))
+            what = f"{setting} needs one order of classes for all sites"
+            raise ConfigError("E571", what, where=where, why=why, fix=f"tasks.order=natural, or without {setting}")
         for key, value in method.one_order_only.items():
             if self.method.get(key) == value:
-                setting, why = f"method.{key}={value}", "it takes the classes of a task for new and for the last ones"
-                raise MethodCannot("E571", what.format(setting), where=where, why=why, fix=fix.format(setting))
+                what = f"method.{key}={value} needs one order of classes for all sites"
+                why, fix = (
+                    "it takes the classes of a task for new and for the last ones",
+                    f"without method.{key}={value}",
+                )
+                raise MethodCannot("E571", what, where=where, why=why, fix=f"tasks.order=natural, or {fix}")
         return self
 
     def _against_own_orders(self) -> dict[str, str]:
