@@ -2,7 +2,8 @@
 
     python release/lint.py [FILE ...]      without names all of the repository, and the files that rescene writes for others
 
-`document_problems` reads the cards and the paper, `zenodo_problems` what Zenodo is told. hadolint reads container files.
+`document_problems` reads the cards and the paper, `zenodo_problems` what Zenodo is told, `yaml_problems` the conda recipe and
+the citation. hadolint reads container files, but knows neither our files nor our torch: `container_problems` looks at these.
 zizmor reads workflows, and finds what does not parse and what is unsafe. It lets unknown keys pass, and does not know our
 Makefile, so `workflow_problems` looks at these. Both programs come with the extra `check`.
 """
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from dependencies import torch_version
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
@@ -40,6 +42,31 @@ STEP = {
     "timeout-minutes",
 }
 
+INPUTS = {  # what the actions that we use take under `with`; a new action needs a row
+    "actions/checkout": {
+        "repository", "ref", "token", "ssh-key", "ssh-known-hosts", "ssh-strict", "ssh-user", "persist-credentials", "path",
+        "clean", "filter", "sparse-checkout", "sparse-checkout-cone-mode", "fetch-depth", "fetch-tags", "show-progress", "lfs",
+        "submodules", "set-safe-directory", "github-server-url",
+    },
+    "actions/setup-python": {
+        "python-version", "python-version-file", "cache", "architecture", "check-latest", "token", "cache-dependency-path",
+        "update-environment", "allow-prereleases", "freethreaded", "pip-version",
+    },
+    "actions/upload-artifact": {
+        "name", "path", "if-no-files-found", "retention-days", "compression-level", "overwrite", "include-hidden-files",
+    },
+    "actions/download-artifact": {
+        "name", "artifact-ids", "path", "pattern", "merge-multiple", "github-token", "repository", "run-id",
+    },
+    "pypa/gh-action-pypi-publish": {
+        "user", "password", "repository-url", "packages-dir", "verify-metadata", "skip-existing", "verbose", "print-hash",
+        "attestations",
+    },
+}  # fmt: skip
+CONDA = {"schema_version", "package", "source", "build", "requirements", "tests", "about"}  # parts that ours must have
+CITATION = {"cff-version", "message", "title", "type", "license", "version", "authors"}
+YAML_PARTS = {"recipe.yaml": CONDA, "CITATION.cff": CITATION}
+MADE = ("dist/",)  # parts of the build context that `make dist` brings
 FRONT_MATTER = {  # what Hugging Face reads at the top of a card, and the Journal of Open Source Software at that of a paper
     "model-card.md": {"license", "library_name", "pipeline_tag", "tags"},
     "data-card.md": {"license", "pretty_name", "task_categories", "size_categories", "tags"},
@@ -88,6 +115,43 @@ def zenodo_problems(text: str) -> list[str]:
     return problems + ["a creator has no name" for one in found.get("creators", []) if not one.get("name")]
 
 
+def yaml_problems(name: str, text: str) -> list[str]:
+    """What keeps the conda recipe or the citation from being read, and parts that it lacks.
+
+    >>> yaml_problems("CITATION.cff", "title: [rescene")[0].splitlines()[0]
+    'no YAML: while parsing a flow sequence'
+    """
+    try:
+        found = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        return [f"no YAML: {error}"]
+    stated = found.keys() if isinstance(found, dict) else set()
+    return [f"no {key!r}" for key in sorted(YAML_PARTS[name] - stated)]
+
+
+def container_problems(text: str, context: Path, torch: str) -> list[str]:
+    """Files to copy that the folder of the build does not have, and another torch than the tested one.
+
+    >>> container_problems("COPY --chown=1 . locks/no.txt b/\\nRUN pip install torch==1.0", Path("."), "2.0")
+    ['locks/no.txt is copied, but is not there to build from', 'torch==1.0, but constraints.txt has 2.0']
+    """
+    copies = re.findall(r"^(?:COPY|ADD)\s(.*)", text.replace("\\\n", " "), re.M)
+    words = [re.findall(r"[^\s\",\[\]]+", line) for line in copies if "--from=" not in line]
+    sources = [word for line in words for word in line[:-1] if not word.startswith(("--", *MADE)) and "://" not in word]
+    pins = re.findall(r"\btorch([<>=~!]=?)([\w.]+)", text)
+    return [f"{name} is copied, but is not there to build from" for name in sources if not _is_there(context, name)] + [
+        f"torch{sign}{version}, but constraints.txt has {torch}"
+        for sign, version in pins
+        if (sign, version) != ("==", torch)
+    ]
+
+
+def _is_there(context: Path, name: str) -> bool:
+    """Whether the folder of the build has a file of this name, in which * and ? may stand."""
+    pattern = name.strip("/").removeprefix("./")
+    return pattern in ("", ".") or any(context.glob(pattern))
+
+
 def workflow_problems(text: str, targets: set[str]) -> list[str]:
     """Keys that GitHub does not know, jobs that wait for none, and calls of make without such a target.
 
@@ -111,6 +175,7 @@ def workflow_problems(text: str, targets: set[str]) -> list[str]:
 
 def _job_problems(place: str, job: dict[str, Any], targets: set[str]) -> list[str]:
     problems = [f"{place}: unknown key {key!r}" for key in job.keys() - JOB]
+    problems += _matrix_problems(place, job)
     if ("runs-on" in job) == ("uses" in job):
         problems.append(f"{place}: needs either runs-on or uses")
     for number, step in enumerate(job.get("steps", []), start=1):
@@ -118,9 +183,33 @@ def _job_problems(place: str, job: dict[str, Any], targets: set[str]) -> list[st
         problems += [f"{here}: unknown key {key!r}" for key in step.keys() - STEP]
         if ("run" in step) == ("uses" in step):
             problems.append(f"{here}: needs either run or uses")
+        problems += [f"{here}: {problem}" for problem in _input_problems(step)]
         called = re.findall(r"\bmake ([a-z-]+)", step.get("run", ""))
         problems += [f"{here}: no target {target!r} in the Makefile" for target in called if target not in targets]
     return problems
+
+
+def _matrix_problems(place: str, job: dict[str, Any]) -> list[str]:
+    """Keys of the matrix that an expression names and the matrix does not have; a matrix that is computed is not known here."""
+    matrix = job.get("strategy", {}).get("matrix", {})
+    if not isinstance(matrix, dict):
+        return []
+    more = [key for one in matrix.get("include", []) if isinstance(one, dict) for key in one]
+    known = {*matrix, *more} - {"include", "exclude"}
+    conditions = [one.get("if", "") for one in (job, *job.get("steps", []))]  # expressions also without ${{ }}
+    expressions = [*re.findall(r"\$\{\{(.*?)\}\}", json.dumps(job)), *conditions]
+    named = {key for text in expressions for key in re.findall(r"\bmatrix\.([\w-]+)", text)}
+    return [f"{place}: the matrix has no {key!r}" for key in named - known]
+
+
+def _input_problems(step: dict[str, Any]) -> list[str]:
+    """What a step hands to its action and the action does not take."""
+    action = step.get("uses", "").partition("@")[0]
+    if not action or action.startswith("./"):
+        return []
+    if action not in INPUTS:
+        return [f"the inputs of {action} are not listed in release/lint.py"]
+    return [f"{action} takes no {key!r}" for key in step.get("with", {}).keys() - INPUTS[action]]
 
 
 def makefile_targets() -> set[str]:
@@ -129,14 +218,16 @@ def makefile_targets() -> set[str]:
 
 
 def written_for_others(folder: Path) -> list[Path]:
-    """The container files of a site and of a model's service, as rescene writes them."""
+    """The container files of a site and of a model's service, as rescene writes them, beside (empty) models."""
     from rescene.deploy.federation_folder import CONTAINERFILE
     from rescene.use.exporting import containerfile
 
     texts = {"site": CONTAINERFILE, "service": containerfile("model.safetensors"), "onnx": containerfile("model.onnx")}
     for name, text in texts.items():
         (folder / f"{name}.Containerfile").write_text(text)
-    return sorted(folder.iterdir())
+    for model in ("model.safetensors", "model.onnx"):
+        (folder / model).touch()
+    return sorted(folder.glob("*.Containerfile"))
 
 
 def says(program: str, *words: str) -> str:
@@ -148,27 +239,34 @@ def says(program: str, *words: str) -> str:
     return (done.stdout + done.stderr).strip() or f"{program} failed" if done.returncode else ""
 
 
-def problems_of(path: Path) -> list[str]:
-    """All that is wrong with one file."""
+def problems_of(path: Path, context: Path = ROOT) -> list[str]:
+    """All that is wrong with one file; ``context`` is the folder in which a container file is built."""
+    text = path.read_text()
     if path.name in FRONT_MATTER:
-        return document_problems(path.name, path.read_text())
+        return document_problems(path.name, text)
+    if path.name in YAML_PARTS:
+        return yaml_problems(path.name, text)
     if path.suffix == ".json":
-        return zenodo_problems(path.read_text())
-    if path.suffix not in (".yml", ".yaml"):
-        return [found] if (found := says("hadolint", str(path))) else []
-    found = says(
-        "zizmor", "--offline", "--no-progress", "--quiet", "--config", str(ROOT / ".github/zizmor.yml"), str(path)
-    )
-    return [*workflow_problems(path.read_text(), makefile_targets()), *([found] if found else [])]
+        return zenodo_problems(text)
+    if path.suffix in (".yml", ".yaml"):
+        config = str(ROOT / ".github/zizmor.yml")
+        found = says("zizmor", "--offline", "--no-progress", "--quiet", "--config", config, str(path))
+        own = workflow_problems(text, makefile_targets())
+    else:
+        found, own = says("hadolint", str(path)), container_problems(text, context, torch_version())
+    return [*own, *([found] if found else [])]
 
 
 def main() -> int:
     with tempfile.TemporaryDirectory() as spare:
         own = [*ROOT.glob(".github/workflows/*.y*ml"), *ROOT.glob("containers/*")]
-        told = [ROOT / ".zenodo.json", *(ROOT / "release" / name for name in FRONT_MATTER)]
-        paths = [Path(name) for name in sys.argv[1:]] or [*own, *told, *written_for_others(Path(spare))]
-        problems = [f"{path}: {problem}" for path in sorted(paths) for problem in problems_of(path)]
-    print("\n".join(problems) or f"{len(paths)} files of the release are in order")
+        told = [ROOT / name for name in (".zenodo.json", "CITATION.cff", "release/conda/recipe.yaml")]
+        told += [ROOT / "release" / name for name in FRONT_MATTER]
+        named = [Path(name) for name in sys.argv[1:]]
+        places = dict.fromkeys(named or [*own, *told], ROOT)
+        places |= {} if named else dict.fromkeys(written_for_others(Path(spare)), Path(spare))
+        problems = [f"{path}: {one}" for path in sorted(places) for one in problems_of(path, places[path])]
+    print("\n".join(problems) or f"{len(places)} files of the release are in order")
     return 1 if problems else 0
 
 

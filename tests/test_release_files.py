@@ -59,6 +59,11 @@ def test_the_changelog_has_the_usual_form():
         ("make docs", "make dosc", "no target 'dosc'"),
         ("runs-on: ubuntu-24.04", "uses: x\n    runs-on: y", "needs either runs-on or uses"),
         ("jobs:", "jobs: [", "no YAML"),
+        ("python-version: ${{ matrix.python }}", "python-version: ${{ matrix.pyton }}", "the matrix has no 'pyton'"),
+        ("fail-fast: false", "fail-fast: ${{ matrix.fast }}", "job suite: the matrix has no 'fast'"),
+        ("- run: make docs", "- if: matrix.os == 'x'\n        run: make docs", "job docs: the matrix has no 'os'"),
+        ("python-version: $", "pyhton-version: $", "job suite, step 2: actions/setup-python takes no 'pyhton-version'"),
+        ("uses: actions/setup-python", "uses: actions/setup-pyton", "inputs of actions/setup-pyton are not listed"),
     ],
 )
 def test_an_error_in_a_workflow_is_found(before, after, said):
@@ -79,13 +84,41 @@ def test_an_error_in_a_workflow_is_found(before, after, said):
         (".zenodo.json", '"software"', '"sofware"', "'upload_type' is 'sofware'"),
         (".zenodo.json", '"creators"', '"creator"', "no 'creators'"),
         (".zenodo.json", '"name"', '"nom"', "a creator has no name"),
+        ("release/conda/recipe.yaml", "requirements:", "requirements: [", "no YAML"),
+        ("release/conda/recipe.yaml", "requirements:", "requirement:", "no 'requirements'"),
+        ("CITATION.cff", "authors:\n", "authors: {\n", "no YAML"),
+        ("CITATION.cff", "cff-version", "cff-versoin", "no 'cff-version'"),
     ],
 )
-def test_an_error_in_a_card_in_the_paper_or_for_zenodo_is_found(name, before, after, said, tmp_path):
+def test_an_error_in_a_document_of_the_release_is_found(name, before, after, said, tmp_path):
     planted = tmp_path / Path(name).name
     assert lint.problems_of(ROOT / name) == []
     planted.write_text((ROOT / name).read_text().replace(before, after))
     assert any(said in problem for problem in lint.problems_of(planted)), lint.problems_of(planted)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("COPY locks/base.txt", "COPY locks/bsae.txt", "locks/bsae.txt is copied, but is not there"),
+        ("COPY locks/base.txt", "COPY --chmod=444 locks/*.lock", "locks/*.lock is copied, but is not there"),
+        ("torch==", "torch==0.", "torch==0.{tested}, but constraints.txt has {tested}"),
+        ("torch==", "torch>=", "torch>={tested}, but constraints.txt has {tested}"),
+    ],
+)
+def test_an_error_in_a_container_file_is_found(before, after, said):
+    text, tested = CONTAINER.read_text(), dependencies.torch_version()
+    assert lint.container_problems(text, ROOT, tested) == []
+    [found] = lint.container_problems(text.replace(before, after), ROOT, tested)
+    assert said.format(tested=tested) in found
+
+
+def test_a_container_for_others_copies_what_lies_beside_it(tmp_path):
+    path = next(path for path in lint.written_for_others(tmp_path) if path.stem == "service")
+    assert lint.container_problems(path.read_text(), tmp_path, dependencies.torch_version()) == []
+    (tmp_path / "model.safetensors").unlink()
+    [found] = lint.container_problems(path.read_text(), tmp_path, dependencies.torch_version())
+    assert "model.safetensors is copied" in found
 
 
 @linters
@@ -109,7 +142,7 @@ def test_a_planted_error_fails_the_linter(path, before, after, said, tmp_path):
 @linters
 def test_all_files_of_the_release_are_in_order(tmp_path):
     done = subprocess.run([sys.executable, lint.__file__], capture_output=True, text=True, env=os.environ)
-    assert done.returncode == 0 and "11 files of the release" in done.stdout, done.stdout
+    assert done.returncode == 0 and "13 files of the release" in done.stdout, done.stdout
     assert len(lint.written_for_others(tmp_path)) == 3
 
 

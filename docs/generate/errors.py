@@ -12,7 +12,8 @@ from generate.markdown import safe
 
 SOURCE = Path(__file__).parents[2] / "src" / "rescene"
 CODE = re.compile(r"[EW]\d{3}")
-CLASSES = ("ConfigError", "DataError", "RunError", "ResceneWarning", "Declined")
+CLASSES = {name: name for name in ("ConfigError", "DataError", "RunError", "ResceneWarning", "Declined")}
+CLASSES["MethodCannot"] = "ConfigError"  # which it extends
 GROUPS = {
     "E1": ("Recipe, command line and settings", "exit status 2"),
     "E2": ("Images", "exit status 3"),
@@ -109,7 +110,7 @@ def _kind(node: ast.AST) -> str:
     if isinstance(node, ast.Call):
         name = node.func.id if isinstance(node.func, ast.Name) else ""
         if name in CLASSES:
-            return name
+            return CLASSES[name]
     return "event"
 
 

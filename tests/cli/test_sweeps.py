@@ -1,6 +1,7 @@
 """Sweeps in which not everything goes well: cells too large, cells that fail, cells that cannot run, cells too short to be seen."""
 
 import json
+import re
 import weakref
 from types import SimpleNamespace
 
@@ -12,7 +13,8 @@ from rescene.api import Result
 from rescene.cli import progress, running
 from rescene.cli.app import app
 from rescene.cli.running import print_plan, run_cells
-from rescene.core.errors import ConfigError, RunError, for_people, is_out_of_memory
+from rescene.core.errors import ConfigError, MethodCannot, ResceneWarning, RunError, for_people, is_out_of_memory
+from rescene.methods import method_names
 from rescene.sweeps.grid import grid, read_seeds
 
 invoke = CliRunner().invoke
@@ -127,3 +129,39 @@ def test_a_plan_sums_up_what_can_run_apart_from_what_cannot(cells, monkeypatch, 
     print_plan([*cells, cells[1], unready], as_json=False)  # one of them named twice, as tables of the paper do
     shown = {line.split("  ")[0]: line for line in capsys.readouterr().out.splitlines()}
     assert "7.00 GFLOP" in shown["in all, to run"] and "5.00 GFLOP" in shown["in all, cannot run"]
+
+
+ASKED = [  # and methods that cannot do it, methods that can, the reason
+    (["tasks.order=per-site"], {"rescene", "icarl", "fedlwf"}, {"fedavg", "fedewc", "joint"}, "orders of their own"),
+    (["federation.delay=1", "model=vit-mini"], {"glfc", "joint"}, {"fedavg", "fedcprompt", "afl"}, "rounds later"),
+    (["model=convnet"], {"pilora", "fedcprompt"}, {"rescene", "fedweit"}, "attention layers, and convnet has none"),
+    (["model=mlp", "model.lens=waves", "train.augment=false"], {"mfcl"}, {"fedavg"}, "three channels"),
+    (["tasks.drift=1", "federation.num_rounds=2"], {"fedewc"}, {"fedavg", "moments"}, "when a task begins"),
+]
+
+
+@pytest.mark.parametrize(("asked", "unable", "able", "why"), ASKED, ids=[asked[0] for asked, *_ in ASKED])
+def test_all_methods_are_those_that_can_do_the_recipe(asked, unable, able, why, tmp_path):
+    with pytest.warns(ResceneWarning, match="W580") as told:
+        cells = grid("smoke", ["method=all", *asked], "0", tmp_path)
+    left, (warning,) = {cell.resolved.recipe.method["name"] for cell in cells}, told
+    out = set(method_names()) - left
+    assert able <= left and unable <= out
+    assert why in str(warning.message) and out <= set(re.findall(r"[\w-]+", str(warning.message)))
+    for name in unable - {"pilora", "fedcprompt"}:  # the network is looked at when a run begins
+        with pytest.raises(MethodCannot):
+            grid("smoke", [f"method={name}", *asked], "0", tmp_path)
+
+
+def test_all_methods_leave_none_if_none_can(tmp_path):
+    asked = ["method=all", "tasks.order=per-site", "federation.screen=features"]
+    with pytest.raises(ConfigError, match="E512") as refused:
+        grid("smoke", asked, "0", tmp_path)
+    assert "rescene" in refused.value.why and "fedavg" in refused.value.why
+
+
+def test_a_mistake_is_no_limit_of_a_method(tmp_path):
+    with pytest.raises(ConfigError, match="E571"):  # no method can: the two keys contradict each other
+        grid("smoke", ["method=all", "tasks.order=per-site", "federation.exclude=[0]"], "0", tmp_path)
+    with pytest.raises(ConfigError, match="E102"):
+        grid("smoke", ["method=all", "tasks.ordre=per-site"], "0", tmp_path)

@@ -34,8 +34,7 @@ def test_every_key_is_in_the_reference():
 
 def test_every_method_has_a_page_with_its_hyperparameters_and_what_leaves_the_site():
     pages = methods.pages()
-    ours = {name for name in method_names() if method_class(name).__module__.startswith("rescene.methods.")}
-    assert pages.keys() == ours and len(ours) >= 24  # other tests register methods of their own
+    assert pages.keys() == set(OURS) and len(OURS) >= 24  # other tests register methods of their own
     for name, text in pages.items():
         method = method_class(name)
         assert all(f"`method.{row['name']}`" in text for row in method.table()), name
@@ -43,6 +42,54 @@ def test_every_method_has_a_page_with_its_hyperparameters_and_what_leaves_the_si
     assert "| 0 | 81.97 | 84.19 | 97 % |" in pages["rescene-plus"] and "no images" in pages["fedavg"]
     toctree = (DOCS / "index.md").read_text(encoding="utf-8")
     assert all(f"generated/methods/{name}\n" in toctree for name in pages)
+
+
+OURS = [name for name in method_names() if method_class(name).__module__.startswith("rescene.methods.")]
+SECTIONS = ("equation", "hyperparameters", "cost", "leaves the site", "how it was verified")
+
+
+def written_page(name):
+    """What was written about a method; the three references share a page."""
+    return (methods.WRITTEN / f"{'references' if name in methods.REFERENCES else name}.md").read_text(encoding="utf-8")
+
+
+def sections_of(text):
+    """Name in small letters -> text. A section begins with a line `## Name` or with a paragraph `**Name.** ...`."""
+    found = re.split(r"^(?:## (.+)|\*\*([^*]+?)\.?\*\*)", text, flags=re.M)
+    names = [(one or other).lower() for one, other in zip(found[1::3], found[2::3], strict=True)]
+    return dict(zip(names, found[3::3], strict=True))
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_written_page_has_the_usual_sections_and_names_every_comparison(name):
+    sections = sections_of(written_page(name))
+    lacking = [word for word in SECTIONS if not any(word in section for section in sections)]
+    assert lacking == [] or (name in methods.REFERENCES and lacking == [*SECTIONS[:4]])
+    places = {one.where.partition("::")[0] for one in method_class(name).verifications()}
+    assert [place for place in sorted(places) if f"`{place}`" not in sections["how it was verified"]] == []
+
+
+def numbers(text):
+    """Names of deviations; `X-1..3` and `X-1, 2` stand for each.
+
+    >>> sorted(numbers("| FOT-3..5 | FOT-7, 8 |"))
+    ['FOT-3', 'FOT-4', 'FOT-5', 'FOT-7', 'FOT-8']
+    """
+    found = set()
+    for name, first, rest in re.findall(r"\b([A-Z]+)-(\d+)((?:\.\.\d+|, \d+)*)", text):
+        found |= {f"{name}-{k}" for k in [first, *re.findall(r", (\d+)", rest)]}
+        found |= {f"{name}-{k}" for last in re.findall(r"\.\.(\d+)", rest) for k in range(int(first), int(last) + 1)}
+    return found
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_deviations_of_a_page_stand_in_the_list_of_all(name):
+    text = written_page(name)
+    label = "REF" if name in methods.REFERENCES else name.replace("-", "").upper()
+    own = {one for one in numbers(text) if one.startswith(f"{label}-")}
+    stated = numbers((methods.WRITTEN.parent / "deviations.md").read_text(encoding="utf-8"))
+    assert own == {one for one in stated if one.startswith(f"{label}-")}
+    assert own or "deviations.md" in text or name == "moments", "numbered there, or it is our own"
 
 
 def test_a_page_that_links_to_what_is_generated_says_where_it_comes_from():

@@ -80,6 +80,8 @@ def test_answers_come_when_their_addresses_say(finished):
     events = [json.loads(line) for line in (finished.folder / "events.jsonl").read_text().splitlines()]
     told = [(e["code"], e["task"], e["round"], e["client"]) for e in events if e["code"] in ("W570", "W571")]
     assert told == expected
+    words = " ".join(e["message"] for e in events if e["code"] in ("W570", "W571"))
+    assert set(re.findall(r"is (\d \w+) late", words)) == {"1 round", "2 rounds", "3 rounds"}
     assert any(e["code"] == "W371" and "up to 3 rounds late" in e["message"] for e in events)
     assert finished.values["events_summary"]["client_failures"] == 0
 
@@ -208,6 +210,22 @@ def test_the_page_counts_them(finished, blank_figures, tmp_path):
     counts, _ = replayed(delay=3, staleness=2)
     page = write_report([finished.folder], tmp_path / "r.html").read_text()
     assert f"{counts['late']} of {counts['sent']} late, {counts['dropped']} dropped" in page
+
+
+def test_the_recipe_shows_every_case(setting, tmp_path):
+    """Recipe ``demo-late`` on few images: late answers count, the oldest are dropped, and the counts add up."""
+    few = {key: value for key, value in setting.items() if key != "federation.num_rounds"}
+    counts = rescene.run("demo-late", out=tmp_path / "run", **few).values["late_answers"]
+    assert counts["late"] and counts["dropped"] and counts["rounds_late"] == counts["late"], (
+        "one round late, or dropped"
+    )
+    assert counts["sent"] == sum(counts[kind] for kind in ("on_time", "late", "dropped", "under_way"))
+
+
+@pytest.mark.parametrize("name", [name for name in method_names() if method_class(name).late_verbs])
+def test_every_method_that_can_takes_the_recipe(name):
+    federation = resolve("demo-late", {"method": name}).recipe.federation
+    assert federation.num_rounds > federation.delay > federation.staleness, "nobody is busy during a whole task"
 
 
 def test_methods_that_cannot_say_so():

@@ -62,6 +62,13 @@ def test_a_kind_that_nobody_knows_is_refused():
     assert caught.value.code == "E540"
 
 
+@pytest.mark.parametrize(("where", "close"), [("tests/x.py::test_y", ""), ("tests/x.py::test_y", " "), ("", "1e-6")])
+def test_a_comparison_says_where_and_how_close_it_is(where, close):
+    with pytest.raises(ConfigError, match="does not say") as caught:
+        Verified("official code", where, close)
+    assert caught.value.code == "E513" and ("how close" in caught.value.what) == bool(where)
+
+
 def test_the_list_is_short_for_people_and_whole_for_programs():
     rows = {row["name"]: row for row in json.loads(CliRunner().invoke(app, ["list", "methods", "--json"]).output)}
     first = FedAvg.verifications()[0]
@@ -73,5 +80,7 @@ def test_the_list_is_short_for_people_and_whole_for_programs():
 
 def test_a_plug_in_that_says_nothing_is_not_verified(tmp_path):
     CliRunner().invoke(app, ["method", "new", "silent_idea", "--in", str(tmp_path)])
+    text = (tmp_path / "silent_idea.py").read_text()
+    assert "    uploads: ClassVar[Uploads] =" in text and "    verified: ClassVar[tuple[Verified, ...]] = ()" in text
     told = CliRunner().invoke(app, ["method", "explain", "silent_idea", "--plugin", str(tmp_path / "silent_idea.py")])
     assert f"verified: {NOT_VERIFIED}" in told.output, told.output

@@ -47,8 +47,10 @@ SKELETON = '''"""{title}: one line on the idea.
 from dataclasses import replace
 from typing import ClassVar
 
-from rescene.functional import weighted_average
 from rescene.core.hyperparameters import hyper
+from rescene.core.method_style import Uploads
+from rescene.core.verification import Verified
+from rescene.functional import weighted_average
 from rescene.methods import Method, ModelState, register
 from rescene.methods.base import weights_of
 from rescene.training import Batch, cross_entropy, fit_shard
@@ -60,6 +62,9 @@ class {title}(Method):
     title: ClassVar[str] = "{title}"
     paper: ClassVar[str] = "yours"
     leaves_site: ClassVar[str] = "model weights and the number of local images"
+    uploads: ClassVar[Uploads] = "weights"  # the kind of what leaves, for tables: images, weights, sums or nothing
+    # what it was compared with, for example Verified("hand computation", "test_{name}.py::test_a_step", "1e-6, a step")
+    verified: ClassVar[tuple[Verified, ...]] = ()
 
     penalty: float = hyper(0.0, "lambda", "[ours]", "weight of the extra term", ge=0)
 

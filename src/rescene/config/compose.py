@@ -18,9 +18,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rescene.config.schema import Recipe
+from rescene.config.schema import MethodLimit, Recipe
 from rescene.core.documents import NO_SYNTAX, parse_toml, parse_yaml, read_text
-from rescene.core.errors import ConfigError, command, did_you_mean
+from rescene.core.errors import ConfigError, MethodCannot, command, did_you_mean
 from rescene.core.recipe_keys import Flat, flatten
 from rescene.core.versions import NEWER, name_then
 from rescene.data.partition import other_number, site_names
@@ -275,7 +275,10 @@ def _explain(
     key = prefix + ".".join(str(part) for part in first["loc"])
     message = first["msg"].removeprefix("Value error, ")
     if not first["loc"]:
-        return ConfigError("E104", "the recipe contradicts itself", why=message)
+        what = "the recipe contradicts itself"
+        if isinstance(inner, MethodLimit):
+            return MethodCannot("E104", what, why=message)
+        return ConfigError("E104", what, why=message)
     name = f"{key} ({symbols[key]})" if key in symbols else key
     return ConfigError(
         "E104", f"{name} = {_shown(first['input'])} is not possible", where=origins.get(key), why=message

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from rescene.config.privacy import PrivacySection, Promise, promise_of
 from rescene.config.site_sections import Channels, Deviation, FaultsSection, SitesSection
-from rescene.core.errors import ConfigError
+from rescene.core.errors import ConfigError, MethodCannot
 from rescene.core.versions import as_it_was
 from rescene.lens import no_such_lens
 from rescene.methods import DEFAULT_METHOD, Method, method_class, method_names
@@ -206,6 +206,10 @@ class ModelSection(Section):
         return values | {"name": "linear", "lens": f"{name}@{values['init']}", "init": None}
 
 
+class MethodLimit(ValueError):
+    """Why the recipe contradicts itself: the method cannot do what another key asks for (``MethodCannot`` for people)."""
+
+
 class Recipe(Section):
     """A complete, validated experiment. ``method`` holds the chosen method's own hyperparameters and its ``name``."""
 
@@ -250,7 +254,7 @@ class Recipe(Section):
     def _method_can_do_it(self) -> Recipe:
         method = method_class(self.method["name"])
         if self.tasks.scenario not in method.scenarios:
-            raise ValueError(
+            raise MethodLimit(
                 f"tasks.scenario: {method.title} cannot learn {self.tasks.scenario}-incremental tasks, "
                 f"only {' and '.join(method.scenarios)}"
             )
@@ -274,7 +278,7 @@ class Recipe(Section):
                 f"federation.faults: there is no site {last}, federation.num_clients is {self.federation.num_clients}"
             )
         if self.federation.screen != "none" and not method.sends_pictures_only:
-            raise ValueError(f"federation.screen: {method.title} sends more than pictures, or none; screen=none")
+            raise MethodLimit(f"federation.screen: {method.title} sends more than pictures, or none; screen=none")
         if self.federation.screen != "none" and self.privacy.pool:
             raise ValueError(
                 "federation.screen: sums that are added up hide who sent what; screen=none, or privacy.pool=false"
@@ -290,7 +294,7 @@ class Recipe(Section):
             able = ", ".join(name for name in method_names() if method_class(name).late_verbs)
             what = f"{method.title} cannot learn from answers that come rounds later"
             why = "what a site answers belongs to the round and the task in which it was asked, or nobody has shown otherwise"
-            raise ConfigError("E573", what, where=where, why=why, fix=f"federation.delay=0, or method=one of {able}")
+            raise MethodCannot("E573", what, where=where, why=why, fix=f"federation.delay=0, or method=one of {able}")
         if self.privacy.mechanism != "none":
             what = f"federation.delay with privacy.mechanism={self.privacy.mechanism} is not possible"
             why = "the budget of an answer that is dropped would be spent, and nobody accounts for that"
@@ -311,7 +315,7 @@ class Recipe(Section):
         method, kind = method_class(self.method["name"]), self.privacy.mechanism
         if kind not in method.mechanisms:
             reason = method.unprotected or f"it also sends what {kind} does not cover ({method.leaves_site})"
-            raise ValueError(
+            raise MethodLimit(
                 f"privacy.mechanism: {method.title} cannot use {kind}: {reason}; it can use: {', '.join(method.mechanisms)}"
             )
         of_weights = kind == "dp-sgd" or (kind == "paper-experiment" and "dp-sgd" in method.mechanisms)
@@ -327,7 +331,7 @@ class Recipe(Section):
             )
         starts = {"release": ("noise", "coloured"), "per-example": ("noise",)}.get(kind)
         if starts and self.method.get("start", starts[0]) not in starts:
-            raise ValueError(
+            raise MethodLimit(
                 f"method.start: under {kind} surrogates may not start from the images; method.start={' or '.join(starts)}"
             )
         if kind == "release" and self.method.get("start") == "coloured" and self.method["num_steps"]:
@@ -335,10 +339,10 @@ class Recipe(Section):
                 "method.num_steps: released moments of pictures hold no features to descend to; method.num_steps=0"
             )
         if self.privacy.pool and self.method.get("start") != "coloured":
-            raise ValueError("privacy.pool: sums are pooled for method.start=coloured only; privacy.pool=null")
+            raise MethodLimit("privacy.pool: sums are pooled for method.start=coloured only; privacy.pool=null")
         keeps_pictures = method.can_forget() and not method.additive
         if self.privacy.centre == "released" and not keeps_pictures:
-            raise ValueError(f"privacy.centre: {method.title} keeps nothing from earlier rounds; privacy.centre=none")
+            raise MethodLimit(f"privacy.centre: {method.title} keeps nothing from earlier rounds; privacy.centre=none")
         if kind == "per-example" and not self.method["num_steps"]:
             raise ValueError("method.num_steps: per-example needs at least one step")
         if kind in ("per-example", "paper-experiment") and self.method.get("step") == "polyak":
@@ -362,7 +366,7 @@ class Recipe(Section):
             return self
         if not method.sums_securely:
             able = ", ".join(n for n in method_names() if method_class(n).sums_securely) or "none of the methods here"
-            raise ValueError(
+            raise MethodLimit(
                 f"privacy.honest_sites: {method.title} sends what cannot be added up over sites; "
                 f"privacy.honest_sites=null, or one of: {able}"
             )
@@ -394,7 +398,7 @@ class Recipe(Section):
                 "train.augment: through a lens crops and mirror images are not those of the picture; train.augment=false"
             )
         if method.paints or self.method.get("start") == "leaves":
-            raise ValueError(f"model.lens: {method.title} paints pictures with three channels here; model.lens=null")
+            raise MethodLimit(f"model.lens: {method.title} paints pictures with three channels here; model.lens=null")
         return self
 
     @model_validator(mode="after")
@@ -409,7 +413,7 @@ class Recipe(Section):
                 f"tasks.drift: {drift} rounds of drift leave none of a task's {self.federation.num_rounds} to its own classes"
             )
         if not method.open_ended:
-            raise ValueError(
+            raise MethodLimit(
                 f"tasks.drift: {method.title} must be told when a task begins or ends, and here nobody says so; "
                 f"tasks.drift=null, or one of {', '.join(n for n in method_names() if method_class(n).open_ended)}"
             )
@@ -434,15 +438,18 @@ class Recipe(Section):
             able = ", ".join(name for name in method_names() if method_class(name).own_orders)
             what = f"{method.title} cannot learn from sites that meet the classes in orders of their own"
             why = "it needs new classes that all sites share, or nobody has shown that it does not"
-            raise ConfigError("E570", what, where=where, why=why, fix=f"tasks.order=natural, or method=one of {able}")
-        against = self._against_own_orders() | {
-            f"method.{key}={value}": "it takes the classes of a task for new and for the last ones"
-            for key, value in method.one_order_only.items()
-            if self.method.get(key) == value
-        }
-        for setting, why in against.items():
+            raise MethodCannot("E570", what, where=where, why=why, fix=f"tasks.order=natural, or method=one of {able}")
+        for setting, why in self._against_own_orders().items():
             what = f"{setting} needs one order of classes for all sites"
             raise ConfigError("E571", what, where=where, why=why, fix=f"tasks.order=natural, or without {setting}")
+        for key, value in method.one_order_only.items():
+            if self.method.get(key) == value:
+                what = f"method.{key}={value} needs one order of classes for all sites"
+                why, fix = (
+                    "it takes the classes of a task for new and for the last ones",
+                    f"without method.{key}={value}",
+                )
+                raise MethodCannot("E571", what, where=where, why=why, fix=f"tasks.order=natural, or {fix}")
         return self
 
     def _against_own_orders(self) -> dict[str, str]:

@@ -46,6 +46,10 @@ class ConfigError(ResceneError):
     exit_code = 2
 
 
+class MethodCannot(ConfigError):
+    """A method that cannot do what the recipe asks for. ``sweep method=all`` leaves it out; named, it is refused."""
+
+
 class DataError(ResceneError):
     """Images that are missing, half copied, unreadable or too few (E2xx)."""
 

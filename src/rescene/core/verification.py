@@ -33,6 +33,15 @@ class Verified:
                 why=f"known are {', '.join(get_args(Against))}",
                 fix="choose one of them in the class's `verified`",
             )
+        for part, words in (("where", "where"), ("close", "how close")):
+            if not getattr(self, part).strip():
+                raise ConfigError(
+                    "E513",
+                    f"a comparison with {self.against} does not say {words} it is",
+                    where=self.where or None,
+                    why="nobody could check it",
+                    fix='Verified("official code", "tests/test_my_idea.py::test_the_loss", "1e-6, the loss")',
+                )
 
 
 def in_short(found: Sequence[Verified]) -> str:

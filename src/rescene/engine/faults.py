@@ -115,16 +115,14 @@ class LateAnswers:
                 continue
             del self.under_way[client]
             rounds = now - answer.asked
+            told = f"the answer of site {client} is {rounds} {'round' if rounds == 1 else 'rounds'} late (simulated)"
             if self.staleness is not None and rounds > self.staleness:
                 self._count("dropped", 1)
-                words = f"the answer of site {client} is {rounds} rounds late (simulated) and dropped"
-                self.note("warning", "W571", words, client=client)
+                self.note("warning", "W571", f"{told} and dropped", client=client)
                 continue
             self._count("late", 1)
             self._count("rounds_late", rounds)
-            self.note(
-                "warning", "W570", f"the answer of site {client} is {rounds} rounds late (simulated)", client=client
-            )
+            self.note("warning", "W570", told, client=client)
             weight = float((1 + rounds) ** -self.exponent)
             late = LateAnswer(answer.upload, answer.sent, tuple(answer.classes), rounds, weight)
             found[client] = (self.method.late(late, call.payload), answer.state)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from rescene.api import default_folder
 from rescene.config import Resolved, resolve
-from rescene.core.errors import ConfigError, ResceneWarning
+from rescene.core.errors import ConfigError, MethodCannot, ResceneWarning
 from rescene.core.run_state import is_done
-from rescene.methods import method_names
+from rescene.methods import method_class, method_names
 from rescene.nets import Arch, is_own
 
 METHOD = ("method", "method.name")
@@ -41,7 +41,7 @@ class SweepCell:
 def grid(recipe: str, overrides: list[str], seeds: str, out: Path | None) -> list[SweepCell]:
     """Every combination of comma-separated values.
 
-    ``method=all``: every method that is known, plug-ins too, and can use the recipe's network; W580 names the others.
+    ``method=all``: every method that is known, plug-ins too, and can do the recipe; W580 names the others.
     """
     axes = [axis(text) for text in overrides]
     for text in overrides:
@@ -49,25 +49,53 @@ def grid(recipe: str, overrides: list[str], seeds: str, out: Path | None) -> lis
             fix = f"add --search 20, or list values: {text.partition('=')[0]}=a,b,c"
             raise ConfigError("E106", f"{text!r} is a range, and a grid needs values", fix=fix)
     axes.append([f"seed={seed}" for seed in read_seeds(seeds)])
-    cells = [cell(recipe, combination, out) for combination in itertools.product(*axes)]
-    return _with_a_network(cells) if any(text in ALL for text in overrides) else cells
+    combinations = list(itertools.product(*axes))
+    if any(text in ALL for text in overrides):
+        return _of_able_methods(recipe, combinations, out)
+    return [cell(recipe, combination, out) for combination in combinations]
 
 
-def _with_a_network(cells: list[SweepCell]) -> list[SweepCell]:
-    """The cells whose method can use the network; of networks of the user's own nothing is known here, so they stay."""
-    left, refused = [], {}
-    for one in cells:
-        recipe = one.resolved.recipe
+def _of_able_methods(recipe: str, combinations: Sequence[tuple[str, ...]], out: Path | None) -> list[SweepCell]:
+    """The cells whose method can do the recipe; one warning names the other methods and says why."""
+    able: list[SweepCell] = []
+    unable: dict[str, list[str]] = {}  # by the reason
+    for combination in combinations:
         try:
-            if not is_own(recipe.model.name):
-                recipe.build_method().check_network(Arch(recipe.model.name, SIDE, width=recipe.model.width))
-            left.append(one)
-        except ConfigError as error:
-            refused[recipe.method["name"]] = error.what
-    if refused:
-        what = f"method=all leaves out {', '.join(refused)}: {'; '.join(refused.values())}"
-        warnings.warn(ResceneWarning("W580", what, fix="sweep them apart with another model.name"), stacklevel=3)
-    return left
+            able.append(_with_a_network(cell(recipe, combination, out)))
+        except MethodCannot as error:
+            name = next(text.partition("=")[2] for text in combination if text.partition("=")[0] in METHOD)
+            names = unable.setdefault(_reason(error, method_class(name).title), [])
+            names += [name] if name not in names else []
+    told = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in unable.items())
+    fix = "sweep them apart with settings that they can do"
+    if not able:
+        raise ConfigError("E512", "method=all leaves no method: none can do this recipe", why=told, fix=fix)
+    if unable:
+        warnings.warn(ResceneWarning("W580", f"method=all leaves out {told}", fix=fix), stacklevel=3)
+    return able
+
+
+def _with_a_network(one: SweepCell) -> SweepCell:
+    """The cell, if its method can use the network (MethodCannot); of networks of the user's own nothing is known here."""
+    recipe = one.resolved.recipe
+    try:
+        if not is_own(recipe.model.name):
+            recipe.build_method().check_network(Arch(recipe.model.name, SIDE, width=recipe.model.width))
+    except ConfigError as error:
+        raise MethodCannot(error.code, error.what) from None
+    return one
+
+
+def _reason(error: MethodCannot, title: str) -> str:
+    """Why a method is refused, in words that do not name it, so that methods share them.
+
+    >>> _reason(MethodCannot("E573", "GLFC cannot learn late", where="federation.delay=1"), "GLFC")
+    'cannot learn late (federation.delay=1)'
+    >>> _reason(MethodCannot("E104", "the recipe contradicts itself", why="tasks.drift: GLFC must be told; or fedavg"), "GLFC")
+    'tasks.drift: must be told'
+    """
+    text = re.split("[;(]", error.why or "")[0].strip() if error.code == "E104" else error.what
+    return text.replace(f"{title} ", "", 1) + (f" ({error.where})" if error.where else "")
 
 
 def cell(recipe: str, overrides: Sequence[str], out: Path | None) -> SweepCell:
