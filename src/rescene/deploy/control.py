@@ -47,7 +47,7 @@ from rescene.deploy.site import Site, tighten
 from rescene.deploy.site_config import local_images
 from rescene.deploy.status import left_out_rows, site_answers, task_rows
 from rescene.engine import RunFolder
-from rescene.engine.checkpoint import write_atomically, write_json
+from rescene.engine.checkpoint import save_atomically, write_json
 from rescene.engine.run_context import with_site_names
 from rescene.lens import absolute
 
@@ -77,7 +77,7 @@ def leave(federation: FederationFolder, name: str, run: Path) -> None:
     facts["left"] = sorted({*federation.left, name})
     if run.name.split("-without-")[0] == "plan":
         facts["plan_folder"] = run.name
-    write_atomically(path, yaml.safe_dump(facts, sort_keys=False).encode())
+    save_atomically(path, yaml.safe_dump(facts, sort_keys=False).encode())
 
 
 def without_left(federation: FederationFolder, resolved: Resolved) -> Resolved:
@@ -127,7 +127,7 @@ def start_server(federation: FederationFolder) -> list[Started]:
     settings = {"address": address, "root-certificates": ca}
     lines = ["[superlink]", f"default = {toml_string(LINK)}", f"[superlink.{LINK}]"]
     lines += [f"{key} = {toml_string(value)}" for key, value in settings.items()]
-    write_atomically(home / "config.toml", "\n".join(lines).encode())
+    save_atomically(home / "config.toml", "\n".join(lines).encode())
     _register(federation)
     return list(up.values())
 
@@ -277,7 +277,7 @@ def run(
     out = out.resolve()
     recipe = federation.server / "recipes" / f"{resolved.name}-{resolved.digest()}.yaml"
     recipe.parent.mkdir(exist_ok=True)
-    write_atomically(recipe, yaml.safe_dump(resolved.recipe.model_dump(mode="json"), sort_keys=False).encode())
+    save_atomically(recipe, yaml.safe_dump(resolved.recipe.model_dump(mode="json"), sort_keys=False).encode())
     config = {"recipe": str(recipe), "out": str(out), "gather-s": patience.gather_s}
     config |= {"deadline-s": patience.deadline_s, "poll-s": patience.poll_s}
     config |= {"plan": str(federation.plan)} if plan else {}

@@ -18,7 +18,7 @@ from rescene.config import Recipe, Resolved
 from rescene.config.site_sections import PlannedTask, SitesSection
 from rescene.core.documents import read_yaml
 from rescene.core.errors import ConfigError, ResceneWarning, did_you_mean
-from rescene.engine.checkpoint import write_atomically
+from rescene.engine.checkpoint import save_atomically
 from rescene.privacy.statement import HOW_TO_MEASURE, NO_COUNTS
 
 HEADER = """\
@@ -42,7 +42,7 @@ def read_plan(path: Path) -> SitesSection | None:
 def write_plan(path: Path, plan: SitesSection) -> None:
     """Write the plan as YAML, with a header for the person who edits it."""
     text = yaml.safe_dump(plan.model_dump(mode="json"), sort_keys=False, default_flow_style=None, allow_unicode=True)
-    write_atomically(path, (HEADER + text).encode())
+    save_atomically(path, (HEADER + text).encode())
 
 
 def is_closed(path: Path, task: int) -> bool:

@@ -26,6 +26,7 @@ from typing import Any
 from rescene.config import Resolved, resolve
 from rescene.core.documents import parse_yaml
 from rescene.core.errors import ResceneError
+from rescene.core.files import write_atomically
 from rescene.core.json_files import json_object
 from rescene.core.run_state import is_done, state_of
 from rescene.engine.cost_ledger import nominal_cost
@@ -297,9 +298,7 @@ class Queue:
         """The report so far, in one piece: a kill in between leaves the one before."""
         told = {"schema": 1, "minutes": self.minutes, "parallel": self.parallel, "runs": list(map(asdict, self.rows))}
         self.results.mkdir(parents=True, exist_ok=True)
-        half = self.results / "queue.json.part"
-        half.write_text(json.dumps(told, indent=1), encoding="utf-8")
-        os.replace(half, self.results / "queue.json")
+        write_atomically(self.results / "queue.json", json.dumps(told, indent=1).encode(), sync="none")
         self.tell(row)
 
 

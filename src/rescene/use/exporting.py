@@ -17,6 +17,7 @@ from torch import Tensor
 import rescene
 from rescene.config import resolve
 from rescene.core.errors import ConfigError, DataError, RunError, did_you_mean
+from rescene.core.files import replacing
 from rescene.engine.experiment import load_data
 from rescene.lens import Lens, expect_looks, tell_looked
 from rescene.lens.backbone import Program
@@ -70,8 +71,7 @@ def _check_lens(kinds: Sequence[str], lens: Lens | None) -> None:
 
 
 def _write(kind: str, whole: Whole, told: str, path: Path, pictures: Tensor, wanted: Tensor) -> Row:
-    draft = path.with_name(f"draft.{kind}")  # a file under its own name has been checked
-    try:
+    with replacing(path, path.with_name(f"draft.{kind}")) as draft:  # a file under its own name has been checked
         WRITERS[kind](whole, told, draft)
         found = difference(wanted, open_model(draft, trust=True).scores, pictures)
         if found > TOLERANCE:
@@ -82,9 +82,6 @@ def _write(kind: str, whole: Whole, told: str, path: Path, pictures: Tensor, wan
                 why=f"scores differ by {found:.1e} of the largest; {TOLERANCE:.0e} would be rounding",
                 fix="use another --to",
             )
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
     return {"file": str(path), "MB": round(path.stat().st_size / 1e6, 2), "largest difference": f"{found:.1e}"}
 
 
