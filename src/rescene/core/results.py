@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rescene.core.errors import DECLINED, DataError
-from rescene.core.json_files import Row, noted, record_of
+from rescene.core.json_files import Row, json_lines, noted, record_file, record_of, records_of
 from rescene.core.run_state import read_object
 from rescene.core.versions import RESULTS, as_it_was, refuse_newer
 
@@ -322,6 +322,16 @@ class Status:
 
 
 @dataclass(frozen=True)
+class Waiting:
+    """waiting.json of a run across sites: when they were asked, who has answered, when each was last heard. Times are ISO texts."""
+
+    asked: str = ""
+    answered: tuple[str, ...] = ()
+    waiting_for: tuple[str, ...] = ()
+    heard: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Origin:
     """origin.json: the recipe's name, and the style of the method from the start of the run on."""
 
@@ -482,6 +492,21 @@ class FederationRecord:
     federation: str = ""
     updated: str = ""
     sites: tuple[SiteRecord, ...] = ()
+
+
+def read_status(folder: Path) -> Status:
+    """status.json of a run folder; what is missing or damaged has its default."""
+    return record_file(Status, folder / "status.json", [])
+
+
+def read_waiting(folder: Path) -> Waiting:
+    """waiting.json of a run folder; what is missing or damaged has its default."""
+    return record_file(Waiting, folder / "waiting.json", [])
+
+
+def read_events(folder: Path) -> list[EventRecord]:
+    """The lines of events.jsonl of a run folder; damaged ones are left out."""
+    return records_of(EventRecord, json_lines(folder / "events.jsonl", []), "events.jsonl", [])
 
 
 def read_results(path: Path, problems: list[str]) -> Results:

@@ -28,6 +28,7 @@ from rescene.core.documents import parse_yaml
 from rescene.core.errors import ResceneError
 from rescene.core.files import write_atomically
 from rescene.core.json_files import json_object
+from rescene.core.results import read_status
 from rescene.core.run_state import is_done, state_of
 from rescene.engine.cost_ledger import nominal_cost
 from rescene.paper.costs import without_pictures
@@ -304,9 +305,8 @@ class Queue:
 
 def _share_done(folder: Path) -> float:
     """How much of a run that was stopped is saved."""
-    status = json_object(folder / "status.json", [])
-    done, steps = status.get("done"), status.get("steps")
-    return min(1.0, done / steps) if isinstance(done, int) and isinstance(steps, int) and steps else 0.0
+    status = read_status(folder)
+    return min(1.0, status.done / status.steps) if status.steps else 0.0
 
 
 def _keep(folder: Path, kept: Path) -> None:
