@@ -109,13 +109,12 @@ def load_readable(
     name: str = "auto",
     path: str | os.PathLike[str] | None = None,
     layout: str = "auto",
-    outside: str = "warn",
     columns: Mapping[str, str] | None = None,
 ) -> tuple[Dataset, list[ResceneWarning]]:
     """A data set without the images that cannot be read (W203), and everything that loading warned of."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ResceneWarning)
-        dataset = load(name, path, skip_unreadable=True, layout=layout, outside=outside, columns=columns)
+        dataset = load(name, path, skip_unreadable=True, layout=layout, columns=columns)
     return dataset, [w.message for w in caught if isinstance(w.message, ResceneWarning)]
 
 
