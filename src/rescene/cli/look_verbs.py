@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rescene.cli.shared_options import AsJson, Overrides, Plugin, RecipeOrRun, load_plugins, recipe_of
-from rescene.cli.terminal import Row, busy, print_rows, verb, writing
+from rescene.cli.terminal import busy, print_rows, verb, writing
 from rescene.core.errors import ConfigError, ResceneError, RunError, command
+from rescene.core.json_files import Row
 
 if TYPE_CHECKING:
     from rescene.report import RunRecord

@@ -12,10 +12,10 @@ from typing import Any
 
 import typer
 
-from rescene.cli.terminal import Row, position, print_rows
+from rescene.cli.terminal import position, print_rows
 from rescene.core.documents import parse_yaml, read_yaml
 from rescene.core.errors import ConfigError, command, did_you_mean
-from rescene.core.json_files import json_object
+from rescene.core.json_files import Row, json_object
 from rescene.core.recipe_keys import flatten
 from rescene.core.results import read_status, results_of_row
 from rescene.core.run_state import Busy, is_done, state_of, working_in

@@ -19,10 +19,11 @@ from rescene.accel.cuda_graph import Streams, attempt
 from rescene.api import Result, default_folder, execute, load
 from rescene.cli.costing import NO_FORECAST, Priced, big, duration, load_or_stand_in, plan_columns, plan_words, price
 from rescene.cli.progress import live_page, open_page, watch
-from rescene.cli.terminal import Row, busy, print_rows
+from rescene.cli.terminal import busy, print_rows
 from rescene.config import Resolved, resolve
 from rescene.core.documents import parse_yaml
 from rescene.core.errors import ConfigError, ResceneError, command, for_people
+from rescene.core.json_files import Row
 from rescene.data import LazySplit
 from rescene.engine import Experiment, pick_device, prepare_sizes
 from rescene.engine.cost_ledger import nominal_cost

@@ -6,16 +6,15 @@ import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from rescene.config.site_sections import SitesSection
 from rescene.core.errors import DECLINED
+from rescene.core.json_files import Row
 from rescene.core.results import EventRecord, read_events, read_status, read_waiting
 from rescene.core.run_state import state_of
 from rescene.deploy.plan_file import Held
 
 MOST = 20  # uploads left out, the newest
-Row = dict[str, Any]
 
 
 def site_answers(runs: list[Path], sites: list[str], now: datetime | None = None) -> dict[str, str]:

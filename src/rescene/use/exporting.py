@@ -9,7 +9,6 @@ import json
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ import rescene
 from rescene.config import resolve
 from rescene.core.errors import ConfigError, DataError, RunError, did_you_mean
 from rescene.core.files import replacing
+from rescene.core.json_files import Row
 from rescene.engine.experiment import load_data
 from rescene.lens import Lens, expect_looks, tell_looked
 from rescene.lens.backbone import Program
@@ -27,7 +27,6 @@ from rescene.use.model import Whole, of_run, open_model, origin_of
 NUM_RANDOM, NUM_TEST = 16, 64  # pictures to compare on
 AT_ONCE = 16
 TOLERANCE = 1e-4  # of the largest score; formats differ in the order of additions, and in nothing else
-Row = dict[str, Any]
 
 
 def export(folder: Path, kinds: Sequence[str], out: Path) -> list[Row]:

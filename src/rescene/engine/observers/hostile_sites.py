@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
+from rescene.core.json_files import Row
 from rescene.data import Dataset, Task
 from rescene.data.images import Images
 from rescene.engine.checkpoint import save_atomically, write_json
@@ -105,7 +106,6 @@ def stamp(pixels: Tensor) -> Tensor:
 
 FOLDER = "quarantine"
 LIMIT = 2.0  # times as far from the others as chance explains; docs/poisoning.md says what it catches and costs
-Row = dict[str, Any]
 
 
 class Screen(Observer):
