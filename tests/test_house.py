@@ -126,6 +126,15 @@ def test_one_file_lets_a_file_take_the_place_of_another():
     }
 
 
+@pytest.mark.parametrize(
+    ("declared", "place"),
+    [("\nRow = dict", "core/json_files.py"), ('ConfigDict(frozen=True, extra="forbid"', "core/hyperparameters.py")],
+)
+def test_a_row_and_a_frozen_section_are_declared_once(declared, place):
+    found = [path for path in TREES if declared in path.read_text(encoding="utf-8")]
+    assert [path.relative_to(ROOT).as_posix() for path in found] == [place]
+
+
 def _base_methods(tree, known):
     """Names of the methods that each class of the file inherits from classes of the package: its overrides say nothing new."""
     for node in tree.body:

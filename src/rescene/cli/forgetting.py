@@ -107,7 +107,7 @@ def _compare(resolved: Resolved, client: int, folder: Path, place: Path, record:
         "per_task": {
             "before": record["per_task_before"],
             "after": record["per_task_after"],
-            "never": never.values["accuracy_matrix"][-1],
+            "never": never.record.accuracy_matrix[-1],
         },
         "own_images": {
             "before": record["own_images_before"],

@@ -195,7 +195,7 @@ def site_rows(folder: Path) -> list[Row]:
     """One row per natural site of a finished run, from results.json."""
     from rescene.api import load
 
-    found = load(folder).values.get("sites")
+    found = load(folder).record.sites
     if not found:
         raise RunError(
             "E448",
@@ -205,7 +205,7 @@ def site_rows(folder: Path) -> list[Row]:
             fix="federation.partition=sites, with a folder or a column of sites",
         )
     return [
-        {"site": row["name"], "train": row["train_size"], "test": row["test_size"], "accuracy": _known(row["accuracy"])}
+        {"site": row.name, "train": row.train_size, "test": row.test_size, "accuracy": _known(row.accuracy)}
         for row in found
     ]
 

@@ -210,7 +210,7 @@ def rerun(folder: Path, out: Path | None, quiet: bool, as_json: bool) -> bool:
 
     before = load(folder)
     config = run_config(folder)
-    if before.values.get("forgotten"):
+    if before.record.forgotten:
         raise ConfigError(
             "E163",
             "a run that forgot a site cannot be repeated from its recipe alone",

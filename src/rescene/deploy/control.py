@@ -434,4 +434,6 @@ def stay(started: list[Started]) -> None:
 
 
 def _last_events(out: Path) -> str | None:
-    return "\n".join(f"{event.code} {event.message}" for event in read_events(out) if event.level == "error") or None
+    return (
+        "\n".join(f"{event.code} {event.message}" for event in read_events(out, []) if event.level == "error") or None
+    )

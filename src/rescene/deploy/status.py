@@ -50,7 +50,7 @@ def left_out_rows(runs: list[Path], sites: list[str]) -> list[Row]:
     """Uploads that did not count, with code and reason; the newest last."""
     rows = []
     for run in runs:
-        for event in read_events(run):
+        for event in read_events(run, []):
             if event.left_out and event.client is not None:
                 place = _place(event)
                 name = sites[event.client] if event.client < len(sites) else f"site {event.client}"
@@ -62,7 +62,7 @@ def declined(run: Path, sites: Sequence[str]) -> list[str]:
     """Sites that did not send what they were asked for, each reason once: the model was made without it."""
     found = [
         f"{sites[event.client]}, {_place(event)}: {event.message}"
-        for event in read_events(run)
+        for event in read_events(run, [])
         if event.code == DECLINED and event.client is not None and event.client < len(sites)
     ]
     return list(dict.fromkeys(found))
