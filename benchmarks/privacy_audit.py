@@ -19,17 +19,19 @@ from typing import Any
 
 import torch
 from sigma_sweep import PIXELS, PIXELS_DP
+from torch import Tensor
 
 from rescene.audit import run_controls, stage_of
 from rescene.audit.canaries import canary_audit
 from rescene.audit.membership import membership_attack
 from rescene.audit.stage import as_promised, without_noise
-from rescene.audit.sums import DELTA, ONCE, TWO_DRAWS
+from rescene.audit.sums import DELTA, ONCE, canary_scores, claimed_gradients, claimed_sums, gradient_scores, pictures
 from rescene.config import resolve
 from rescene.data import load
 from rescene.engine.experiment import prepare
 from rescene.privacy.accounting import epsilon_of
 from rescene.privacy.epsilon_bounds import two_world_bound
+from rescene.privacy.mechanism import Mechanism
 from rescene.training.reconstruction import Inversion, encoder_gradients, encoder_weights, reconstruct
 
 SMALL = ["method.num_steps=3", "method.ipc=1", "method.start=noise"]
@@ -58,6 +60,20 @@ def sound(kind: str, seed: int, epsilon: float, num_canaries: int) -> dict[str, 
     shown = max(row["epsilon"] for row in rows)
     held = shown <= (promise.epsilon() or 0.0)
     return {"epsilon": epsilon, "shown": shown, "held": held, "num_canaries": num_canaries, "rows": rows}
+
+
+def gradient_canaries(mechanism: Mechanism, draws: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Scores of one canary in worlds with it and without any image."""
+    z = pictures(1, torch.Generator().manual_seed(seed))
+    worlds: tuple[Tensor, Tensor] = (z, z[:0])
+    inside, outside = (torch.stack([gradient_scores(mechanism, z, held)[0] for _ in range(draws)]) for held in worlds)
+    return inside, outside
+
+
+TWO_DRAWS = {
+    "moments": (claimed_sums, canary_scores),
+    "dp-sgd": (claimed_gradients, gradient_canaries),
+}
 
 
 def two_draws(kind: str, seed: int, epsilon: float, draws: int) -> dict[str, Any]:

@@ -104,6 +104,37 @@ def test_few_places_name_epsilon_and_one_folder_computes_with_it():
     assert {place: names for place, names in computing.items() if "epsilon_of" in names or "sigma_for" in names} == {}
 
 
+def _renames(tree):
+    """Calls that give a file another name: os.replace, os.rename, Path.replace and Path.rename (one argument; str has two)."""
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in {"replace", "rename"}
+        ):
+            of_os = isinstance(node.func.value, ast.Name) and node.func.value.id == "os"
+            if of_os or len(node.args) == 1 and not node.keywords:
+                yield node.func.attr
+
+
+def test_one_file_lets_a_file_take_the_place_of_another():
+    """Else each writer has its own idea of what survives a crash. The ledger sets a damaged file aside, which replaces nothing."""
+    found = {path.relative_to(ROOT).as_posix(): list(_renames(tree)) for path, tree in TREES.items()}
+    assert {place: names for place, names in found.items() if names} == {
+        "core/files.py": ["replace"],
+        "privacy/ledger.py": ["rename"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("declared", "place"),
+    [("\nRow = dict", "core/json_files.py"), ('ConfigDict(frozen=True, extra="forbid"', "core/hyperparameters.py")],
+)
+def test_a_row_and_a_frozen_section_are_declared_once(declared, place):
+    found = [path for path in TREES if declared in path.read_text(encoding="utf-8")]
+    assert [path.relative_to(ROOT).as_posix() for path in found] == [place]
+
+
 def _base_methods(tree, known):
     """Names of the methods that each class of the file inherits from classes of the package: its overrides say nothing new."""
     for node in tree.body:

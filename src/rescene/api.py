@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rescene.config import Recipe, Resolved, resolve
 from rescene.config.compose import SHORTHANDS
 from rescene.core.errors import ConfigError, DataError, ResceneWarning, RunError, command, did_you_mean
-from rescene.core.json_files import json_lines
-from rescene.core.results import CostFigures
+from rescene.core.results import Results, read_metrics, results_of_row
 from rescene.core.run_state import read_object
 from rescene.core.versions import RESULTS, refuse_newer
 from rescene.data import Dataset
@@ -45,20 +45,25 @@ Progress = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class Result:
-    """A finished run. ``values`` is the whole of results.json; the methods that return frames need pandas."""
+    """A finished run. ``values`` is the whole of results.json, ``record`` what it holds, typed; frames need pandas."""
 
     folder: Path
     values: dict[str, Any] = field(repr=False)
 
+    @cached_property
+    def record(self) -> Results:
+        """results.json as a record: what an older version did not write has its default."""
+        return results_of_row(self.values, [])
+
     @property
     def aa(self) -> float:
         """Average accuracy after the last task, in percent; NaN where nobody measured it."""
-        return _number(self.values["aa"])
+        return _number(self.record.aa)
 
     @property
     def aia(self) -> float:
         """Average incremental accuracy, in percent; NaN where nobody measured it."""
-        return _number(self.values["aia"])
+        return _number(self.record.aia)
 
     def predict(self, *images: str | Path, top: int = 3) -> list[Prediction]:
         """What the trained model sees in image files, or in all images of folders; unreadable ones are left out."""
@@ -68,24 +73,22 @@ class Result:
 
     def __str__(self) -> str:
         accuracy = "accuracy not measured" if math.isnan(self.aa) else f"average accuracy {self.aa:.1f} %"
-        return f"{self.values['method']}: {accuracy} after {len(self.matrix)} tasks ({self.folder})"
+        return f"{self.record.method}: {accuracy} after {len(self.matrix)} tasks ({self.folder})"
 
     @property
     def matrix(self) -> list[list[float]]:
         """matrix[i][j]: accuracy on task j after task i; NaN for j > i."""
-        return [[math.nan if v is None else float(v) for v in row] for row in self.values["accuracy_matrix"]]
+        return [[_number(value) for value in row] for row in self.record.accuracy_matrix]
 
     @property
     def objects(self) -> list[str]:
         """The parts of the run that were handed over as Python objects; empty for a run that a command can repeat."""
-        return list(self.values.get("made_from_objects", ()))
+        return list(self.record.made_from_objects)
 
     @property
     def upload_bytes(self) -> float | None:
         """Mean bytes that a site sends for each round it takes part in: all that it sent, at the ends of tasks too."""
-        rows = json_lines(self.folder / "metrics.jsonl", [])
-        turns = sum(len(row["participants"]) for row in rows if row.get("kind") == "round")
-        return CostFigures(**self.values["cost"]["measured"]).uplink_bytes_per_turn(turns)
+        return self.record.cost.measured.uplink_bytes_per_turn(read_metrics(self.folder, [])[0])
 
     def rounds(self) -> pandas.DataFrame:
         """One row for each round: task, round, accuracy on all classes seen (percent), bytes up and down."""
@@ -95,15 +98,15 @@ class Result:
         """One row for each task: its classes, sizes, and accuracy right after it and at the end (percent)."""
         rows = [
             {
-                "task": task["index"],
-                "classes": ", ".join(task["classes"]),
-                "domain": task["domain"],
-                "train_size": task["train_size"],
-                "test_size": task["test_size"],
+                "task": task.index,
+                "classes": ", ".join(task.classes),
+                "domain": task.domain or None,
+                "train_size": task.train_size,
+                "test_size": task.test_size,
                 "accuracy_after": self.matrix[i][i],
                 "accuracy_at_end": self.matrix[-1][i],
             }
-            for i, task in enumerate(self.values["tasks"])
+            for i, task in enumerate(self.record.tasks)
         ]
         return _pandas().DataFrame(rows)
 
@@ -134,13 +137,13 @@ class Result:
     def _repr_html_(self) -> str:
         """A small table, for notebooks."""
         facts = {
-            "method": self.values["method"],
+            "method": self.record.method,
             "average accuracy": _percent(self.aa),
-            "forgetting": _percent(self.values.get("forgetting")),
+            "forgetting": _percent(self.record.forgetting),
             **{f"task {i + 1}": _percent(value) for i, value in enumerate(self.matrix[-1])},
             "up per site and round": f"{(self.upload_bytes or 0) / 1e6:.2f} MB",
             **({"made from Python objects": ", ".join(self.objects)} if self.objects else {}),
-            "privacy": self.values["privacy"]["statement"],
+            "privacy": self.record.privacy.statement,
             "folder": self.folder,
         }
         rows = "".join(
@@ -309,20 +312,20 @@ def execute(
 
 def _finished_before(result: Result) -> dict[str, Any]:
     """The event of a run that was asked for again: it is returned as it is, and nobody watches it."""
-    config, tasks = result.values.get("config") or {}, result.values.get("tasks") or [{}]
+    record, num_tasks = result.record, max(1, len(result.record.tasks))
     told = f"this run had finished before, so nothing ran and no observer was called: {result.folder}"
     again = "to run it anew, name another folder (--out, out=) or remove this one"
-    warning, style = ResceneWarning("W562", told, fix=again), result.values.get("style") or {}
+    warning = ResceneWarning("W562", told, fix=again)
     return {
         "event": "event",
         "level": "warning",
         "code": warning.code,
         "message": f"{told}; {again}",
-        "place": (len(tasks) - 1, -1),
+        "place": (num_tasks - 1, -1),
         "elapsed_s": 0.0,
-        "method": style.get("title") or result.values.get("method", ""),
-        "num_tasks": len(tasks),
-        "num_rounds": (config.get("federation") or {}).get("num_rounds", 0),
+        "method": record.style.get("title") or record.method,
+        "num_tasks": num_tasks,
+        "num_rounds": (record.config.get("federation") or {}).get("num_rounds", 0),
     }
 
 

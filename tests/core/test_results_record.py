@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 
 import rescene
+import rescene.api
 from rescene.core.errors import DataError, RunError
 from rescene.core.method_style import style_of
 from rescene.core.recipe_keys import experiment_keys, flatten
-from rescene.core.results import read_results, results_of_row
+from rescene.core.results import read_metrics, read_results, results_of_row
 from rescene.methods import method_class
 from rescene.report import load_run
 
@@ -62,3 +63,20 @@ def test_one_flattener_for_all():
     tree = {"seed": 1, "data": {"name": "x", "order_seed": 3}, "privacy": {}, "list": [1]}
     assert flatten(tree) == {"seed": 1, "data.name": "x", "data.order_seed": 3, "privacy": {}, "list": [1]}
     assert experiment_keys(tree) == {"data.name": "x", "privacy": {}, "list": [1]}
+
+
+def test_bytes_for_each_turn_of_a_site_are_counted_by_hand(tmp_path):
+    """Three turns: a round that a resumed run held again counts once, and half a line does not count."""
+    rows = [
+        '{"kind": "round", "task": 0, "round": 0, "participants": [0, 1], "uplink_bytes": 40}',
+        '{"kind": "round", "task": 0, "round": 1, "participants": [0, 1], "uplink_bytes": 40}',
+        '{"kind": "round", "task": 0, "round": 1, "participants": [2], "uplink_bytes": 20}',
+        '{"kind": "task", "task": 0, "accuracy": [50.0], "aa": 50.0}',
+        '{"kind": "round", "task": 1, "rou',
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(rows))
+    rounds, tasks = read_metrics(tmp_path, problems := [])
+    assert [row.participants for row in rounds] == [(0, 1), (2,)] and tasks[0].aa == 50.0 and problems == []
+    of_a_later_version = {"cost": {"measured": {"uplink_bytes": 90, "a_new_figure": 1}}}
+    assert rescene.api.Result(tmp_path, of_a_later_version).upload_bytes == 90 / 3
+    assert rescene.api.Result(tmp_path, {}).upload_bytes == (40 + 20) / 3  # not finished: the rounds so far

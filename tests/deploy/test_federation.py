@@ -9,7 +9,7 @@ from rescene.core.errors import ConfigError, RunError
 from rescene.deploy.exchange import Letter, Patience, Reply
 from rescene.deploy.message_bytes import pack_message, unpack_message
 from rescene.deploy.site import Site, SiteMemory, client_verb
-from rescene.engine.checkpoint import could_not_save, write_atomically
+from rescene.engine.checkpoint import could_not_save, save_atomically
 
 IMPATIENT = Patience(gather_s=0, deadline_s=0.2, poll_s=0, attempts=2)
 
@@ -164,8 +164,8 @@ def test_a_full_disk_at_a_site_is_told_and_nothing_is_lost(tmp_path, monkeypatch
             raise could_not_save(path, OSError(28, "No space left on device"))
         write(path, *parts, **more)
 
-    write = write_atomically
-    monkeypatch.setattr("rescene.deploy.site.write_atomically", full)
+    write = save_atomically
+    monkeypatch.setattr("rescene.deploy.site.save_atomically", full)
     asked.move(asked.task, 1, [0, 1, 2])
     assert list(asked.ask([0, 1, 2], "client_round", payload)) == [0, 2]
     (code, message), *more = noted

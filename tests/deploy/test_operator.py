@@ -7,9 +7,12 @@ from urllib.request import urlopen
 import pytest
 
 from rescene.cli.deploy_verbs import operator_page
+from rescene.config.site_sections import SitesSection
 from rescene.core.errors import RunError
-from rescene.deploy import operator
+from rescene.deploy import control, operator
 from rescene.deploy.federation_folder import FederationFolder
+from rescene.deploy.plan_file import Held
+from rescene.deploy.status import left_out_rows, site_answers, task_rows
 
 
 @pytest.fixture
@@ -51,6 +54,22 @@ def test_a_link_that_is_busy_or_a_run_that_has_told_nothing_leaves_things_unknow
     operator.watch_sites(federation, folder)
     sites = json.loads((folder / "sites.json").read_text())["sites"]
     assert [site["state"] for site in sites] == ["unknown", "unknown"] and sites[0]["last_answer"] is None
+
+
+@pytest.mark.parametrize("content", ["5", "[1]", '{"done": ', '{"done": "x", "waiting_for": 3, "heard": 4}'])
+def test_a_file_that_holds_something_else_is_as_good_as_none(federation, content):
+    """A disk may damage a file, or a person may edit it: the operator still sees the rest."""
+    plan = SitesSection(tasks=({"classes": ["ant"], "rounds": 2},))
+    folder = run_folder(federation, "a")
+    for name in ("status.json", "waiting.json", "events.jsonl"):
+        (folder / name).write_text(content)
+    (federation.server / "nodes.json").write_text(content.replace("{", "[{"))
+    operator.watch_sites(federation, folder)
+    sites = json.loads((folder / "sites.json").read_text())["sites"]
+    assert [(site["last_answer"], site["waiting_since"]) for site in sites] == [(None, None)] * 2
+    assert control.progress(folder) == "starting" and control.registered(federation) == {}
+    assert site_answers([folder], ["north", "south"]) == {} and left_out_rows([folder], ["north"]) == []
+    assert Held.of(folder) == Held(begun=False) and task_rows(plan, folder)[0]["state"] == "not begun: ant"
 
 
 def test_the_newest_run_is_the_one_that_is_served(federation, capsys):

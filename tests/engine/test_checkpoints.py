@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load
 
 from rescene.core.errors import ResceneWarning, RunError
-from rescene.engine.checkpoint import DTYPES, Checkpoints, encoded, write_atomically
+from rescene.engine.checkpoint import DTYPES, Checkpoints, encoded, save_atomically
 from rescene.engine.run_context import warnings_to
 from rescene.engine.run_setup import Writer
 
@@ -144,18 +144,20 @@ def test_a_format_from_the_future_is_refused_and_left_alone(tmp_path, monkeypatc
 @pytest.mark.parametrize("call", ["write", "fsync", "replace"])
 def test_a_full_disk_keeps_the_old_file_and_says_so(tmp_path, monkeypatch, call):
     path = tmp_path / "results.json"
-    write_atomically(path, b"old")
+    save_atomically(path, b"old")
 
     def fail(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     if call == "write":
         real = open
-        monkeypatch.setattr("rescene.engine.checkpoint.open", lambda n, m: _Full(real(n, m), fail), raising=False)
+        monkeypatch.setattr(
+            "rescene.core.files.open", lambda n, m, **more: _Full(real(n, m, **more), fail), raising=False
+        )
     else:
         monkeypatch.setattr(os, call, fail)
     with pytest.raises(RunError, match="No space left") as caught:
-        write_atomically(path, b"new")
+        save_atomically(path, b"new")
     assert caught.value.exit_code == 4 and "resume" in caught.value.fix
     monkeypatch.undo()
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rescene.functional.pictures import DIRECTIONS, NUM_WAVES, SCALES, wave_picture
+from rescene.functional.pictures import DIRECTIONS, SCALES, wave_picture
 
 
 def grating(direction, frequency=0.375, contrast=0.4, size=32):
@@ -51,7 +51,7 @@ def test_a_flat_picture_has_no_wave_at_all(value):
 def test_every_size_gives_the_same_parts(size):
     x = torch.rand(3, 3, size, size, generator=torch.Generator().manual_seed(0))
     seen = wave_picture(x)
-    assert seen.shape == (3, NUM_WAVES, 4, 4) and bool(seen.isfinite().all())
+    assert seen.shape == (3, 3 + SCALES * DIRECTIONS, 4, 4) and bool(seen.isfinite().all())
     assert torch.allclose(wave_picture(x[1:2]), seen[1:2], atol=1e-5), "a picture does not depend on its neighbours"
     assert torch.allclose(seen[:, 0].mean(dim=(1, 2)), _light(x), atol=0.02)
 
@@ -61,4 +61,4 @@ def _light(x):
 
 
 def test_no_picture_gives_no_picture():
-    assert wave_picture(torch.zeros(0, 3, 32, 32)).shape == (0, NUM_WAVES, 4, 4)
+    assert wave_picture(torch.zeros(0, 3, 32, 32)).shape == (0, 3 + SCALES * DIRECTIONS, 4, 4)

@@ -408,6 +408,7 @@ def test_comparison_on_the_page_is_comparison_rows(two: Path) -> None:
 def test_report_layer_reads_files_only_and_imports_lazily() -> None:
     allowed = {
         "rescene",
+        "rescene.core.files",
         "rescene.core.json_files",
         "rescene.core.method_style",
         "rescene.core.recipe_keys",

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 
-Row = list[int]
-Matrix = list[Row]
+Vector = list[int]
+Matrix = list[Vector]
 
 DELTA = Fraction(3, 4)  # of Lovasz' condition
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
@@ -292,18 +292,3 @@ def _inverted(mechanism: Mechanism, tries: int, seed: int) -> float:
         secret = int(torch.randint(CANDIDATES, (), generator=generator))
         right += int(gradient_scores(mechanism, candidates, candidates[secret : secret + 1]).argmax()) == secret
     return success_lower_bound(right, tries, SURE)
-
-
-def gradient_canaries(mechanism: Mechanism, draws: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Scores of one canary in worlds with it and without any image."""
-    z = pictures(1, torch.Generator().manual_seed(seed))
-    worlds: tuple[Tensor, Tensor] = (z, z[:0])
-    inside, outside = (torch.stack([gradient_scores(mechanism, z, held)[0] for _ in range(draws)]) for held in worlds)
-    return inside, outside
-
-
-Scores = Callable[[Mechanism, int, int], tuple[Tensor, Tensor]]
-TWO_DRAWS: dict[str, tuple[Callable[[float], Mechanism], Scores]] = {
-    "moments": (claimed_sums, canary_scores),
-    "dp-sgd": (claimed_gradients, gradient_canaries),
-}

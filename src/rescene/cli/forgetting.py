@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rescene.api import execute, load
 from rescene.cli.progress import watch
 from rescene.cli.terminal import print_rows
 from rescene.config import Resolved, resolve
 from rescene.core.errors import ConfigError, RunError, command, did_you_mean
+from rescene.core.json_files import Row
 from rescene.core.run_state import is_done, state_of
 from rescene.deploy.control import federation_of, leave, place_without
 from rescene.deploy.federation_folder import FederationFolder
@@ -23,8 +23,6 @@ from rescene.nets import load_weights
 from rescene.report import write_report
 from rescene.report.formatting import bytes_text
 from rescene.report.model_card import write_card
-
-Row = dict[str, Any]
 
 
 def forget(folder: Path, word: str, check: bool, charge: bool, out: Path | None, quiet: bool, as_json: bool) -> None:
@@ -109,7 +107,7 @@ def _compare(resolved: Resolved, client: int, folder: Path, place: Path, record:
         "per_task": {
             "before": record["per_task_before"],
             "after": record["per_task_after"],
-            "never": never.values["accuracy_matrix"][-1],
+            "never": never.record.accuracy_matrix[-1],
         },
         "own_images": {
             "before": record["own_images_before"],

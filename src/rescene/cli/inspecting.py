@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from rescene.cli.costing import duration
-from rescene.cli.terminal import Row, print_rows
+from rescene.cli.terminal import print_rows
 from rescene.config import resolve
 from rescene.core.errors import ResceneError, command
+from rescene.core.json_files import Row
 from rescene.data import Dataset, inspect, load_readable, plan_tasks
 from rescene.data.inspection import contact_sheet, found_files, propose_settings, why_not
 from rescene.data.loading import detect

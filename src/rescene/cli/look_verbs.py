@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rescene.cli.shared_options import AsJson, Overrides, Plugin, RecipeOrRun, load_plugins, recipe_of
-from rescene.cli.terminal import Row, busy, print_rows, verb, writing
+from rescene.cli.terminal import busy, print_rows, verb, writing
 from rescene.core.errors import ConfigError, ResceneError, RunError, command
+from rescene.core.json_files import Row
 
 if TYPE_CHECKING:
     from rescene.report import RunRecord
@@ -194,7 +195,7 @@ def site_rows(folder: Path) -> list[Row]:
     """One row per natural site of a finished run, from results.json."""
     from rescene.api import load
 
-    found = load(folder).values.get("sites")
+    found = load(folder).record.sites
     if not found:
         raise RunError(
             "E448",
@@ -204,7 +205,7 @@ def site_rows(folder: Path) -> list[Row]:
             fix="federation.partition=sites, with a folder or a column of sites",
         )
     return [
-        {"site": row["name"], "train": row["train_size"], "test": row["test_size"], "accuracy": _known(row["accuracy"])}
+        {"site": row.name, "train": row.train_size, "test": row.test_size, "accuracy": _known(row.accuracy)}
         for row in found
     ]
 

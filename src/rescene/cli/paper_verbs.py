@@ -13,8 +13,9 @@ import typer
 
 from rescene.cli.look_verbs import format_for, loaded, put
 from rescene.cli.shared_options import AsJson, Jobs, Quiet
-from rescene.cli.terminal import Row, busy, interruptible, print_rows, verb, writing
+from rescene.cli.terminal import busy, interruptible, print_rows, verb, writing
 from rescene.core.errors import ConfigError
+from rescene.core.json_files import Row
 from rescene.core.run_state import read_object
 
 if TYPE_CHECKING:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rescene.cli.shared_options import AsJson, Overrides, Plugin, Quiet, RecipeOrRun, load_plugins, recipe_of
-from rescene.cli.terminal import Row, interruptible, print_rows, verb
+from rescene.cli.terminal import interruptible, print_rows, verb
 from rescene.core.errors import ConfigError, DataError, RunError
+from rescene.core.json_files import Row
 
 if TYPE_CHECKING:
     from rescene.config import Resolved

@@ -12,11 +12,12 @@ from typing import Any
 
 import typer
 
-from rescene.cli.terminal import Row, position, print_rows
+from rescene.cli.terminal import position, print_rows
 from rescene.core.documents import parse_yaml, read_yaml
 from rescene.core.errors import ConfigError, command, did_you_mean
-from rescene.core.json_files import json_object, record_file
-from rescene.core.results import Status, results_of_row
+from rescene.core.json_files import Row, json_object
+from rescene.core.recipe_keys import flatten
+from rescene.core.results import read_status, results_of_row
 from rescene.core.run_state import Busy, is_done, state_of, working_in
 from rescene.report.formatting import bytes_text
 from rescene.report.load import is_run
@@ -54,7 +55,7 @@ def run_rows(folder: Path) -> list[Row]:
 def _row(path: Path) -> Row:
     """Of one run. If its results cannot be read, the row says so and shows what its status holds."""
     unreadable: list[str] = []
-    status = record_file(Status, path / "status.json", [])
+    status = read_status(path)
     results = results_of_row(json_object(path / "results.json", unreadable), [])
     row = {
         "run": str(path),
@@ -209,7 +210,7 @@ def rerun(folder: Path, out: Path | None, quiet: bool, as_json: bool) -> bool:
 
     before = load(folder)
     config = run_config(folder)
-    if before.values.get("forgotten"):
+    if before.record.forgotten:
         raise ConfigError(
             "E163",
             "a run that forgot a site cannot be repeated from its recipe alone",
@@ -222,7 +223,8 @@ def rerun(folder: Path, out: Path | None, quiet: bool, as_json: bool) -> bool:
         raise ConfigError("E186", "a run cannot be repeated in its own folder", where="--out", fix="another --out")
     run_one(resolve(config), target, quiet, as_json=False, told=not as_json)
     history = {"continued"}  # how the run came to its tasks, not what came out
-    then, now = (_flat({k: v for k, v in one.values.items() if k not in history}) for one in (before, load(target)))
+    told = [{k: v for k, v in one.values.items() if k not in history} for one in (before, load(target))]
+    then, now = (flatten(values, into_lists=True) for values in told)
     known = {key: value for key, value in now.items() if key in then}  # the others are newer than that run
     numbers = _differences(then, known)
     machines = _differences(*(json_object(path / "env.json", []) for path in (folder, target)))
@@ -249,14 +251,6 @@ def _beside(folder: Path) -> Path:
     """RUN-again, RUN-again2, ...: the first that holds no finished run."""
     names = (folder.with_name(f"{folder.name}-again{n if n > 1 else ''}") for n in count(1))
     return next(path for path in names if not is_done(path))
-
-
-def _flat(value: Any, key: str = "") -> Row:
-    """Nested values under dotted keys."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
-    if items is None:
-        return {key: value}
-    return {k: v for name, inner in items for k, v in _flat(inner, f"{key}.{name}" if key else str(name)).items()}
 
 
 def _differences(before: Row, after: Row) -> list[Row]:
@@ -303,9 +297,8 @@ def _admit(run: Path, rows: list[dict[str, Any]], name: str) -> None:
         close = did_you_mean(name, [row["name"] for row in rows])
         fix = f"did you mean {close}?" if close else f"{command('deploy', 'quarantine', run)} lists them"
         raise ConfigError("E178", f"no {name!r} is in quarantine", where=str(run), fix=fix)
-    status = json_object(run / "status.json", [])
-    at = (status.get("task", 0), status.get("round", -1) + 1)
-    if state_of(run) == "done" or at[0] > row["task"] or at[1] >= status.get("num_rounds", 0):
+    status = read_status(run)
+    if state_of(run) == "done" or status.task > row["task"] or status.round + 1 >= (status.num_rounds or 0):
         raise ConfigError(
             "E178",
             f"it is too late to admit {name}",

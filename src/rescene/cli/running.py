@@ -19,10 +19,12 @@ from rescene.accel.cuda_graph import Streams, attempt
 from rescene.api import Result, default_folder, execute, load
 from rescene.cli.costing import NO_FORECAST, Priced, big, duration, load_or_stand_in, plan_columns, plan_words, price
 from rescene.cli.progress import live_page, open_page, watch
-from rescene.cli.terminal import Row, busy, print_rows
+from rescene.cli.terminal import busy, print_rows
 from rescene.config import Resolved, resolve
 from rescene.core.documents import parse_yaml
 from rescene.core.errors import ConfigError, ResceneError, command, for_people
+from rescene.core.json_files import Row
+from rescene.core.results import Leakage
 from rescene.data import LazySplit
 from rescene.engine import Experiment, pick_device, prepare_sizes
 from rescene.engine.cost_ledger import nominal_cost
@@ -144,26 +146,26 @@ def print_summary(
     statements: dict[str, None] = {}
     methods = [title_of(result) for result in results]
     for result, name, setting in zip(results, names or methods, settings or [{} for _ in results], strict=True):
-        values = result.values
-        statements[f"{name}: {values['privacy']['statement']}"] = None
-        if unknown := values.get("not_measured", {}).get("accuracy"):
+        record = result.record
+        statements[f"{name}: {record.privacy.statement}"] = None
+        if unknown := record.not_measured.get("accuracy"):
             statements[f"{name}: accuracy {unknown}"] = None
-        per_task = {f"T{j}": _known(v) for j, v in enumerate(values["accuracy_matrix"][-1], start=1)}
+        per_task = {f"T{j}": _known(v) for j, v in enumerate(record.accuracy_matrix[-1], start=1)}
         if len(per_task) > MOST_TASKS:
             per_task = {}
         upload = (result.upload_bytes or 0) / 1e6
-        leakage = values["leakage"]
-        missing = "not measured" if "leakage" in values.get("not_measured", {}) else "no images sent"
-        copies = f"{100 * leakage['near_copies']:.0f} %" if leakage else missing
+        missing = "not measured" if "leakage" in record.not_measured else "no images sent"
+        share = record.leakage.near_copies if record.leakage else None
+        copies = missing if share is None else f"{100 * share:.0f} %"
         rows.append(
             {
                 "recipe" if names else "method": name,
                 **setting,
-                "AA": _known(values["aa"]),
-                "AIA": _known(values["aia"]),
+                "AA": _known(record.aa),
+                "AIA": _known(record.aia),
                 **per_task,
             }
-            | {"forgetting": _known(values["forgetting"]), "up/site/round": f"{upload:.2f} MB", "near-copies": copies}
+            | {"forgetting": _known(record.forgetting), "up/site/round": f"{upload:.2f} MB", "near-copies": copies}
         )
     print_rows(rows)
     for statement in statements:
@@ -173,7 +175,7 @@ def print_summary(
 
 def title_of(result: Result) -> str:
     """What a run's method calls itself in tables; its name where the run is older than such titles."""
-    return str((result.values.get("style") or {}).get("title") or result.values["method"])
+    return str(result.record.style.get("title") or result.record.method)
 
 
 def _known(value: float | None) -> str:
@@ -312,7 +314,7 @@ def _watched(
     with whole as live, closing(outcomes) as ended:  # type: ignore[type-var]
         for count, (number, outcome) in enumerate(ended, start=1):
             if not how.quiet:
-                words = f"AA {_known(outcome.values['aa'])}" if isinstance(outcome, Result) else "failed"
+                words = f"AA {_known(outcome.record.aa)}" if isinstance(outcome, Result) else "failed"
                 print(f"[{count}/{len(cells)}] {names[number]}: {words}", file=sys.stderr, flush=True)
             if live is not None and count < len(cells):
                 live.perhaps()
@@ -507,5 +509,5 @@ def _settings(cells: Sequence[SweepCell], results: Sequence[Result]) -> list[dic
 
 def _headline(result: Result) -> dict[str, Any]:
     keys = ("method", "seed", "aa", "aia", "old", "recent", "forgetting")
-    leakage = result.values["leakage"] or {}
-    return {key: result.values[key] for key in keys} | {"near_copies": leakage.get("near_copies")}
+    leakage = result.record.leakage or Leakage()
+    return {key: getattr(result.record, key) for key in keys} | {"near_copies": leakage.near_copies}

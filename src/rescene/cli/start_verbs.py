@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rescene.cli.shared_options import AsJson, Overrides, Plugin, Quiet, load_plugins
-from rescene.cli.terminal import Row, interruptible, print_rows, verb
+from rescene.cli.terminal import interruptible, print_rows, verb
 from rescene.core.errors import ConfigError, did_you_mean
+from rescene.core.json_files import Row
 
 if TYPE_CHECKING:
     from rescene.bench import SpeedFigure

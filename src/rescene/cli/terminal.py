@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 import typer
 
 from rescene.core.errors import ConfigError, ResceneError, ResceneWarning, for_people
+from rescene.core.json_files import Row
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.status import Status
     from rich.text import Text
 
-Row = dict[str, Any]
 # Control characters but for newline and tab; marks that turn the direction of writing; bytes of a name that is not UTF-8.
 _UNSAFE = re.compile("\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _PIPE_WIDTH = 160  # columns of a table that goes into a file or a pipe

@@ -5,17 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from rescene.core.hyperparameters import Section
 from rescene.privacy.accounting import Composition, check_target, epsilon_of, replaced_epsilon, sigma_for
 from rescene.privacy.mechanism import FORMAL, Mechanism
 from rescene.privacy.statement import OUTSIDE, guarantee, released_before, trust
 
 
-class PrivacySection(BaseModel):
+class PrivacySection(Section):
     """Public settings; a site's own limits are not here but beside its ledger, where no server reaches them."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     mechanism: Literal["none", "release", "per-example", "paper-experiment", "dp-sgd"] = Field(
         "none",

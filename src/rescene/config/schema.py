@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rescene.config.privacy import PrivacySection, Promise, promise_of
 from rescene.config.site_sections import Channels, Deviation, FaultsSection, SitesSection
 from rescene.core.errors import ConfigError, MethodCannot
+from rescene.core.hyperparameters import Section
 from rescene.core.versions import as_it_was
 from rescene.lens import no_such_lens
 from rescene.methods import DEFAULT_METHOD, Method, method_class, method_names
@@ -18,12 +19,6 @@ from rescene.privacy.totals import threshold
 from rescene.training import Training
 
 PER_SITE = "per-site"  # tasks.order: each site has its own
-
-
-class Section(BaseModel):
-    """A group of keys. It is frozen, and an unknown key is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class ColumnsSection(Section):

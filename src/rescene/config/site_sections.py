@@ -12,18 +12,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from rescene.core.hyperparameters import Section
 
 Channels = tuple[float, float, float]
 ClassName = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[^,/\\\x00-\x1f]+$")]
 Deviation = Annotated[float, Field(gt=0)]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class PlannedTask(_Section):
+class PlannedTask(Section):
     """One task of a plan across sites: its classes and its rounds."""
 
     classes: tuple[ClassName, ...] = Field(min_length=1, description="classes that are new in this task")
@@ -33,7 +31,7 @@ class PlannedTask(_Section):
     closed: bool = Field(False, description="true after the operator ended the task; the round under way is its last")
 
 
-class SitesSection(_Section):
+class SitesSection(Section):
     """plan.yaml. Nothing in it may be measured on private images."""
 
     image_size: int = Field(32, ge=8, le=1024, description="side of the pictures in pixels; sites resize theirs")
@@ -84,10 +82,8 @@ def grows(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]
 Client = Annotated[int, Field(ge=0)]
 
 
-class FaultsSection(BaseModel):
+class FaultsSection(Section):
     """All simulated; a run that has any says so in its events, results and report."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     dropout: float = Field(
         0.0, ge=0, lt=1, description="simulated: chance that an asked site does not answer in the round"

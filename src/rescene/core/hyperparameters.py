@@ -1,4 +1,4 @@
-"""Hyperparameters as frozen, validated records: every field has a symbol, a place in the paper and a meaning."""
+"""Sections of a recipe and hyperparameters as frozen, validated records; a hyperparameter has a symbol, a place and a meaning."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 
-class Hyperparameters(BaseModel):
-    """Base of all such records. Unknown keys are refused; instances cannot be changed after they are made."""
+class Section(BaseModel):
+    """A group of keys. It is frozen, and an unknown key or a number that is not finite is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Hyperparameters(Section):
+    """Base of the records of hyperparameters."""
 
     @classmethod
     def table(cls) -> list[dict[str, Any]]:

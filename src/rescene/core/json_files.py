@@ -29,10 +29,10 @@ class _Misfit(Exception):
     """The value is not what its type says."""
 
 
-def record_of(kind: type[T], row: Row, damaged: list[str], where: str = "") -> T:
+def record_of(kind: type[T], row: Row, damaged: list[str]) -> T:
     """The row as a record of this kind. Places that do not fit are added to ``damaged``; ValueError if one was needed."""
     try:
-        return _record(kind, row, damaged, where)
+        return _record(kind, row, damaged, "")
     except _Misfit as misfit:
         raise ValueError(f"{misfit} is missing or damaged") from None
 

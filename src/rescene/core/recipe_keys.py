@@ -1,4 +1,4 @@
-"""Recipes as flat dictionaries with dotted keys."""
+"""Recipes and results as flat dictionaries with dotted keys."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ Flat = dict[str, Any]
 _NOT_THE_EXPERIMENT = {"seed", "device", "threads", "out", "tag"}
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> Flat:
-    """A nested recipe as dotted keys. Lists and empty sections are values.
+def flatten(tree: Mapping[Any, Any], prefix: str = "", into_lists: bool = False) -> Flat:
+    """A nested recipe as dotted keys. Empty sections are values, and lists too, unless each of their items is wanted.
 
     >>> flatten({"seed": 3, "federation": {"beta": 0.1}, "privacy": {}})
     {'seed': 3, 'federation.beta': 0.1, 'privacy': {}}
+    >>> flatten({"accuracy": [0.5, 0.25], "tasks": []}, into_lists=True)
+    {'accuracy.0': 0.5, 'accuracy.1': 0.25, 'tasks': []}
     """
     flat: Flat = {}
     for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            flat |= flatten(value, f"{prefix}{key}.")
+        inner = dict(enumerate(value)) if into_lists and isinstance(value, list) else value
+        if isinstance(inner, Mapping) and inner:
+            flat |= flatten(inner, f"{prefix}{key}.", into_lists)
         else:
             flat[f"{prefix}{key}"] = value
     return flat

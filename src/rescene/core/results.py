@@ -7,12 +7,13 @@ bytes, times in seconds, ``near_copies`` is a share from 0 to 1. None says that 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rescene.core.errors import DECLINED, DataError
-from rescene.core.json_files import Row, noted, record_of
+from rescene.core.json_files import Row, json_lines, noted, record_file, record_of, records_of
 from rescene.core.run_state import read_object
 from rescene.core.versions import RESULTS, as_it_was, refuse_newer
 
@@ -43,15 +44,18 @@ class CostFigures:
     client_flops: float | None = None
     server_flops: float | None = None
 
-    def uplink_bytes_per_turn(self, turns: int) -> float | None:
-        """Mean bytes that a site sends for each of the ``turns`` in which a site took part in a round.
+    def uplink_bytes_per_turn(self, rounds: Sequence[RoundRecord]) -> float | None:
+        """Mean bytes that a site sends for each of the ``rounds`` in which it takes part.
 
         All bytes count, so it differs from the mean message of a round where a method sends something at the end of a task.
+        Of a run that is not finished, the bytes of its rounds so far count.
 
-        >>> CostFigures(uplink_bytes=600.0, uplink_bytes_per_message=100.0).uplink_bytes_per_turn(4)
+        >>> CostFigures(uplink_bytes=600.0).uplink_bytes_per_turn([RoundRecord(0, 0, (1, 2)), RoundRecord(0, 1, (0, 2))])
         150.0
         """
-        total = self.uplink_bytes
+        turns, total = sum(len(row.participants) for row in rounds), self.uplink_bytes
+        if total is None and rounds:
+            total = sum(row.uplink_bytes or 0.0 for row in rounds)
         return total / turns if total is not None and turns else self.uplink_bytes_per_message
 
 
@@ -294,6 +298,7 @@ class Results:
     screen: ScreenRecord | None = None
     evaluated: str = ""
     not_measured: dict[str, str] = field(default_factory=dict)
+    made_from_objects: tuple[str, ...] = ()
     style: dict[str, Any] = field(default_factory=dict)  # a MethodStyle; older runs have none
     config: dict[str, Any] = field(default_factory=dict)
 
@@ -319,6 +324,16 @@ class Status:
     aa: float | None = None
     done: int = 0
     steps: int | None = None
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """waiting.json of a run across sites: when they were asked, who has answered, when each was last heard. Times are ISO texts."""
+
+    asked: str = ""
+    answered: tuple[str, ...] = ()
+    waiting_for: tuple[str, ...] = ()
+    heard: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -482,6 +497,33 @@ class FederationRecord:
     federation: str = ""
     updated: str = ""
     sites: tuple[SiteRecord, ...] = ()
+
+
+def read_status(folder: Path) -> Status:
+    """status.json of a run folder; what is missing or damaged has its default."""
+    return record_file(Status, folder / "status.json", [])
+
+
+def read_waiting(folder: Path) -> Waiting:
+    """waiting.json of a run folder; what is missing or damaged has its default."""
+    return record_file(Waiting, folder / "waiting.json", [])
+
+
+def read_events(folder: Path, problems: list[str]) -> tuple[EventRecord, ...]:
+    """The lines of events.jsonl of a run folder; damaged ones are left out and noted."""
+    return tuple(records_of(EventRecord, json_lines(folder / "events.jsonl", problems), "events.jsonl", problems))
+
+
+def read_metrics(folder: Path, problems: list[str]) -> tuple[tuple[RoundRecord, ...], tuple[TaskRecord, ...]]:
+    """Rounds and ends of tasks in metrics.jsonl of a run folder, in order; damaged lines are left out and noted.
+
+    A round that is there twice, because the run was resumed, counts once: the later one.
+    """
+    rows = json_lines(folder / "metrics.jsonl", problems)
+    kinds = {kind: [row for row in rows if row.get("kind") == kind] for kind in ("round", "task")}
+    rounds = {(row.task, row.round): row for row in records_of(RoundRecord, kinds["round"], "metrics.jsonl", problems)}
+    tasks = {row.task: row for row in records_of(TaskRecord, kinds["task"], "metrics.jsonl", problems)}
+    return tuple(rounds[place] for place in sorted(rounds)), tuple(tasks[place] for place in sorted(tasks))
 
 
 def read_results(path: Path, problems: list[str]) -> Results:

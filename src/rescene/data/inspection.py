@@ -12,13 +12,14 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from rescene.core.errors import DataError, ResceneWarning
+from rescene.core.json_files import Row
 from rescene.data.images import Dataset, Images
 from rescene.data.loading import load
 from rescene.data.sources.decode import header_sizes
@@ -40,7 +41,6 @@ _MANY, _FEW = (
     150,
     50,
 )  # images of a class: enough for recipe own with its lens; enough for a smaller lens (docs/own-images.md)
-Row = dict[str, Any]
 
 
 def inspect(dataset: Dataset, told: Sequence[ResceneWarning] = ()) -> Row:
@@ -109,13 +109,12 @@ def load_readable(
     name: str = "auto",
     path: str | os.PathLike[str] | None = None,
     layout: str = "auto",
-    outside: str = "warn",
     columns: Mapping[str, str] | None = None,
 ) -> tuple[Dataset, list[ResceneWarning]]:
     """A data set without the images that cannot be read (W203), and everything that loading warned of."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ResceneWarning)
-        dataset = load(name, path, skip_unreadable=True, layout=layout, outside=outside, columns=columns)
+        dataset = load(name, path, skip_unreadable=True, layout=layout, columns=columns)
     return dataset, [w.message for w in caught if isinstance(w.message, ResceneWarning)]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 
 from rescene.core.documents import parse_json
 from rescene.core.errors import ConfigError, DataError
+from rescene.core.files import replacing, unique_draft
 from rescene.data.images import Dataset, Images, Transform
 
 KIND = "safetensors"
@@ -41,9 +41,8 @@ def write(dataset: Dataset, file: Path) -> Path:
         "sha256": dataset.fingerprint(),
     }
     file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_name(f".{file.name}.{os.getpid()}")
-    save_file(tensors, unfinished, metadata={"format": FORMAT, "about": json.dumps(about)})
-    os.replace(unfinished, file)
+    with replacing(file, unique_draft(file)) as unfinished:
+        save_file(tensors, unfinished, metadata={"format": FORMAT, "about": json.dumps(about)})
     return file
 
 

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rescene.core.errors import RunError
+from rescene.core.files import US_ALONE, write_atomically
 from rescene.core.record import Tree
 from rescene.deploy.exchange import LONGEST_LINE, Remembered, Reply
 from rescene.deploy.message_bytes import unpack_message
@@ -159,7 +160,7 @@ class Journal:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if not (folder / "secret").exists():
-                _write_secret(folder / "secret")
+                write_atomically(folder / "secret", secrets.token_bytes(32), sync="file", mode=US_ALONE)
             self._secret = (folder / "secret").read_bytes()
         except OSError as error:
             raise could_not_save(folder, error) from error
@@ -274,13 +275,3 @@ class Ends:
                 why=str(error),
                 fix="put back a copy of this file; without one, remove it: each site still has its own mark",
             ) from None
-
-
-def _write_secret(path: Path) -> None:
-    """Whole or not at all, and at no moment for others to read."""
-    temporary = path.with_name(".secret.tmp")
-    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(secrets.token_bytes(32))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

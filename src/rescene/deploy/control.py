@@ -26,6 +26,8 @@ import yaml
 from rescene.config import Resolved
 from rescene.core.documents import read_yaml
 from rescene.core.errors import ConfigError, ResceneError, RunError, command, error_in
+from rescene.core.json_files import json_object
+from rescene.core.results import read_events, read_status, read_waiting
 from rescene.core.run_state import is_done, read_object, state_of
 from rescene.deploy.exchange import Patience
 from rescene.deploy.federation_folder import FederationFolder, check_path, require_flower
@@ -47,7 +49,7 @@ from rescene.deploy.site import Site, tighten
 from rescene.deploy.site_config import local_images
 from rescene.deploy.status import left_out_rows, site_answers, task_rows
 from rescene.engine import RunFolder
-from rescene.engine.checkpoint import write_atomically, write_json
+from rescene.engine.checkpoint import save_atomically, write_json
 from rescene.engine.run_context import with_site_names
 from rescene.lens import absolute
 
@@ -77,7 +79,7 @@ def leave(federation: FederationFolder, name: str, run: Path) -> None:
     facts["left"] = sorted({*federation.left, name})
     if run.name.split("-without-")[0] == "plan":
         facts["plan_folder"] = run.name
-    write_atomically(path, yaml.safe_dump(facts, sort_keys=False).encode())
+    save_atomically(path, yaml.safe_dump(facts, sort_keys=False).encode())
 
 
 def without_left(federation: FederationFolder, resolved: Resolved) -> Resolved:
@@ -127,7 +129,7 @@ def start_server(federation: FederationFolder) -> list[Started]:
     settings = {"address": address, "root-certificates": ca}
     lines = ["[superlink]", f"default = {toml_string(LINK)}", f"[superlink.{LINK}]"]
     lines += [f"{key} = {toml_string(value)}" for key, value in settings.items()]
-    write_atomically(home / "config.toml", "\n".join(lines).encode())
+    save_atomically(home / "config.toml", "\n".join(lines).encode())
     _register(federation)
     return list(up.values())
 
@@ -183,7 +185,7 @@ def _register(federation: FederationFolder) -> None:
 
 def registered(federation: FederationFolder) -> dict[str, str]:
     """Name of a site -> the link's number for its node."""
-    return {name: str(number) for name, number in _json(federation.server / "nodes.json").items()}
+    return {name: str(number) for name, number in json_object(federation.server / "nodes.json", []).items()}
 
 
 def seats_of(federation: FederationFolder) -> dict[int, int]:
@@ -277,7 +279,7 @@ def run(
     out = out.resolve()
     recipe = federation.server / "recipes" / f"{resolved.name}-{resolved.digest()}.yaml"
     recipe.parent.mkdir(exist_ok=True)
-    write_atomically(recipe, yaml.safe_dump(resolved.recipe.model_dump(mode="json"), sort_keys=False).encode())
+    save_atomically(recipe, yaml.safe_dump(resolved.recipe.model_dump(mode="json"), sort_keys=False).encode())
     config = {"recipe": str(recipe), "out": str(out), "gather-s": patience.gather_s}
     config |= {"deadline-s": patience.deadline_s, "poll-s": patience.poll_s}
     config |= {"plan": str(federation.plan)} if plan else {}
@@ -287,7 +289,7 @@ def run(
     )
     fruitless = 0
     while fruitless < SUBMISSIONS:
-        done = _json(out / "status.json").get("done", 0)
+        done = read_status(out).done
         answer = flwr(federation, "run", str(federation.app), LINK, "--format", "json", "--run-config", text)
         status, why = _watch(federation, int(answer["run-id"]), out, tell, look_s)
         if status == COMPLETED and is_done(out):
@@ -296,7 +298,7 @@ def run(
         if error and not _may_pass(error):
             raise error
         status = f"{status} ({why})" if why else status
-        fruitless = fruitless + 1 if _json(out / "status.json").get("done", 0) <= done else 0
+        fruitless = fruitless + 1 if read_status(out).done <= done else 0
         tell(f"ended as {status}; submissions in a row without a finished step: {fruitless} of {SUBMISSIONS}")
         if status == LOST:
             break
@@ -372,14 +374,14 @@ def _watch(
 
 def progress(out: Path, sites: Sequence[str] = ()) -> str:
     """One line: how far the run is and whom it waits for; ``sites`` are their names."""
-    status, waiting = _json(out / "status.json"), _json(out / "waiting.json")
-    if not status:
+    status = read_status(out)
+    if status.steps is None:
         return "starting"
-    aa = "" if status.get("aa") is None else f", AA {status['aa']:.1f}"
-    late = with_site_names(", ".join(waiting.get("waiting_for", [])), sites)
+    aa = "" if status.aa is None else f", AA {status.aa:.1f}"
+    late = with_site_names(", ".join(read_waiting(out).waiting_for), sites)
     state = state_of(out)
     wait = f"; waiting for {late}" if late and state == "running" else ""
-    return f"{state}: {status['done']} of {status['steps']} steps{aa}{wait}"
+    return f"{state}: {status.done} of {status.steps} steps{aa}{wait}"
 
 
 def status_rows(federation: FederationFolder) -> list[dict[str, Any]]:
@@ -431,16 +433,7 @@ def stay(started: list[Started]) -> None:
     raise RunError("E350", f"{gone.name} has ended", where=gone.log)
 
 
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return {}
-
-
 def _last_events(out: Path) -> str | None:
-    try:
-        rows = [json.loads(line) for line in (out / "events.jsonl").read_text(encoding="utf-8").splitlines()]
-    except (OSError, ValueError):
-        return None
-    return "\n".join(f"{row['code']} {row['message']}" for row in rows if row["level"] == "error") or None
+    return (
+        "\n".join(f"{event.code} {event.message}" for event in read_events(out, []) if event.level == "error") or None
+    )

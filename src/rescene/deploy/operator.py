@@ -7,7 +7,6 @@ the report reads files only. A rehearsal has real processes, TLS and node keys; 
 from __future__ import annotations
 
 import contextlib
-import json
 import tempfile
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -18,6 +17,7 @@ import yaml
 
 from rescene.config import Resolved
 from rescene.core.errors import RunError
+from rescene.core.results import read_waiting
 from rescene.deploy.control import run, start_server, start_site, status_rows
 from rescene.deploy.exchange import Patience
 from rescene.deploy.federation_folder import FederationFolder, init, require_flower
@@ -31,14 +31,14 @@ def watch_sites(federation: FederationFolder, run: Path) -> None:
     states: dict[str, str] = {}
     with contextlib.suppress(RunError):  # the link is busy, or away
         states = {str(row["name"]): str(row["state"]) for row in status_rows(federation) if row["what"] == "site"}
-    told = _waiting(run)
+    told = read_waiting(run)
     sites = [
         {
             "client": client,
             "name": name,
             "state": states.get(name, "unknown"),
-            "last_answer": told.get("heard", {}).get(f"site {client}"),
-            "waiting_since": told.get("asked") if f"site {client}" in told.get("waiting_for", []) else None,
+            "last_answer": told.heard.get(f"site {client}"),
+            "waiting_since": told.asked if f"site {client}" in told.waiting_for else None,
         }
         for client, name in enumerate(federation.sites)
     ]
@@ -51,13 +51,6 @@ def newest_run(federation: FederationFolder) -> Path | None:
     """The run folder that was touched last."""
     found = sorted((federation.server / "runs").glob("*/status.json"), key=lambda path: path.stat().st_mtime)
     return found[-1].parent if found else None
-
-
-def _waiting(run: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads((run / "waiting.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return {}
 
 
 def rehearse(

@@ -6,7 +6,6 @@ The operator writes plan.yaml, the server writes its run folder, and each only r
 from __future__ import annotations
 
 import contextlib
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,8 @@ from rescene.config import Recipe, Resolved
 from rescene.config.site_sections import PlannedTask, SitesSection
 from rescene.core.documents import read_yaml
 from rescene.core.errors import ConfigError, ResceneWarning, did_you_mean
-from rescene.engine.checkpoint import write_atomically
+from rescene.core.results import read_status
+from rescene.engine.checkpoint import save_atomically
 from rescene.privacy.statement import HOW_TO_MEASURE, NO_COUNTS
 
 HEADER = """\
@@ -42,7 +42,7 @@ def read_plan(path: Path) -> SitesSection | None:
 def write_plan(path: Path, plan: SitesSection) -> None:
     """Write the plan as YAML, with a header for the person who edits it."""
     text = yaml.safe_dump(plan.model_dump(mode="json"), sort_keys=False, default_flow_style=None, allow_unicode=True)
-    write_atomically(path, (HEADER + text).encode())
+    save_atomically(path, (HEADER + text).encode())
 
 
 def is_closed(path: Path, task: int) -> bool:
@@ -64,8 +64,7 @@ class Held:
     @staticmethod
     def of(run: Path) -> Held:
         """From the run folder: the steps done of its schedule (begin, rounds, end of each task)."""
-        status, tasks = _json(run / "status.json"), _tasks(run)
-        done = int(status.get("done", 0))
+        done, tasks = read_status(run).done, _tasks(run)
         for task, planned in enumerate(tasks):
             length = int(planned["rounds"]) + 2
             if done < length:
@@ -204,11 +203,4 @@ def _config(run: Path) -> dict[str, Any]:
     try:
         return dict(read_yaml(run / "config.yaml"))
     except (OSError, ConfigError, TypeError, ValueError):
-        return {}
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError):
         return {}

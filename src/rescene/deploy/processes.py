@@ -31,6 +31,7 @@ CLOSED_NETWORK = {  # Flower asks the internet for nothing
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
 }
 GRACE_S = 10.0
+COME_UP_S = 120.0  # until a process listens on its port
 
 
 @dataclass(frozen=True)
@@ -198,9 +199,9 @@ def check_port(host: str, port: int, patience_s: float = 5.0) -> None:
         time.sleep(0.2)
 
 
-def wait_for_port(one: Started, host: str, port: int, seconds: float = 120.0) -> None:
-    """Wait until the process listens on the port; E350 with the end of its log if it does not within ``seconds``."""
-    until = time.monotonic() + seconds
+def wait_for_port(one: Started, host: str, port: int) -> None:
+    """Wait until the process listens on the port; E350 with the end of its log if it does not within two minutes."""
+    until = time.monotonic() + COME_UP_S
     while time.monotonic() < until and alive(one):
         with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=1):
             return

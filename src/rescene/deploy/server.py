@@ -15,8 +15,6 @@ from rescene.deploy.site_config import OWN
 from rescene.engine import RunFolder
 from rescene.engine.checkpoint import write_json
 from rescene.engine.loop import Run
-from rescene.engine.observers import Guarded
-from rescene.engine.run_context import Progress
 from rescene.engine.run_setup import check_transport
 
 
@@ -25,7 +23,6 @@ def run_across(
     folder: RunFolder,
     post: Post,
     patience: Patience = Patience(),
-    progress: Progress = lambda event: None,
     run: type[Run] = Run,
     plan: Path | None = None,
     elsewhere: bool = False,
@@ -33,7 +30,6 @@ def run_across(
     ledgers: Path | None = None,
     peers: Path | None = None,
     names: Sequence[str] = (),
-    callbacks: Sequence[Guarded] = (),
 ) -> dict[str, Any]:
     """Run, or continue, the experiment of this folder across the sites behind ``post``.
 
@@ -57,7 +53,7 @@ def run_across(
     transport.waiting = lambda facts: write_json(folder.path / "waiting.json", facts, sync="none")
     check_transport(resolved, transport)
     with folder:
-        going = run(resolved, folder, progress, transport, elsewhere, callbacks)
+        going = run(resolved, folder, transport=transport, elsewhere=elsewhere)
         going.context.names = tuple(names)
         dataset = going.context.experiment.dataset
         transport.fingerprint = OWN if recipe.sites else dataset.pictures or dataset.fingerprint()

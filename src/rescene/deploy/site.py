@@ -73,7 +73,7 @@ from rescene.deploy.site_config import (
 )
 from rescene.engine import Experiment, use_all_cores
 from rescene.engine import wire as on_wire
-from rescene.engine.checkpoint import write_atomically
+from rescene.engine.checkpoint import save_atomically
 from rescene.engine.evaluate import TALLY_SENSITIVITY, Tally, noised, tally
 from rescene.engine.in_process import first_line, site_at
 from rescene.engine.run_context import warnings_to
@@ -406,7 +406,7 @@ class SiteMemory:
             if before == after:
                 return
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(after).encode())
+        save_atomically(path, json.dumps(after).encode())
 
     def payload(self, verb: str, body: bytes) -> Tree:
         """The payload of a message; its large parts are kept until the next message of this verb names them no more."""
@@ -416,7 +416,7 @@ class SiteMemory:
         found = unpack_message(body, _Files(held))
         for name, data in found.large.items():
             if name not in held:
-                write_atomically(folder / name, data, sync="none")  # can be sent again
+                save_atomically(folder / name, data, sync="none")  # can be sent again
         for name in held.keys() - found.large.keys():
             held[name].unlink(missing_ok=True)
         return found.tree
@@ -444,7 +444,7 @@ class SiteMemory:
         if path.exists():  # under a handle too: the first memory of a place stands, as the first answer does
             path.touch()  # young again
         else:
-            write_atomically(path, data)
+            save_atomically(path, data)
         by_age = sorted(self.folder.glob("memory-*.bin"), key=lambda p: p.stat().st_mtime_ns, reverse=True)
         for old in by_age[KEPT:]:
             old.unlink(missing_ok=True)
@@ -462,7 +462,7 @@ class SiteMemory:
         path = self._answer_path(token)
         for old in self.folder.glob("answer-*.bin"):
             old.unlink(missing_ok=True)
-        write_atomically(path, answer, sync="none")
+        save_atomically(path, answer, sync="none")
         return answer
 
     def _answer_path(self, token: str) -> Path:

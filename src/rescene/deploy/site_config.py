@@ -10,11 +10,12 @@ import math
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rescene.config import Recipe
 from rescene.config.schema import DataSection
 from rescene.core.errors import DataError, RunError
+from rescene.core.hyperparameters import Section
 from rescene.data import Dataset
 from rescene.data.derived_sets import adopt, check_labels
 from rescene.engine import Experiment, prepare
@@ -25,10 +26,6 @@ from rescene.privacy.ledger import Declined, End, Floor, Ledger
 OWN = "own images"  # in the place of the fingerprint that sites with a common data set must share
 
 
-class _SiteSection(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
 class SiteData(DataSection):
     """What leaves a site is made of its images. Whoever packed a folder or wrote a CSV must not choose others than its own."""
 
@@ -37,7 +34,7 @@ class SiteData(DataSection):
     )
 
 
-class SiteSection(_SiteSection):
+class SiteSection(Section):
     """site.yaml."""
 
     client: int = Field(ge=0, description="the site's number in the federation")

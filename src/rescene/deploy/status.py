@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from rescene.config.site_sections import SitesSection
 from rescene.core.errors import DECLINED
-from rescene.core.json_files import json_lines, records_of
-from rescene.core.results import EventRecord
+from rescene.core.json_files import Row
+from rescene.core.results import EventRecord, read_events, read_status, read_waiting
 from rescene.core.run_state import state_of
 from rescene.deploy.plan_file import Held
 
 MOST = 20  # uploads left out, the newest
-Row = dict[str, Any]
 
 
 def site_answers(runs: list[Path], sites: list[str], now: datetime | None = None) -> dict[str, str]:
     """For each site that a running run has asked: that it has answered, or since when it is waited for."""
     found: dict[str, str] = {}
     for run in runs:
-        waiting = _json(run / "waiting.json")
-        if state_of(run) != "running" or not waiting.get("asked"):
+        waiting = read_waiting(run)
+        if state_of(run) != "running" or not waiting.asked:
             continue
-        asked = datetime.fromisoformat(waiting["asked"])
+        asked = datetime.fromisoformat(waiting.asked)
         minutes = int(((now or datetime.now(UTC)) - asked).total_seconds() // 60)
-        found |= dict.fromkeys(_names(waiting.get("answered", []), sites), "answered")
+        found |= dict.fromkeys(_names(waiting.answered, sites), "answered")
         words = f"waited for since {asked:%Y-%m-%d %H:%M} UTC ({minutes} min)"
-        found |= dict.fromkeys(_names(waiting.get("waiting_for", []), sites), words)
+        found |= dict.fromkeys(_names(waiting.waiting_for, sites), words)
     return found
 
 
@@ -40,7 +37,7 @@ def task_rows(plan: SitesSection | None, run: Path) -> list[Row]:
     if plan is None:
         return []
     held, rows = Held.of(run), []
-    finished = held.task if held.task is not None else _json(run / "status.json").get("num_tasks", 0)
+    finished = held.task if held.task is not None else read_status(run).num_tasks or 0
     for number, task in enumerate(plan.tasks):
         state = "ended" if number < finished else "not begun"
         if number == held.task:
@@ -53,7 +50,7 @@ def left_out_rows(runs: list[Path], sites: list[str]) -> list[Row]:
     """Uploads that did not count, with code and reason; the newest last."""
     rows = []
     for run in runs:
-        for event in _events(run / "events.jsonl"):
+        for event in read_events(run, []):
             if event.left_out and event.client is not None:
                 place = _place(event)
                 name = sites[event.client] if event.client < len(sites) else f"site {event.client}"
@@ -65,13 +62,13 @@ def declined(run: Path, sites: Sequence[str]) -> list[str]:
     """Sites that did not send what they were asked for, each reason once: the model was made without it."""
     found = [
         f"{sites[event.client]}, {_place(event)}: {event.message}"
-        for event in _events(run / "events.jsonl")
+        for event in read_events(run, [])
         if event.code == DECLINED and event.client is not None and event.client < len(sites)
     ]
     return list(dict.fromkeys(found))
 
 
-def _names(told: list[str], sites: list[str]) -> list[str]:
+def _names(told: Sequence[str], sites: list[str]) -> list[str]:
     """Names of the sites that the server calls by number."""
     numbers = [int(found[1]) for word in told if (found := re.fullmatch(r"site (\d+)", word))]
     return [sites[k] for k in numbers if k < len(sites)]
@@ -80,15 +77,3 @@ def _names(told: list[str], sites: list[str]) -> list[str]:
 def _place(event: EventRecord) -> str:
     task, round = event.task or 0, -1 if event.round is None else event.round
     return f"task {task + 1}" + (f", round {round + 1}" if round >= 0 else "")
-
-
-def _events(path: Path) -> list[EventRecord]:
-    problems: list[str] = []
-    return records_of(EventRecord, json_lines(path, problems), path.name, problems)
-
-
-def _json(path: Path) -> Row:
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return {}

@@ -33,7 +33,7 @@ from rescene.core.record import Tree, map_tensors
 from rescene.deploy.exchange import SUM_STEPS
 from rescene.deploy.keys import read_node_key, read_peers
 from rescene.deploy.message_bytes import pack_message, unpack_message
-from rescene.engine.checkpoint import reach, write_atomically
+from rescene.engine.checkpoint import reach, save_atomically
 from rescene.methods.upload_schema import Form, Misfit, Sizes, fields, tensor
 from rescene.privacy import secure_sum as sums
 from rescene.privacy.secure_sum import Blobs, Party, Sign, Verify, blob, raw
@@ -274,7 +274,7 @@ class Parties:
                 for old in self._sums.glob("*-*"):
                     old.unlink()
                 party = sums.begin(session, self._client, least, plain, sums.signer(read_node_key(self._folder)))
-                write_atomically(self._path(session, "values"), pack_message(plain).data)
+                save_atomically(self._path(session, "values"), pack_message(plain).data)
                 self._write(party)
             if party.numbers != sums.fingerprint(plain):
                 raise RunError("E444", "this site began the sum with other numbers", where="secure sum")
@@ -303,7 +303,7 @@ class Parties:
             if step == MASK:
                 self._claim(party.numbers, session)
             if step == REVEAL:
-                write_atomically(told, pack_message({"asked": asked, "upload": upload}).data)
+                save_atomically(told, pack_message({"asked": asked, "upload": upload}).data)
                 reach("told", told)
                 self._delete_secrets(session)
             elif after is not party:
@@ -330,7 +330,7 @@ class Parties:
         self._refuse_second(numbers, session)
         path = self._summed(numbers)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, session.encode())
+        save_atomically(path, session.encode())
 
     def _summed(self, numbers: str) -> Path:
         return self._folder / "state" / "summed" / f"numbers-{numbers}"
@@ -346,7 +346,7 @@ class Parties:
             return None
 
     def _write(self, party: Party) -> None:
-        write_atomically(self._path(party.session, "party"), pack_message(party).data)
+        save_atomically(self._path(party.session, "party"), pack_message(party).data)
 
     def _path(self, session: str, kind: str) -> Path:
         return self._sums / f"{kind}-{session}"

@@ -21,13 +21,14 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors.torch import load
 from torch import Tensor
 
 from rescene.core.errors import ResceneWarning, RunError
+from rescene.core.files import Sync, write_atomically
 from rescene.core.record import Chunk, Tree, pack, tensors, unpack
 from rescene.core.versions import CHECKPOINT, refuse_newer
 
@@ -63,34 +64,13 @@ DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-Sync = Literal["folder", "file", "none"]  # survives a power cut; does once the folder is synced; survives a kill
 
 
-def write_atomically(path: Path, *parts: bytes | memoryview, sync: Sync = "folder") -> None:
-    """All ``parts`` under ``path``, or the old content: temporary file, fsync, rename, fsync of the folder."""
-    temporary = path.with_name(f".{path.name}.tmp")
+def save_atomically(path: Path, *parts: bytes | memoryview, sync: Sync = "folder") -> None:
+    """A file of a run: all ``parts`` under ``path`` or the old content, with named places between the steps. E410 if it fails."""
     try:
-        reach("opening", path)
-        with open(temporary, "wb") as file:
-            for part in parts:
-                reach("writing", path)
-                file.write(part)
-            file.flush()
-            reach("written", path)
-            if sync != "none":
-                os.fsync(file.fileno())
-        reach("synced", path)
-        os.replace(temporary, path)
-        reach("renamed", path)
-        if sync == "folder":
-            folder = os.open(path.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+        write_atomically(path, *parts, sync=sync, reach=lambda place: reach(place, path))
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
         raise could_not_save(path, error) from error
 
 
@@ -107,7 +87,7 @@ def could_not_save(path: Path, error: OSError) -> RunError:
 
 def write_json(path: Path, value: Any, sync: Sync = "folder") -> None:
     """Sorted, readable JSON with a final newline, written atomically. NaN must have become null before."""
-    write_atomically(path, (json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n").encode(), sync=sync)
+    save_atomically(path, (json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n").encode(), sync=sync)
 
 
 def encoded(chunk: Chunk) -> list[bytes | memoryview]:
@@ -154,7 +134,7 @@ class Checkpoints:
             body = {"schema": CHECKPOINT, "step": step, "facts": facts, "skeleton": skeleton, "chunks": digests}
             body["sha256"] = _digest_of(body)
             newest = self.folder / f"step-{step:06d}.json"
-            write_atomically(newest, json.dumps(body).encode())
+            save_atomically(newest, json.dumps(body).encode())
             self._written = held
             self._prune(newest)
         except OSError as error:
@@ -188,7 +168,7 @@ class Checkpoints:
             digest = sha256.hexdigest()
             path = self._chunk_path(digest)
             if not (path.exists() and _sha256(path) == digest):  # one that was damaged on disk must not live on
-                write_atomically(path, *parts, sync="file")  # the manifest syncs the folder, before anything is removed
+                save_atomically(path, *parts, sync="file")  # the manifest syncs the folder, before anything is removed
         held[key] = (digest, values)
         return digest
 

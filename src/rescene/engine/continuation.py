@@ -22,10 +22,11 @@ from rescene.config.compose import with_sites_of_data
 from rescene.config.schema import PER_SITE, DataSection
 from rescene.core.documents import read_yaml
 from rescene.core.errors import ConfigError, DataError, RunError, command
+from rescene.core.files import replacing
 from rescene.core.run_state import LOCK, read_object, state_of
 from rescene.data import Dataset, plan_tasks
 from rescene.data.derived_sets import narrowed
-from rescene.engine.checkpoint import could_not_save, write_atomically, write_json
+from rescene.engine.checkpoint import could_not_save, save_atomically, write_json
 from rescene.engine.experiment import load_data, pick_device, seen_by
 from rescene.engine.run_folder import RunFolder, words_of
 from rescene.lens import through, users_own
@@ -325,17 +326,15 @@ def _check_noise(before: Finished, recipe: Recipe) -> None:
 
 def _copy(before: Finished, resolved: Resolved, target: Path) -> None:
     """The folder of the run with the grown recipe. It has its name only when it is complete."""
-    unfinished = target.with_name(f".{target.name}.tmp")
     origin = _json(before.folder, "origin.json") | {"origins": resolved.origins, "continued_from": str(before.folder)}
     try:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        shutil.copytree(before.folder, unfinished, ignore=shutil.ignore_patterns(*NOT_COPIED))
-        config = yaml.safe_dump(resolved.recipe.model_dump(mode="json"), sort_keys=False)
-        write_atomically(unfinished / "config.yaml", config.encode())
-        write_json(unfinished / "origin.json", origin)
-        if target.is_dir():
-            target.rmdir()  # it is empty, else it would have been refused
-        os.replace(unfinished, target)
+        with replacing(target) as unfinished:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            shutil.copytree(before.folder, unfinished, ignore=shutil.ignore_patterns(*NOT_COPIED))
+            config = yaml.safe_dump(resolved.recipe.model_dump(mode="json"), sort_keys=False)
+            save_atomically(unfinished / "config.yaml", config.encode())
+            write_json(unfinished / "origin.json", origin)
+            if target.is_dir():
+                target.rmdir()  # it is empty, else it would have been refused
     except (OSError, shutil.Error) as error:
-        shutil.rmtree(unfinished, ignore_errors=True)
         raise could_not_save(target, error) from error

@@ -19,7 +19,7 @@ from rescene.core.errors import ResceneWarning
 from rescene.core.results import rounded
 from rescene.core.versions import MODEL, RESULTS
 from rescene.data.derived_sets import VALIDATION_WORDS
-from rescene.engine.checkpoint import write_atomically, write_json
+from rescene.engine.checkpoint import save_atomically, write_json
 from rescene.engine.cost_ledger import CostLedger, nominal_cost
 from rescene.engine.experiment import Experiment
 from rescene.engine.observers.counts import stream_record
@@ -305,14 +305,14 @@ def _write_csv(path: Path, header: list[str], rows: Iterable[list[Any]]) -> None
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(header)
     writer.writerows(["" if cell is None else cell for cell in row] for row in rows)
-    write_atomically(path, file.getvalue().encode())
+    save_atomically(path, file.getvalue().encode())
 
 
 def save_model(run: RunFolder, e: Experiment, weights: Model) -> None:
     """The final model, before anything is evaluated or exported that might fail."""
     folder = run.directory("model")
     model = {key: value.detach().cpu().contiguous() for key, value in weights.items()}
-    write_atomically(folder / "final.safetensors", save(model))
+    save_atomically(folder / "final.safetensors", save(model))
     card = {"schema": MODEL, "arch": vars(e.arch), "classes": list(e.dataset.classes[: e.tasks[-1].num_seen])}
     look: dict[str, Any] = {"mean": e.dataset.transform.mean, "std": e.dataset.transform.std}
     if e.recipe.model.lens is not None:

@@ -48,7 +48,7 @@ class Facts:
     quarantine: list[dict[str, Any]] = field(default_factory=list)
     judged: dict[str, int] = field(default_factory=dict)  # by client: groups of one class and round that were screened
     forgotten: list[dict[str, Any]] = field(default_factory=list)  # sites whose uploads were removed (withdrawal.py)
-    closings: list[list[int]] = field(default_factory=list)  # label, round of the stream (stream.py)
+    closings: list[list[int]] = field(default_factory=list)  # label, round of the stream (observers/counts.py)
     num_client_failures: int = 0
     num_fallbacks: int = 0
     num_withheld: int = 0

@@ -47,7 +47,7 @@ from rescene.core.versions import FOLDER, refuse_newer, source_hash
 from rescene.data.images import Dataset
 from rescene.data.objects import OBJECT, is_own_dataset, maker_of, own_dataset
 from rescene.data.reading import Options
-from rescene.engine.checkpoint import Checkpoints, could_not_save, reach, write_atomically, write_json
+from rescene.engine.checkpoint import Checkpoints, could_not_save, reach, save_atomically, write_json
 from rescene.engine.experiment import Experiment
 from rescene.methods import method_class
 from rescene.nets import is_own, own_model
@@ -287,7 +287,7 @@ class RunFolder:
         config, origin, command = (self.path / name for name in ("config.yaml", "origin.json", "command.txt"))
         if not config.is_file() or resolved.recipe.sites is not None:  # a plan may have grown
             text = yaml.safe_dump(resolved.recipe.model_dump(mode="json"), sort_keys=False)
-            write_atomically(config, text.encode())  # first of all: a folder with anything else in it is not a run
+            save_atomically(config, text.encode())  # first of all: a folder with anything else in it is not a run
         if not origin.is_file():
             style = asdict(resolved.recipe.build_method().style())
             write_json(origin, {"schema": FOLDER, "recipe": resolved.name, "origins": resolved.origins, "style": style})
@@ -295,7 +295,7 @@ class RunFolder:
         if not objects.is_file() and (found := objects_of(resolved.recipe)):
             write_json(objects, {"schema": 1, "objects": found})
         if not command.is_file():
-            write_atomically(command, f"{_command()}\n".encode())
+            save_atomically(command, f"{_command()}\n".encode())
 
     def sweep(self) -> None:
         """Remove what killed writes have left; a folder that cannot be changed is no reason to stop here."""
@@ -324,7 +324,7 @@ class RunFolder:
             for t, parts in enumerate(() if experiment.is_lazy else experiment.shards)
             for k, part in enumerate(parts)
         }
-        write_atomically(self.path / "partition.safetensors", save(index))
+        save_atomically(self.path / "partition.safetensors", save(index))
         write_json(self.path / "env.json", environment(experiment))
 
     def directory(self, name: str) -> Path:

@@ -22,9 +22,10 @@ import torch
 from rescene.config import Resolved
 from rescene.config.privacy import Promise
 from rescene.core.errors import ConfigError, DataError, RunError, command
+from rescene.core.files import replacing
 from rescene.core.record import to_device
 from rescene.data import Task
-from rescene.engine.checkpoint import Saved, write_atomically
+from rescene.engine.checkpoint import Saved, save_atomically
 from rescene.engine.evaluate import summed
 from rescene.engine.experiment import Experiment
 from rescene.engine.in_process import ledger_in
@@ -282,7 +283,7 @@ class Withdrawal:
         """Every step of the run up to the checkpoint is taken again, with the other sites: new sums, new charges."""
         parts, e = self.parts, self.context.experiment
         for file in APPENDED:
-            write_atomically(parts.folder.path / file, b"")  # of one that was killed on the way
+            save_atomically(parts.folder.path / file, b"")  # of one that was killed on the way
         _copy_ledgers(source, parts.folder, client)
         self._start(done=0)
         with self.run.listening():
@@ -407,17 +408,17 @@ def _copy_history(source: RunFolder, out: RunFolder, saved: Saved, client: int) 
     _copy_ledgers(source, out, client)
     for name in APPENDED:
         data = (source.path / name).read_bytes() if (source.path / name).is_file() else b""
-        write_atomically(out.path / name, data[: saved.facts["lengths"][name]])
+        save_atomically(out.path / name, data[: saved.facts["lengths"][name]])
 
 
 def _copy_ledgers(source: RunFolder, out: RunFolder, client: int) -> None:
     """All but the client's own. Ledgers that are there already may have charges of their own, and stay."""
-    old, new, half = source.path / "ledgers", out.path / "ledgers", out.path / ".ledgers.tmp"
+    old, new = source.path / "ledgers", out.path / "ledgers"
     if old.is_dir() and not new.exists():
-        shutil.rmtree(half, ignore_errors=True)
         own = shutil.ignore_patterns(f"client-{client}.jsonl", f"client-{client}")
-        shutil.copytree(old, half, ignore=own)
-        half.rename(new)
+        with replacing(new) as half:
+            shutil.rmtree(half, ignore_errors=True)
+            shutil.copytree(old, half, ignore=own)
 
 
 def _remains(method: Method, again: bool) -> tuple[str, ...]:

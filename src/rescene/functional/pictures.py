@@ -85,7 +85,6 @@ def soften(x: Tensor, strength: float, generator: torch.Generator) -> Tensor:
 
 
 SCALES, DIRECTIONS, GRID = 2, 8, 4
-NUM_WAVES = 3 + SCALES * DIRECTIONS
 REACH = 5  # pixels: three deviations of the wider Gaussian
 ROUNDING = 1e-7  # of a convolution in float32: the square root would make a number of it that differs between machines
 COLOUR = ((0.299, 0.587, 0.114), (-0.169, -0.331, 0.5), (0.5, -0.419, -0.081))  # ITU-R BT.601

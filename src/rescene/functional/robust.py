@@ -12,15 +12,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+NUM_STEPS = 50  # of Weiszfeld's
 
-def geometric_median(points: Tensor, num_steps: int = 50) -> Tensor:
+
+def geometric_median(points: Tensor) -> Tensor:
     """The point with the least sum of distances, by Weiszfeld's steps: [n, d] -> [d]. Half of the points cannot move it far.
 
     >>> geometric_median(torch.tensor([[0.0], [0.1], [0.2], [100.0]])).item() < 0.21
     True
     """
     centre = points.median(dim=0).values
-    for _ in range(num_steps):
+    for _ in range(NUM_STEPS):
         weights = 1 / (points - centre).norm(dim=1).clamp(min=1e-6)
         centre = (weights[:, None] * points).sum(dim=0) / weights.sum()
     return centre

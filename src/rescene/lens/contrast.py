@@ -104,10 +104,10 @@ def contrast(z: Tensor, tau: float) -> Tensor:
     return F.cross_entropy(scores, partner)
 
 
-def picture_pool(num: int, generator: torch.Generator, chunk: int = 4096) -> Tensor:
+def picture_pool(num: int, generator: torch.Generator) -> Tensor:
     """``num`` procedural pictures, uint8 [num, 3, 64, 64], drawn in chunks."""
     pool = torch.empty(num, 3, 64, 64, dtype=torch.uint8, device=generator.device)
-    for part in pool.split(chunk):
+    for part in pool.split(4096):
         part.copy_(draw_leaves(len(part), generator))
     return pool
 

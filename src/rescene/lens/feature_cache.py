@@ -19,7 +19,6 @@ import contextlib
 import hashlib
 import os
 import platform
-import tempfile
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,6 +29,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rescene.core.errors import ResceneWarning
+from rescene.core.files import US_ALONE, replacing, unique_draft
 from rescene.core.record import record
 from rescene.core.versions import source_hash
 from rescene.data.catalog import cache_folder
@@ -38,6 +38,7 @@ from rescene.data.inspection import hashes
 
 LIMIT = 8_000_000_000  # bytes in the user's cache folder; what was not used for longest goes first
 SUFFIX = ".safetensors"
+ENDINGS = (SUFFIX, ".draft", ".tmp")  # of features, and of unfinished files; earlier versions called those .tmp
 NAMES, FEATURES = "pictures", "features"  # tensors of a block
 SHA256 = "sha256"
 
@@ -102,19 +103,15 @@ class FeatureCache:
     def _save(self, path: Path, block: dict[str, Tensor]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.folder.chmod(0o700)
-        handle, draft = tempfile.mkstemp(suffix=".tmp", dir=self.folder)
-        os.close(handle)
-        try:
+        with replacing(path, unique_draft(path)) as draft:
+            draft.touch(US_ALONE)
             save_file(block, draft, {SHA256: content_hash(block)})
-            os.chmod(draft, 0o600)
-            os.replace(draft, path)
-        finally:
-            Path(draft).unlink(missing_ok=True)
+            draft.chmod(US_ALONE)
 
     def files(self) -> list[tuple[Path, os.stat_result]]:
         """All files of features, the one used last first; also what a process left that was killed while it wrote."""
         found = []
-        for path in [*self.folder.glob(f"*{SUFFIX}"), *self.folder.glob("*.tmp")]:
+        for path in (path for ending in ENDINGS for path in self.folder.glob(f"*{ending}")):
             with contextlib.suppress(OSError):  # another process may have removed it
                 found.append((path, path.stat()))
         return sorted(found, key=lambda pair: -pair[1].st_mtime_ns)

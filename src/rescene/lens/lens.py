@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +25,7 @@ from torch import Tensor, nn
 
 from rescene.core.documents import parse_json
 from rescene.core.errors import ConfigError, DataError, did_you_mean
+from rescene.core.files import US_ALONE, replacing, unique_draft
 from rescene.core.versions import source_hash
 from rescene.data.catalog import cache_folder
 from rescene.data.images import Dataset, Images, Transform
@@ -263,13 +262,9 @@ def _taken_before(source: str) -> Lens:
             pass  # damaged: it is made again below
     content = take(source)
     kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    handle, draft = tempfile.mkstemp(suffix=".tmp", dir=kept.parent)
-    os.close(handle)
-    try:
-        write_content(content, Path(draft))
-        os.replace(draft, kept)
-    finally:
-        Path(draft).unlink(missing_ok=True)
+    with replacing(kept, unique_draft(kept)) as draft:
+        draft.touch(US_ALONE)
+        write_content(content, draft)
     return read_lens(kept, name or path.stem)
 
 

@@ -17,6 +17,9 @@ from torch import Tensor
 
 SIDE = 6
 FLOOR = 1e-3  # added to a patch's variance (pixels in [0, 1]): flat patches stay flat
+WHITENING_FLOOR = (
+    0.01  # added to each eigenvalue, as a share of their average: directions without content are not blown up
+)
 THRESHOLD = 0.5  # h
 
 
@@ -74,9 +77,9 @@ def sample_patches(pictures: Tensor, num: int, generator: torch.Generator) -> Te
     return pictures[which[:, None, None], :, rows, columns].permute(0, 3, 1, 2).reshape(num, -1)
 
 
-def whitening_of(p: Tensor, floor: float = 0.01) -> tuple[Tensor, Tensor]:
-    """Mean and symmetric whitening matrix; eigenvalues below ``floor`` of the average are raised by it."""
+def whitening_of(p: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and symmetric whitening matrix; every eigenvalue is raised by WHITENING_FLOOR of the average."""
     centre = p.mean(dim=0)
     values, vectors = torch.linalg.eigh(torch.cov((p - centre).T).double())
-    scale = (values.clamp_min(0) + floor * values.mean()).rsqrt()
+    scale = (values.clamp_min(0) + WHITENING_FLOOR * values.mean()).rsqrt()
     return centre, ((vectors * scale) @ vectors.T).to(p.dtype)

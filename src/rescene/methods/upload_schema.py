@@ -53,9 +53,9 @@ Sizes = dict[str, int]
 Form = Callable[[Any, str, Sizes], None]  # value, its name, sizes met so far
 
 
-def check_form(form: Form, value: Any, name: str = "upload") -> None:
+def check_form(form: Form, value: Any) -> None:
     """Raise ``Misfit`` if ``value`` does not have this form."""
-    form(value, name, {})
+    form(value, "upload", {})
 
 
 def whole(low: int = 0, high: int = MOST) -> Form:

@@ -42,10 +42,9 @@ def judge(book: Book) -> list[Verdict]:
 
 
 def paper_book(where: str, metric: str) -> float | None:
-    """The paper's own figures."""
+    """The paper's own figures: its tables must support what its text claims, else we have read one of them wrongly."""
     table, _, cell = where.partition(":")
-    own = {n.metric: n.mean for n in printed(table) if n.cell == cell}
-    return _old(own) if metric == "old" else own.get(metric.removeprefix("measured "))
+    return _of_cell({n.metric: n.mean for n in printed(table) if n.cell == cell}, metric)
 
 
 class OurBook:
@@ -68,8 +67,7 @@ class OurBook:
         if line.reading:
             self.stand_ins[where] = line.reading
         figures = line.measured if metric.startswith("measured ") else line.ours
-        own = {key: value.mean for key, value in figures.items()}
-        return _old(own) if metric == "old" else own.get(metric.removeprefix("measured "))
+        return _of_cell({key: value.mean for key, value in figures.items()}, metric)
 
     def _line(self, where: str, costs: bool) -> Line | None:
         """The cell's own line if it is like the others, else the reading of it that is."""
@@ -89,6 +87,10 @@ def _is_alike(line: Line) -> bool:
 @lru_cache
 def _claims() -> dict[str, Spec]:
     return dict(parse_yaml((files("rescene.paper") / "claims.yaml").read_text(encoding="utf-8"), "claims.yaml"))
+
+
+def _of_cell(own: dict[str, float], metric: str) -> float | None:
+    return _old(own) if metric == "old" else own.get(metric.removeprefix("measured "))
 
 
 def _old(tasks: dict[str, float]) -> float | None:

@@ -47,16 +47,13 @@ def _split(recipe: str) -> Experiment:
 
 
 def client_resource_rows(
-    data: Sequence[str] = DATA,
-    methods: Sequence[str] = METHODS,
-    seeds: Sequence[int] = (0, 1, 2),
-    overrides: Sequence[str] = (),
+    data: Sequence[str] = DATA, methods: Sequence[str] = METHODS, seeds: Sequence[int] = (0, 1, 2)
 ) -> list[dict[str, Any]]:
     """One row per data set and method: {data, method, nominal: {...}, forecast: {...}} with the four COLUMNS."""
     rows = []
     for name in data:
         for method in methods:
-            worlds = [paper_experiment(name, method, seed, overrides) for seed in seeds]
+            worlds = [paper_experiment(name, method, seed) for seed in seeds]
             rows.append(
                 {
                     "data": name,
@@ -68,17 +65,15 @@ def client_resource_rows(
     return rows
 
 
-def total_compute_rows(
-    data: str = "cifar10", methods: Sequence[str] = METHODS, seeds: Sequence[int] = (0, 1, 2)
-) -> list[dict[str, Any]]:
-    """One row per method: {method, nominal: {...}, forecast: {...}} with client_flops, server_flops, client_share.
+def total_compute_rows(methods: Sequence[str] = METHODS, seeds: Sequence[int] = (0, 1, 2)) -> list[dict[str, Any]]:
+    """One row per method on CIFAR-10: {method, nominal: {...}, forecast: {...}} with client_flops, server_flops, client_share.
 
     As in the paper: the clients' figure is the run's divided by the tasks, the server's is that of the second task. In the
     forecast it is what the server does from the beginning of that task to its end.
     """
     rows = []
     for method in methods:
-        worlds = [paper_experiment(data, method, seed) for seed in seeds]
+        worlds = [paper_experiment("cifar10", method, seed) for seed in seeds]
         nominal = [(client_flops(world) / len(world.tasks), server_flops(world, SECOND_TASK)) for world in worlds]
         rows.append({"method": method, "nominal": _shares(nominal), "forecast": _shares([_of_task(w) for w in worlds])})
     return rows

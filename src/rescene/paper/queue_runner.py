@@ -26,7 +26,9 @@ from typing import Any
 from rescene.config import Resolved, resolve
 from rescene.core.documents import parse_yaml
 from rescene.core.errors import ResceneError
+from rescene.core.files import write_atomically
 from rescene.core.json_files import json_object
+from rescene.core.results import read_status
 from rescene.core.run_state import is_done, state_of
 from rescene.engine.cost_ledger import nominal_cost
 from rescene.paper.costs import without_pictures
@@ -297,17 +299,14 @@ class Queue:
         """The report so far, in one piece: a kill in between leaves the one before."""
         told = {"schema": 1, "minutes": self.minutes, "parallel": self.parallel, "runs": list(map(asdict, self.rows))}
         self.results.mkdir(parents=True, exist_ok=True)
-        half = self.results / "queue.json.part"
-        half.write_text(json.dumps(told, indent=1), encoding="utf-8")
-        os.replace(half, self.results / "queue.json")
+        write_atomically(self.results / "queue.json", json.dumps(told, indent=1).encode(), sync="none")
         self.tell(row)
 
 
 def _share_done(folder: Path) -> float:
     """How much of a run that was stopped is saved."""
-    status = json_object(folder / "status.json", [])
-    done, steps = status.get("done"), status.get("steps")
-    return min(1.0, done / steps) if isinstance(done, int) and isinstance(steps, int) and steps else 0.0
+    status = read_status(folder)
+    return min(1.0, status.done / status.steps) if status.steps else 0.0
 
 
 def _keep(folder: Path, kept: Path) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 GUESSES = ((1, True), (2, True), (4, True), (10, True), (2, False), (4, False), (10, False))
 """(m / r, guess both ways or only who was in): the surest r guesses. All are tried, and paid for."""
+RISK = 0.05  # of a bound that is too high, unless another one is given
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def epsilon_lower_bound(m: int, r: int, v: int, delta: float, risk: float) -> fl
     return low
 
 
-def bounds(attacks: Mapping[str, tuple[Tensor, Tensor]], delta: float, risk: float = 0.05) -> dict[str, Bound]:
+def bounds(attacks: Mapping[str, tuple[Tensor, Tensor]], delta: float, risk: float = RISK) -> dict[str, Bound]:
     """For each attack, its scores [m] and the coins [m] -> its bound. All hold together, but for ``risk``.
 
     A score above 0 says "in", below 0 "out", the further the surer; 0 abstains. The risk is divided among all attacks and all
@@ -87,9 +88,9 @@ def bounds(attacks: Mapping[str, tuple[Tensor, Tensor]], delta: float, risk: flo
     return found
 
 
-def most_to_show(m: int, delta: float, num_attacks: int, risk: float = 0.05) -> float:
+def most_to_show(m: int, delta: float, num_attacks: int) -> float:
     """The bound that an attacker who is always right would get: what m canaries cannot show beyond."""
-    return epsilon_lower_bound(m, m, m, delta, risk / (num_attacks * len(GUESSES)))
+    return epsilon_lower_bound(m, m, m, delta, RISK / (num_attacks * len(GUESSES)))
 
 
 def success_lower_bound(right: int, tries: int, risk: float) -> float:
@@ -110,7 +111,7 @@ def success_lower_bound(right: int, tries: int, risk: float) -> float:
 THRESHOLDS = 20
 
 
-def two_world_bound(inside: Tensor, outside: Tensor, delta: float, risk: float = 0.05) -> float:
+def two_world_bound(inside: Tensor, outside: Tensor, delta: float, risk: float = RISK) -> float:
     """Epsilon at least, from scores in worlds with a record and in worlds without it; higher says "with".
 
     For every test, right of those with it <= e^eps x wrong of those without it + delta, and the other way round. Both rates are bounded
@@ -130,8 +131,8 @@ def two_world_bound(inside: Tensor, outside: Tensor, delta: float, risk: float =
     return best
 
 
-def most_identified(num_candidates: int, sigma: float, releases: int = 1) -> float:
-    """Largest chance to tell which of so many equally likely records is behind Gaussian releases with this noise multiplier.
+def most_identified(num_candidates: int, sigma: float) -> float:
+    """Largest chance to tell which of so many equally likely records is behind a Gaussian release with this noise multiplier.
 
     Without the record a guess is right once in ``num_candidates``; the noise lets a test of that size succeed no more often than this
     (Hayes, Mahloujifar, Balle 2023: 1 - T(1 / k) for the trade-off function T of the mechanism).
@@ -140,4 +141,4 @@ def most_identified(num_candidates: int, sigma: float, releases: int = 1) -> flo
     0.0156
     """
     chance = torch.special.ndtri(torch.tensor(1.0 / num_candidates, dtype=torch.float64))
-    return float(torch.special.ndtr(chance + math.sqrt(releases) / sigma))
+    return float(torch.special.ndtr(chance + 1 / sigma))

@@ -47,6 +47,7 @@ from torch import Tensor
 
 from rescene.core.documents import read_yaml
 from rescene.core.errors import ConfigError, RunError, command
+from rescene.core.files import US_ALONE, sync_folder, write_atomically
 from rescene.privacy.ledger_file import (
     DELTA,
     Book,
@@ -323,15 +324,9 @@ class Ledger:
 
     def _write_whole(self, path: Path, data: bytes) -> None:
         """Whole or not at all, and on disk when this returns."""
-        temporary = path.with_name(f".{path.name}.tmp")
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with open(temporary, "wb", opener=_for_us_alone) as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-            _sync_folder(path.parent)
+            write_atomically(path, data, mode=US_ALONE)
         except OSError as error:
             raise self._unwritten(error) from None
 
@@ -348,7 +343,7 @@ class Ledger:
             if flock is not None:
                 flock(file, LOCK_EX)
             if new:
-                _sync_folder(self.path.parent)
+                sync_folder(self.path.parent)
             yield file
 
     def _checked(self, file: BinaryIO, mark: Mark | None) -> tuple[Book, int]:
@@ -461,17 +456,7 @@ class Ledger:
 
 
 def _for_us_alone(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
-
-
-def _sync_folder(path: Path) -> None:
-    """A new name must survive a crash too."""
-    if hasattr(os, "O_DIRECTORY"):
-        folder = os.open(path, os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+    return os.open(path, flags, US_ALONE)
 
 
 def _name_of(key: bytes) -> str:

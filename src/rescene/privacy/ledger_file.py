@@ -22,9 +22,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import ConfigDict, Field, field_validator
 
 from rescene.core.errors import ResceneError
+from rescene.core.hyperparameters import Section
 from rescene.core.record import record
 from rescene.privacy.accounting import Composition, total_epsilon
 
@@ -149,13 +150,13 @@ class Declined(ResceneError):
     """The site does not take part this time (E413): its budget is spent or its floor is above what was asked."""
 
 
-class Floor(BaseModel):
+class Floor(Section):
     """What the site allows at most, whatever the server says. null: no limit of its own.
 
     A site with a floor sends nothing without a mechanism, and nothing above these limits.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
+    model_config = ConfigDict(strict=True)
 
     epsilon_max: float | None = Field(None, gt=0, description="over all runs, for every image")
     min_sigma: float | None = Field(None, gt=0, description="least noise multiplier")

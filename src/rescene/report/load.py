@@ -12,12 +12,11 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from rescene.core.errors import DataError, ResceneError
-from rescene.core.json_files import Row, json_lines, json_object, record_file, records_of, yaml_object
+from rescene.core.json_files import Row, json_object, record_file, yaml_object
 from rescene.core.method_style import MethodStyle, style_of
 from rescene.core.recipe_keys import Flat, flatten
 from rescene.core.results import (
@@ -38,6 +37,8 @@ from rescene.core.results import (
     TaskRecord,
     Timing,
     WithdrawalCheck,
+    read_events,
+    read_metrics,
     read_results,
 )
 from rescene.core.run_state import State, state_of
@@ -127,10 +128,7 @@ class RunRecord:
     @property
     def upload_bytes(self) -> float | None:
         """Mean bytes that a site sends for each round it takes part in, at the ends of tasks too."""
-        measured = self.results.cost.measured
-        if measured.uplink_bytes is None and self.rounds:
-            measured = replace(measured, uplink_bytes=sum(row.uplink_bytes or 0.0 for row in self.rounds))
-        return measured.uplink_bytes_per_turn(sum(len(row.participants) for row in self.rounds))
+        return self.results.cost.measured.uplink_bytes_per_turn(self.rounds)
 
     @property
     def within_task(self) -> float | None:
@@ -187,7 +185,7 @@ def load_run(folder: Path) -> RunRecord:
     results = read_results(folder / "results.json", problems) if finished else Results()
     config = results.config or as_it_was(yaml_object(folder / "config.yaml", problems))
     origin = record_file(Origin, folder / "origin.json", problems)
-    method, metrics = _method(folder, results, config), json_lines(folder / "metrics.jsonl", problems)
+    method, (rounds, tasks) = _method(folder, results, config), read_metrics(folder, problems)
     return RunRecord(
         folder=folder,
         method=method,
@@ -202,9 +200,9 @@ def load_run(folder: Path) -> RunRecord:
         config=config,
         settings=flatten(config),
         partition=record_file(Partition, folder / "partition.json", problems),
-        rounds=tuple(_latest(RoundRecord, metrics, "round", problems)),
-        task_rows=tuple(_latest(TaskRecord, metrics, "task", problems)),
-        events=_events(folder, problems),
+        rounds=rounds,
+        task_rows=tasks,
+        events=read_events(folder, problems),
         command=text_of(folder / "command.txt"),
         audit=record_file(Audit, folder / "audit.json", problems),
         site_heads=record_file(SiteHeads, folder / "site_heads.json", problems),
@@ -249,19 +247,6 @@ def _not_a_run(folder: Path) -> DataError:
         why="there is no such folder" if not folder.is_dir() else f"it holds none of {', '.join(MARKS)}",
         fix=f"name the runs inside it, for example {inside[0]}" if inside else "rescene runs   lists the run folders",
     )
-
-
-def _latest(kind: Any, rows: list[Row], name: str, problems: list[str]) -> list[Any]:
-    """Rows of one kind, sorted; a round written twice (a resumed run) counts once, the later one wins."""
-    last = {}
-    for row in records_of(kind, [row for row in rows if row.get("kind") == name], "metrics.jsonl", problems):
-        last[row.task, getattr(row, "round", 0)] = row
-    return [last[place] for place in sorted(last)]
-
-
-def _events(folder: Path, problems: list[str]) -> tuple[EventRecord, ...]:
-    rows = json_lines(folder / "events.jsonl", problems)
-    return tuple(records_of(EventRecord, rows, "events.jsonl", problems))
 
 
 def _method(folder: Path, results: Results, config: Row) -> str:

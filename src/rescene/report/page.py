@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -22,6 +21,7 @@ import numpy as np
 
 from rescene import __version__
 from rescene.core.errors import DataError, ResceneError
+from rescene.core.files import ANYBODY, US_ALONE, unique_draft, write_atomically
 from rescene.core.json_files import Row, record_of
 from rescene.core.results import PairRecord
 from rescene.report import figures_accuracy, figures_theory, figures_tradeoffs
@@ -70,15 +70,9 @@ def write_page(
     return put_page(render_page("page.html.j2", **view), out)
 
 
-def put_page(html: str, out: Path, mode: int = 0o666) -> Path:
+def put_page(html: str, out: Path, mode: int = ANYBODY) -> Path:
     """Whoever opens the page meanwhile sees the old one or the new one, whole."""
-    draft = out.with_name(f".{out.name}.{os.getpid()}")
-    try:
-        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8") as file:
-            file.write(html)
-        os.replace(draft, out)
-    finally:
-        draft.unlink(missing_ok=True)  # still there if it could not take its place
+    write_atomically(out, html.encode(), sync="none", mode=mode, draft=unique_draft(out))
     return out
 
 
@@ -318,4 +312,4 @@ def write_check(rows: Sequence[Row], preview: Preview | None, name: str, out: Pa
         pairs=pairs,
         lens=through_lens(preview.surrogates) if preview else "",
     )
-    return put_page(html, out, mode=0o600)
+    return put_page(html, out, mode=US_ALONE)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rescene.core.errors import ConfigError, ResceneError, RunError, did_you_mean
+from rescene.core.files import write_atomically
 from rescene.core.run_state import read_object
 from rescene.sweeps.grid import SweepCell
 from rescene.sweeps.one_run import Order
@@ -154,10 +155,8 @@ def _queued(root: Path) -> dict[str, Any]:
 
 
 def _note(root: Path, jobs: dict[str, str]) -> None:
-    draft = root / f"{JOBS}.draft"
     root.mkdir(parents=True, exist_ok=True)
-    draft.write_text(json.dumps(jobs, indent=1) + "\n", encoding="utf-8")
-    draft.replace(root / JOBS)
+    write_atomically(root / JOBS, (json.dumps(jobs, indent=1) + "\n").encode(), sync="none")
 
 
 def _outcome(folder: Path, job: Any) -> Any:

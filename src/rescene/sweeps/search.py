@@ -171,7 +171,7 @@ def _tell(
 
     words = " ".join(f"{key}={_short(value)}" for key, value in chosen.items())
     failed = [one for one in outcomes if not isinstance(one, Result)]
-    values = [one.values[search.metric] for one in outcomes if isinstance(one, Result)]
+    values = [getattr(one.record, search.metric) for one in outcomes if isinstance(one, Result)]
     if failed or None in values:
         study.tell(number, state=TrialState.FAIL)
         return f"trial {number + 1}: {words} failed: {failed[0] if failed else 'nothing was measured'}"

@@ -9,7 +9,6 @@ import json
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +16,8 @@ from torch import Tensor
 import rescene
 from rescene.config import resolve
 from rescene.core.errors import ConfigError, DataError, RunError, did_you_mean
+from rescene.core.files import replacing
+from rescene.core.json_files import Row
 from rescene.engine.experiment import load_data
 from rescene.lens import Lens, expect_looks, tell_looked
 from rescene.lens.backbone import Program
@@ -26,7 +27,6 @@ from rescene.use.model import Whole, of_run, open_model, origin_of
 NUM_RANDOM, NUM_TEST = 16, 64  # pictures to compare on
 AT_ONCE = 16
 TOLERANCE = 1e-4  # of the largest score; formats differ in the order of additions, and in nothing else
-Row = dict[str, Any]
 
 
 def export(folder: Path, kinds: Sequence[str], out: Path) -> list[Row]:
@@ -70,8 +70,7 @@ def _check_lens(kinds: Sequence[str], lens: Lens | None) -> None:
 
 
 def _write(kind: str, whole: Whole, told: str, path: Path, pictures: Tensor, wanted: Tensor) -> Row:
-    draft = path.with_name(f"draft.{kind}")  # a file under its own name has been checked
-    try:
+    with replacing(path, path.with_name(f"draft.{kind}")) as draft:  # a file under its own name has been checked
         WRITERS[kind](whole, told, draft)
         found = difference(wanted, open_model(draft, trust=True).scores, pictures)
         if found > TOLERANCE:
@@ -82,9 +81,6 @@ def _write(kind: str, whole: Whole, told: str, path: Path, pictures: Tensor, wan
                 why=f"scores differ by {found:.1e} of the largest; {TOLERANCE:.0e} would be rounding",
                 fix="use another --to",
             )
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
     return {"file": str(path), "MB": round(path.stat().st_size / 1e6, 2), "largest difference": f"{found:.1e}"}
 
 

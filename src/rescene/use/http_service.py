@@ -29,6 +29,7 @@ import torch
 
 from rescene import __version__
 from rescene.core.errors import ConfigError, DataError, is_out_of_memory
+from rescene.core.json_files import Row
 from rescene.data.sources.decode import NO_PICTURE, decode, size_of
 from rescene.use.model import Model
 
@@ -57,7 +58,6 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
-Row = dict[str, Any]
 
 
 class Refusal(Exception):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from rescene import __version__
 from rescene.core.documents import read_text
 from rescene.core.errors import ConfigError, DataError, ResceneWarning
+from rescene.core.results import Results, read_results
 from rescene.core.run_state import is_done, read_object
 from rescene.data.sources.decode import EXTENSIONS, decode, reason, shown
 from rescene.data.sources.image_folder import survey, warn_of_left
@@ -110,25 +111,25 @@ def of_run(folder: Path) -> tuple[dict[str, Any], Whole]:
 
 def origin_of(folder: Path, size: int) -> dict[str, Any]:
     """Where a run's model comes from and what must be known to use it, for people who see its file alone."""
-    results = read_object(folder / "results.json")
+    results = read_results(folder / "results.json", [])
     return {
         "input": f"uint8 RGB pixels [n, 3, {size}, {size}]: shorter side scaled, centre cropped",
         "output": "one score (logit) per class; softmax gives confidences",
-        "method": results["method"],
-        "title": (results.get("style") or {}).get("title") or results["method"],
+        "method": results.method,
+        "title": results.style.get("title") or results.method,
         "data": _data(folder, results),
-        "aa": results["aa"],
-        "privacy": results["privacy"]["statement"],
+        "aa": results.aa,
+        "privacy": results.privacy.statement,
         "written_by": f"rescene {__version__}",
     }
 
 
-def _data(folder: Path, results: Mapping[str, Any]) -> str | None:
+def _data(folder: Path, results: Results) -> str | None:
     """The images that a run was trained on, in words: their name, how many, at how many sites."""
-    config = results.get("config") or {}
-    sites = (config.get("federation") or {}).get("num_clients")
-    sizes = [task.get("train_size") for task in results["tasks"]]
-    count = f"{sum(sizes):,} images" if all(size is not None for size in sizes) else "images that stayed at the sites"
+    sites = (results.config.get("federation") or {}).get("num_clients")
+    sizes = [task.train_size for task in results.tasks if task.train_size is not None]
+    told = len(sizes) == len(results.tasks)
+    count = f"{sum(sizes):,} images" if told else "images that stayed at the sites"
     with contextlib.suppress(OSError, ValueError):
         name = read_object(folder / "env.json").get("data")
         return f"{name}: {count}, {sites} sites" if name else count

@@ -131,11 +131,6 @@ def size_of(source: Path | bytes) -> tuple[int, int] | None:
         return None
 
 
-def _shorter_side(path: Path) -> int | None:
-    size = size_of(path)
-    return min(size) if size else None
-
-
 def _decode_one(source: Path | bytes, size: int) -> tuple[tuple[int, int], bool, np.ndarray]:
     """Original (width, height), whether there is more than one frame, and pixels uint8 [3, size, size] of the first, upright."""
     from PIL import Image, ImageOps

@@ -20,9 +20,10 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
+from rescene.core.json_files import Row
 from rescene.data import Dataset, Task
 from rescene.data.images import Images
-from rescene.engine.checkpoint import write_atomically, write_json
+from rescene.engine.checkpoint import save_atomically, write_json
 from rescene.engine.observers import Observer, RunView
 from rescene.engine.run_context import RunContext
 from rescene.functional.robust import far_off
@@ -105,7 +106,6 @@ def stamp(pixels: Tensor) -> Tensor:
 
 FOLDER = "quarantine"
 LIMIT = 2.0  # times as far from the others as chance explains; docs/poisoning.md says what it catches and costs
-Row = dict[str, Any]
 
 
 class Screen(Observer):
@@ -154,7 +154,7 @@ class Screen(Observer):
         name = f"task{task.index}-round{round}-site{client}-class{label}"
         pixels = self.dataset.transform.to_pixels(images)
         data = save({"images": images.cpu().contiguous(), "pixels": pixels.cpu().contiguous()})
-        write_atomically(self.context.folder.directory(FOLDER) / f"{name}.safetensors", data)
+        save_atomically(self.context.folder.directory(FOLDER) / f"{name}.safetensors", data)
         what = self.dataset.classes[label]
         why = f"{ratio:.1f} times as far from what the other sites sent as chance explains (limit {LIMIT:g})"
         self.note(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rescene.config import Recipe
 from rescene.data import Dataset, Task
-from rescene.engine.checkpoint import write_atomically, write_json
+from rescene.engine.checkpoint import save_atomically, write_json
 from rescene.engine.observers import Observer, RunView
 from rescene.engine.run_context import RunContext
 from rescene.methods import Payload
@@ -232,7 +232,7 @@ class LeakageWatch(Observer):
         pictures, rows = self.gallery()
         means, mean_rows = self.means.gallery()
         path, more = self.context.folder.path, {"means": mean_rows} if means else {}
-        write_atomically(path / "surrogates.safetensors", save(pictures | means))
+        save_atomically(path / "surrogates.safetensors", save(pictures | means))
         write_json(path / "surrogates.json", {"schema": 1, "pairs": rows} | more)
 
     def state(self) -> dict[str, Any]:

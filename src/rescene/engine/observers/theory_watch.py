@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rescene.core.json_files import Row
 from rescene.core.rng import seeded_generator
 from rescene.data import Task
 from rescene.engine.experiment import Experiment
@@ -27,8 +28,6 @@ REAL_PER_CLASS = 100  # real images per class behind the figures of each round; 
 SKETCH_SIZE = 2**17  # distances of models are exact up to so many weights, and within about 1 % above
 _DIGITS = 8
 _STALE = ("matching_error", "surrogate_drift", "real_drift", "model_distance")
-
-Row = dict[str, Any]
 
 
 class Pictures(NamedTuple):
