@@ -1,4 +1,4 @@
-"""The house stays readable: no circles, no name twice, short functions, and one folder that computes with epsilon."""
+"""The house stays readable: no name twice, short functions, and one folder that computes with epsilon."""
 
 import ast
 import re
@@ -18,52 +18,6 @@ DOCUMENTED = 0.95  # share of what is public that has a docstring, at least
 # name the word only: the recipe's keys, texts for people, and records of what a run promised
 NAMES_EPSILON = {"privacy", "config", "cli", "deploy", "report", "audit"}
 RECORDS_EPSILON = {"core/results.py", "engine/results_writer.py", "engine/withdrawal.py", "data/inspection.py"}
-
-
-def module(path):
-    return ".".join(("rescene", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
-
-
-def only_for_types(node):
-    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-
-
-def imported(tree):
-    """Modules that the file imports, inside functions too, but not those that only a type checker reads."""
-    todo = list(tree.body)
-    while todo:
-        node = todo.pop()
-        if only_for_types(node):
-            continue
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        todo += ast.iter_child_nodes(node)
-
-
-def test_imports_have_no_circles():
-    known = {module(path): path for path in TREES}
-    packages = {name for name, path in known.items() if path.name == "__init__.py"}
-    arrows = {
-        name: {other for other in imported(TREES[path]) if other in known and other != name} - packages
-        for name, path in known.items()
-    }
-    done, under_way, circles = set(), [], []
-
-    def visit(name):
-        if name in under_way:
-            circles.append(" > ".join([*under_way[under_way.index(name) :], name]))
-        elif name not in done:
-            under_way.append(name)
-            for other in sorted(arrows[name]):
-                visit(other)
-            done.add(under_way.pop())
-
-    for name in arrows:
-        visit(name)
-    assert circles == []
 
 
 def test_no_file_and_no_class_has_its_name_twice_across_folders():
