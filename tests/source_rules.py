@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,7 +108,9 @@ def _loaders(tree: ast.Module) -> set[str]:
     found = {"__import__", "builtins.__import__"}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module == "importlib":
-            found |= {alias.asname or alias.name for alias in node.names if alias.name in ("import_module", "__import__")}
+            found |= {
+                alias.asname or alias.name for alias in node.names if alias.name in ("import_module", "__import__")
+            }
         elif isinstance(node, ast.Import):
             names = {alias.asname or alias.name for alias in node.names if alias.name.startswith("importlib")}
             found |= {f"{name.partition('.')[0]}.import_module" for name in names}
@@ -190,3 +191,176 @@ def _circles_in(arrows: Mapping[str, set[str]]) -> list[str]:
     for name in arrows:
         visit(name)
     return found
+
+
+BUDGET = re.compile(
+    r"_?(\w+_)?epsilon(_\w+)?|delta_max|noise_multiplier"
+)  # names whose values are a privacy budget or its noise
+KEEPS = {"float", "round", "abs", "sorted", "list", "tuple", "next"}  # what they give is still an epsilon
+REDUCES = {"sum", "max", "min", "pow"}
+LOOKS = {"math.isfinite", "math.isinf", "math.isnan", "math.inf"}
+CALCULUS = {
+    "rescene.privacy.accounting": {"Composition", "NEIGHBOURS", "check_target"},
+    "rescene.privacy.epsilon_bounds": set(),
+    "rescene.privacy.noise": {"Noise"},
+}
+"""The modules that compute with epsilon, calibrate noise and draw it, and the names of each that every layer may import."""
+DRAWS = (
+    ".noise.normal",
+    ".noise.uniform",
+    ".noise.words",
+)  # a method may toss coins (chosen): they are no noise on a number
+
+
+def budget_computations(root: Path, exempt: tuple[str, ...] = ("privacy", "audit")) -> list[str]:
+    """Places outside these folders that compute with an epsilon, calibrate noise or draw it.
+
+    Arithmetic, sums, extremes and functions of ``math`` and ``torch`` count, also on a name that was assigned from an epsilon. To pass
+    it on, to compare it, to round it and to print it is no computation.
+    """
+    found = []
+    for source in sources(root):
+        if source.folder in exempt:
+            continue
+        found += [f"{source.place} imports {name}" for name in sorted(_calculus_in(source, root))]
+        aliases = _aliases(source.tree)
+        for node in ast.walk(source.tree):
+            if _computes(node, aliases) or (isinstance(node, ast.Call) and dotted(node.func).endswith(DRAWS)):
+                found.append(f"{source.place}:{getattr(node, 'lineno', 0)} computes {ast.unparse(node)}")
+    return sorted(set(found))
+
+
+def _calculus_in(source: Source, root: Path) -> set[str]:
+    """What the file imports of the calculus, from its home or from a file of the folder that imports it too."""
+    owned, found = _calculus_names(root), set()
+    for module, name in imported(source):
+        whole = f"{module}.{name}" if name else module
+        elsewhere = module.startswith(f"{PACKAGE}.privacy") and name in owned
+        if whole in CALCULUS or elsewhere or (module in CALCULUS and name not in CALCULUS[module]):
+            found.add(whole)
+    return found
+
+
+def _calculus_names(root: Path) -> set[str]:
+    """The functions and values that the modules of the calculus define, but for those that everybody may use."""
+    found = set()
+    for module, allowed in CALCULUS.items():
+        path = root.joinpath(*module.split(".")[1:]).with_suffix(".py")
+        body = ast.parse(path.read_text(encoding="utf-8")).body if path.exists() else []
+        found |= {node.name for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef))} - allowed
+    return found
+
+
+def _aliases(tree: ast.Module) -> set[str]:
+    """Names that the file assigns from an epsilon."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Assign, ast.AnnAssign, ast.NamedExpr)) and node.value and is_budget(node.value, found):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return found
+
+
+def is_budget(node: ast.AST, aliases: set[str]) -> bool:
+    """Whether the expression is an epsilon: by its name, key or function, or as one branch of it."""
+    if isinstance(node, ast.Name):
+        return bool(BUDGET.fullmatch(node.id)) or node.id in aliases
+    if isinstance(node, ast.Attribute):
+        return bool(BUDGET.fullmatch(node.attr))
+    if isinstance(node, ast.Subscript):
+        key = node.slice.value if isinstance(node.slice, ast.Constant) else None
+        return isinstance(key, str) and bool(BUDGET.fullmatch(key))
+    if isinstance(node, ast.Call):
+        kept = dotted(node.func) in KEEPS and any(is_budget(one, aliases) for one in node.args)
+        return kept or is_budget(node.func, set())
+    if isinstance(node, (ast.GeneratorExp, ast.ListComp, ast.SetComp)):
+        return is_budget(node.elt, aliases)
+    parts = {ast.BoolOp: lambda n: n.values, ast.IfExp: lambda n: [n.body, n.orelse], ast.Starred: lambda n: [n.value]}
+    return any(is_budget(one, aliases) for one in parts.get(type(node), lambda n: [])(node))  # type: ignore[no-untyped-call]
+
+
+def _computes(node: ast.AST, aliases: set[str]) -> bool:
+    if isinstance(node, ast.BinOp):
+        return is_budget(node.left, aliases) or is_budget(node.right, aliases)
+    if isinstance(node, ast.AugAssign):
+        return is_budget(node.target, aliases) or is_budget(node.value, aliases)
+    if isinstance(node, ast.UnaryOp):
+        return isinstance(node.op, ast.USub) and is_budget(node.operand, aliases)
+    if isinstance(node, ast.Call):
+        name = dotted(node.func)
+        counts = name in REDUCES or (name.startswith(("math.", "torch.", "np.")) and name not in LOOKS)
+        return counts and any(is_budget(one, aliases) for one in node.args)
+    return False
+
+
+SHARED = {
+    "base",
+    "registry",
+    "upload_schema",
+    "nominal_cost",
+    "averaging",
+    "surrogates",
+}  # of methods/, but of no single method
+WORDS = {
+    "rescene",
+    "local",
+    "target",
+    "joint",
+    "moments",
+}  # mean something else too: the package, a place, a step, sums
+
+
+def method_mentions(root: Path, titles: Mapping[str, str], exempt: tuple[str, ...] = ("methods", "paper")) -> list[str]:
+    """Places outside these folders that know a single method, by its name or title (``titles``: name -> title).
+
+    Texts count wherever the name stands in them; names that are also ordinary words count behind ``method=``, and where something
+    called name or method is compared with them. Imports of a method's own file count in every form. So does ``getattr(method, "x")``,
+    which asks for what the contract does not have. Docstrings do not count.
+    """
+    known = set(titles)
+    clear = {word for name, title in titles.items() if name not in WORDS for word in (name, title)}
+    inside = re.compile(rf"(?<![\w.-])({'|'.join(sorted(map(re.escape, clear), key=len, reverse=True))})(?![\w-])")
+    chosen = re.compile(rf"\bmethod=({'|'.join(sorted(map(re.escape, known), key=len, reverse=True))})(?![\w-])")
+    found = []
+    for source in sources(root):
+        if source.folder in exempt:
+            continue
+        for text in texts(source.tree):
+            found += [f"{source.place} says {name}" for name in {*inside.findall(text), *chosen.findall(text)}]
+        found += [f"{source.place} imports {module}" for module in _method_files(source)]
+        found += [f"{source.place}:{line} compares with {name}" for line, name in _compared(source.tree, known)]
+        found += [f"{source.place}:{line} asks a method for {name}" for line, name in _asked(source.tree)]
+    return sorted(set(found))
+
+
+def _method_files(source: Source) -> set[str]:
+    """Files of single methods that are imported, or reached as attributes of the package."""
+    names = {f"{module}.{name}" if name else module for module, name in imported(source)}
+    names |= {dotted(node) for node in ast.walk(source.tree) if isinstance(node, ast.Attribute)}
+    names |= {text for text in texts(source.tree) if DOTTED.fullmatch(text)}
+    modules = {".".join(name.split(".")[:3]) for name in names if name.startswith(f"{PACKAGE}.methods.")}
+    is_file = re.compile(rf"{PACKAGE}\.methods\.[a-z]\w*")
+    offered = {f"{PACKAGE}.methods.{name}" for name in (*SHARED, "register", "method_class", "method_names")}
+    return {module for module in modules if is_file.fullmatch(module)} - offered
+
+
+def _compared(tree: ast.Module, known: set[str]) -> Iterator[tuple[int, str]]:
+    """(line, method) of comparisons of something called name or method with a method's name; ``match`` too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            asked, told = ast.unparse(node), texts(node)
+        elif isinstance(node, ast.Match):
+            asked, told = ast.unparse(node.subject), (text for case in node.cases for text in texts(case.pattern))
+        else:
+            continue
+        if re.search(r"\.name\b|\bname\b|\['name'\]|method", asked):
+            yield from ((node.lineno, text) for text in told if text in known)
+
+
+def _asked(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, attribute) of ``getattr`` and ``hasattr`` on something called method with an attribute's name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and dotted(node.func) in ("getattr", "hasattr") and len(node.args) > 1:
+            of, name = dotted(node.args[0]), node.args[1]
+            if of.rpartition(".")[2] == "method" and isinstance(name, ast.Constant):
+                yield node.lineno, str(name.value)

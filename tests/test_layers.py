@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from source_rules import LAYERS, LEVEL, circles, imported_layers, sources, upward_imports
 
 import rescene
+from source_rules import LAYERS, LEVEL, circles, imported_layers, sources, upward_imports
 
 ROOT = Path(rescene.__file__).parent
 REPOSITORY = Path(__file__).parents[1]
@@ -28,7 +28,9 @@ def test_every_folder_is_a_layer_and_every_layer_is_there():
 
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/extend.md"])
 def test_people_see_the_same_layers(page):
-    drawn = re.findall(r"^core < .*\n(?: .*<.*\n)*", (REPOSITORY / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
+    drawn = re.findall(
+        r"^core < .*\n(?: .*<.*\n)*", (REPOSITORY / page).read_text(encoding="utf-8"), flags=re.MULTILINE
+    )
     assert drawn == [LAYERS]
 
 

@@ -1,7 +1,8 @@
 """The rules about the source find what they must: each gets a small package with a planted violation, and one without."""
 
 import pytest
-from source_rules import circles, upward_imports
+
+from source_rules import budget_computations, circles, method_mentions, upward_imports
 
 
 def planted(root, files):
@@ -55,8 +56,14 @@ def test_imports_downwards_are_allowed(tmp_path):
 CIRCLES = {
     "two files": {"core/a.py": "from rescene.core.b import f", "core/b.py": "import rescene.core.a"},
     "relative": {"core/a.py": "from .b import f", "core/b.py": "from . import a"},
-    "inside a function": {"core/a.py": "from rescene.core import b", "core/b.py": "def f():\n    from rescene.core import a"},
-    "through the package": {"core/__init__.py": "from rescene.core.a import f", "core/a.py": "from rescene.core import f"},
+    "inside a function": {
+        "core/a.py": "from rescene.core import b",
+        "core/b.py": "def f():\n    from rescene.core import a",
+    },
+    "through the package": {
+        "core/__init__.py": "from rescene.core.a import f",
+        "core/a.py": "from rescene.core import f",
+    },
     "import_module": {
         "core/a.py": "from rescene.core import b",
         "core/b.py": "import importlib\nimportlib.import_module('rescene.core.a')",
@@ -81,3 +88,90 @@ def test_a_package_that_offers_its_files_is_no_circle(tmp_path):
         "core/b.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from rescene.core.a import f",
     }
     assert circles(planted(tmp_path, files)) == []
+
+
+COMPUTATIONS = {
+    "a product": "def f(epsilon, n):\n    return epsilon * n",
+    "of an attribute": "total = run.privacy.epsilon * 3",
+    "of a method": "total = 2 * promise.epsilon()",
+    "of a key": "total = row['epsilon'] + 1",
+    "of a limit": "half = floor.epsilon_max / 2",
+    "in place": "total = 0.0\ntotal += run.epsilon",
+    "a name for it": "def f(run, n):\n    spent = run.epsilon\n    return n * spent",
+    "a name in an expression": "(spent := run.epsilon or 0.0)\ntotal = 3 * spent",
+    "one branch": "total = (run.epsilon if run else 0.0) * 2",
+    "behind float": "total = float(run.epsilon) ** 2",
+    "a sum": "total = sum(run.epsilon for run in runs)",
+    "an extreme": "worst = max(run.epsilon for run in runs)",
+    "a function of it": "import math\nup = math.ceil(epsilon)",
+    "its negative": "down = -epsilon",
+    "accounting": "from rescene.privacy.accounting import epsilon_of",
+    "on several lines": "from rescene.privacy.accounting import (\n    Composition,\n    sigma_for,\n)",
+    "the module": "from rescene.privacy import accounting",
+    "the module, plainly": "import rescene.privacy.accounting as a",
+    "relative": "from ..privacy.accounting import epsilon_of",
+    "from a file that has it too": "from rescene.privacy.mechanism import sigma_for",
+    "the sampler": "from rescene.privacy.noise import discrete_gaussian",
+    "noise of a site": "y = x + d * site.noise.normal(3)",
+}
+
+
+@pytest.mark.parametrize("text", COMPUTATIONS.values(), ids=COMPUTATIONS)
+@pytest.mark.parametrize("folder", ["deploy", "config"])
+def test_a_computation_with_epsilon_is_found(tmp_path, text, folder):
+    calculus = "def epsilon_of(): ...\ndef sigma_for(): ..."
+    root = planted(tmp_path, {f"{folder}/site.py": text, "privacy/accounting.py": calculus})
+    found = budget_computations(root)
+    assert len(found) == 1 and found[0].startswith(f"{folder}/site.py")
+
+
+def test_an_epsilon_may_be_passed_on_compared_and_printed(tmp_path):
+    text = (
+        "from rescene.privacy.accounting import Composition, check_target\nfrom rescene.privacy.noise import Noise\n"
+        "import math\nsection = Section(epsilon=privacy.epsilon)\nprint(f'{run.epsilon:.2f}', round(run.epsilon, 2))\n"
+        "is_fine = math.isfinite(run.epsilon) and run.epsilon < floor.epsilon_max\ncoins = site.noise.chosen(3, 0.5)\n"
+        "place = epsilons + ['privacy.epsilon=8']"
+    )
+    computing = "def f(epsilon):\n    return 2 * epsilon"
+    root = planted(tmp_path, {"cli/verbs.py": text, "privacy/mechanism.py": computing, "audit/attack.py": computing})
+    assert budget_computations(root) == []
+
+
+TITLES = {"fedavg": "FedAvg", "raw-upload": "Raw upload", "moments": "Moments", "rescene": "ReSCENE"}
+MENTIONS = {
+    "its name": "x = 'fedavg'",
+    "its name with a dash": "x = {'raw-upload': 1}",
+    "a setting": "x = ['method=fedavg']",
+    "a setting that is a word": "x = 'try method=moments or another'",
+    "in a sentence": "fix = 'use fedavg here'",
+    "in an f-string": "fix = f'{x}: fedavg {y}'",
+    "its title": "words = 'as FedAvg does'",
+    "from its file": "from rescene.methods.fedavg import FedAvg",
+    "its file": "from rescene.methods import fedavg",
+    "its file, plainly": "import rescene.methods.fedavg",
+    "its file, relative": "from ..methods import moments",
+    "its file by name": "from importlib import import_module\nimport_module('rescene.methods.moments')",
+    "behind the package": "import rescene\nrescene.methods.moments.Moments()",
+    "a comparison": "is_ours = m.name == 'moments'",
+    "a comparison with several": "is_ours = recipe.method.name in ('moments', 'other')",
+    "a comparison of a key": "is_ours = config['method']['name'] != 'rescene'",
+    "a match": "match method.name:\n    case 'moments':\n        pass",
+    "past the contract": "size = getattr(experiment.method, 'sketch_columns', None)",
+    "past the contract, asked": "if hasattr(method, 'budget'):\n    pass",
+}
+
+
+@pytest.mark.parametrize("text", MENTIONS.values(), ids=MENTIONS)
+def test_knowledge_of_a_method_is_found(tmp_path, text):
+    found = method_mentions(planted(tmp_path, {"engine/loop.py": text}), TITLES)
+    assert found and all(place.startswith("engine/loop.py") for place in found)
+
+
+def test_the_contract_and_ordinary_words_are_no_knowledge(tmp_path):
+    text = (
+        '"""FedAvg does this too."""\nimport rescene\nfrom rescene.methods import Method, register\n'
+        "from rescene.methods.base import Uploads\nx = ['rescene run', 'local', 'fedavg2', 'method=all', 'my-fedavg']\n"
+        "verb = getattr(method, name)\nsize = method.sent_size('inputs', 3)\nis_it = kind == 'moments'"
+    )
+    files = {"engine/loop.py": text, "methods/fedavg.py": "name = 'fedavg'", "paper/numbers.py": "row = 'fedavg'"}
+    assert method_mentions(planted(tmp_path, files), TITLES) == []

@@ -39,7 +39,7 @@ ATTACKS = (
     Attack("a reply holds what the mechanism released, and constants", "all fields, from 40 and from 42 images", letters.replies),
     Attack("what a site remembers does not name its images", "hashes of memory of two sites with the same images", letters.remembered),
     Attack("no request buys a second release", "a lie in every field; other runs, tasks, rounds, recipes", letters.requests),
-    Attack("a site remembers an image once", "memory verbs of Re-Fed and FedCBDR, five times each", letters.memories),
+    Attack("a site remembers an image once", "verbs that fill a site's memory, five times each", letters.memories),
     Attack("a site does what its method's verbs say, and nothing else", "names of other functions", letters.verbs),
     Attack("under a mechanism a hold-out is no oracle", "evaluation of any weights", letters.evaluation),
     Attack("errors of a site tell nothing of its images", "a site with a class of its own only", letters.errors),

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from rescene.config.privacy import PrivacySection, Promise, promise_of
+from rescene.config.privacy import PrivacySection, promise_of
 from rescene.config.site_sections import Channels, Deviation, FaultsSection, SitesSection
 from rescene.core.errors import ConfigError
 from rescene.core.versions import as_it_was
@@ -14,6 +14,7 @@ from rescene.lens import no_such_lens
 from rescene.methods import DEFAULT_METHOD, Method, method_class, method_names
 from rescene.nets import is_own, own_model
 from rescene.nets.timm_networks import TIMM
+from rescene.privacy.promise import Promise
 from rescene.privacy.totals import threshold
 from rescene.training import Training
 

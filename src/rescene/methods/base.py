@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -247,6 +247,25 @@ class Method(Hyperparameters):
     def nominal_replay(self, setting: Setting) -> NominalReplay | None:
         """What is replayed at the end of the sequence, counted as in Table 8; None for a method without such a memory."""
         return None
+
+    def sent_size(self, kind: Literal["features", "inputs", "outputs"], size: int) -> int:
+        """How many of ``size`` features of an image, inputs of a layer (as columns) or outputs of a layer (as rows) it sends.
+
+        A forecast runs the method on a small copy of the run, and takes from here how large its tensors are in the real one.
+        """
+        return size
+
+    def kept_per_class(self) -> int:
+        """Pictures of a class that the server keeps after a task at most, by herding; 0: there is no such limit."""
+        return 0
+
+    def recent_share(self) -> float:
+        """lambda: the server herds towards the mean of this newest share of a task's rounds; 1: of all of them."""
+        return 1.0
+
+    def leakage_note(self) -> str:
+        """A sentence that must stand beside the measured leakage of its uploads; empty: there is none."""
+        return ""
 
     def kept(self, state: Any) -> dict[int, Kept]:
         """What the server keeps, by client (-1: nobody wrote down whose). Here: the pictures of ``buffers`` and ``pool``."""

@@ -96,6 +96,11 @@ class SurrogateMethod(Condensation, Method):
             return "a few images per class with their labels, computed from one noised sum per class"
         return cls.leaves_site
 
+    def leakage_note(self) -> str:
+        if self.start != "coloured":
+            return ""
+        return "They are drawn with a seed that the server knows, so it can solve for the images of small classes."
+
     def broadcast(self, state: Any, round: int, federation: Federation, rng: Rng) -> Payload:
         """The model, and the seed of the perturbation noise that all clients of the round share."""
         seed = rng.at("noise").integer()
