@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 PACKAGE = "rescene"
@@ -41,6 +43,7 @@ class Source:
         return self.place.partition("/")[0].removesuffix(".py")
 
 
+@cache
 def sources(root: Path) -> list[Source]:
     """All Python files below ``root``, which is the folder of the package."""
     found = []
@@ -191,6 +194,43 @@ def _circles_in(arrows: Mapping[str, set[str]]) -> list[str]:
     for name in arrows:
         visit(name)
     return found
+
+
+def repeated_names(root: Path) -> dict[str, list[str]]:
+    """Names of files and of types that stand for different things in two folders -> the places.
+
+    A type is a class, or another capitalised name that a file assigns or imports under that name. Aliases with the same
+    definition (``Row = dict[str, Any]``) mean the same.
+    """
+    places: dict[str, set[tuple[str, str, str]]] = defaultdict(set)
+    for source in sources(root):
+        folder, _, file = source.place.rpartition("/")
+        if not source.is_package:
+            places[file].add((folder, source.place, source.place))
+        for name, meaning in _types_of(source):
+            places[name].add((folder, meaning, source.place))
+    return {
+        name: sorted(place for _, _, place in found)
+        for name, found in sorted(places.items())
+        if len({folder for folder, _, _ in found}) > 1 and len({meaning for _, meaning, _ in found}) > 1
+    }
+
+
+def _types_of(source: Source) -> Iterator[tuple[str, str]]:
+    """(name, what it stands for) of the classes and aliases of a file; a class stands for itself alone."""
+    is_type = re.compile(r"_*[A-Z]\w*[a-z]\w*")
+    for node in source.tree.body:
+        if isinstance(node, ast.ClassDef):
+            yield node.name, source.module
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = [target.id for target in targets if isinstance(target, ast.Name)]
+            yield from ((name, ast.unparse(node.value)) for name in names if is_type.fullmatch(name))
+        elif isinstance(node, ast.ImportFrom):
+            renamed = [
+                (one.asname, f"{node.module}.{one.name}") for one in node.names if one.asname not in (None, one.name)
+            ]
+            yield from ((name, meaning) for name, meaning in renamed if name and is_type.fullmatch(name))
 
 
 BUDGET = re.compile(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from source_rules import budget_computations, circles, method_mentions, upward_imports
+from source_rules import budget_computations, circles, method_mentions, repeated_names, upward_imports
 
 
 def planted(root, files):
@@ -175,3 +175,30 @@ def test_the_contract_and_ordinary_words_are_no_knowledge(tmp_path):
     )
     files = {"engine/loop.py": text, "methods/fedavg.py": "name = 'fedavg'", "paper/numbers.py": "row = 'fedavg'"}
     assert method_mentions(planted(tmp_path, files), TITLES) == []
+
+
+REPEATED = {
+    "two classes": ("class Uploads: ...", "class Uploads: ..."),
+    "a class and an alias": ("class Uploads: ...", "Uploads = dict[str, int]"),
+    "two aliases": ("Uploads = Literal['images']", "Uploads: TypeAlias = dict[str, int]"),
+    "a class and an import": ("class Uploads: ...", "from rescene.core.styles import Kind as Uploads"),
+}
+
+
+@pytest.mark.parametrize("texts", REPEATED.values(), ids=REPEATED)
+def test_a_name_with_two_meanings_is_found(tmp_path, texts):
+    root = planted(tmp_path, {"core/styles.py": texts[0], "methods/base.py": texts[1]})
+    assert repeated_names(root) == {"Uploads": ["core/styles.py", "methods/base.py"]}
+
+
+def test_two_files_of_one_name_are_found(tmp_path):
+    assert set(repeated_names(planted(tmp_path, {"core/theory.py": "", "engine/theory.py": ""}))) == {"theory.py"}
+
+
+def test_one_meaning_one_folder_and_values_are_allowed(tmp_path):
+    files = {
+        "core/a.py": "Row = dict[str, int]\nLIMIT = 3\nfrom rescene.methods.base import Method",
+        "methods/base.py": "Row = dict[str, int]\nLIMIT = 4\nclass Method: ...\nclass Memory: ...",
+        "methods/other.py": "class Memory: ...",
+    }
+    assert repeated_names(planted(tmp_path, files)) == {}

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from rescene.config.privacy import PrivacySection, promise_of
-from rescene.config.site_sections import Channels, Deviation, FaultsSection, SitesSection
+from rescene.config.site_sections import ChannelTriple, Deviation, FaultsSection, SitesSection
 from rescene.core.errors import ConfigError
 from rescene.core.versions import as_it_was
 from rescene.lens import no_such_lens
@@ -76,7 +76,7 @@ class DataSection(Section):
         description="what the first level of folders is; auto detects it and stops with a question if in doubt",
     )
     columns: ColumnsSection = ColumnsSection()
-    mean: Channels | None = Field(
+    mean: ChannelTriple | None = Field(
         None, description="mean of each channel for normalisation; null: that of the data set, or measured"
     )
     std: tuple[Deviation, Deviation, Deviation] | None = Field(

@@ -43,30 +43,30 @@ from rescene.lens import open_lens
 from rescene.methods import method_class
 from rescene.privacy.statement import HOW_TO_MEASURE, NO_COUNTS, limit
 
-Row = dict[str, str]
+CheckRow = dict[str, str]
 FLOWER = ("1.41.", "1.42.")  # those that were tried; server and sites must share major.minor
 ENOUGH_DISK_GB = 2.0
 ENOUGH_TEMPORARY_GB = 0.1  # Flower unpacks the app there
 ENOUGH_MEMORY_GB = 1.0  # a node and its app hold about 0.8 GB before any work
 
 
-def row(check: str, result: str = "", problem: str = "", fix: str = "") -> Row:
+def row(check: str, result: str = "", problem: str = "", fix: str = "") -> CheckRow:
     """One line of the table; a problem comes with its fix."""
     return {"check": check, "result": result, "problem": problem, "fix": fix if problem else ""}
 
 
-def machine_rows(folder: Path) -> list[Row]:
+def machine_rows(folder: Path) -> list[CheckRow]:
     """Versions, disk and memory of this machine."""
     return [_flower(), _packages(), *_disks(folder), _memory()]
 
 
-def _flower() -> Row:
+def _flower() -> CheckRow:
     found = _version("flwr")
     wrong = "" if found.startswith(FLOWER) else f"needs {'* or '.join(FLOWER)}*" if found else "Flower is not installed"
     return row("Flower", found, wrong, 'pip install "rescene[deploy]"')
 
 
-def _packages() -> Row:
+def _packages() -> CheckRow:
     """Server and sites must have the same rescene (E343); another torch may give other bits (W341)."""
     return row("versions", ", ".join(f"{name} {_version(name) or 'missing'}" for name in ("rescene", "torch")))
 
@@ -82,7 +82,7 @@ def _version(package: str) -> str:
         return ""
 
 
-def _disks(folder: Path) -> list[Row]:
+def _disks(folder: Path) -> list[CheckRow]:
     """The disk of the folder, and that of temporary files if it is another."""
     spare = Path(tempfile.gettempdir())
     same = spare.stat().st_dev == folder.stat().st_dev
@@ -91,13 +91,13 @@ def _disks(folder: Path) -> list[Row]:
     )
 
 
-def _disk(check: str, folder: Path, enough_gb: float) -> Row:
+def _disk(check: str, folder: Path, enough_gb: float) -> CheckRow:
     free = shutil.disk_usage(folder).free / 1e9
     problem = f"less than {enough_gb:g} GB" if free < enough_gb else ""
     return row(check, f"{free:.1f} GB free", problem, "make room: rounds are refused with E410 when it is full")
 
 
-def app_row(folder: Path) -> Row:
+def app_row(folder: Path) -> CheckRow:
     """Flower's copies of the app under this folder are whole."""
     broken = broken_apps(folder / "flwr")
     problem = "; ".join(f"{app.name} is not as rescene writes it: {name}" for app, name in broken.items())
@@ -105,7 +105,7 @@ def app_row(folder: Path) -> Row:
     return row("app", "" if problem else "no broken copy", problem, fix)
 
 
-def part_rows(up: set[str], parts: Sequence[str], again: str) -> list[Row]:
+def part_rows(up: set[str], parts: Sequence[str], again: str) -> list[CheckRow]:
     """Two processes that need each other: one alone does nothing."""
     half = len(up & set(parts)) == 1
     return [
@@ -119,7 +119,7 @@ def part_rows(up: set[str], parts: Sequence[str], again: str) -> list[Row]:
     ]
 
 
-def _memory() -> Row:
+def _memory() -> CheckRow:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) / 1e6
@@ -129,7 +129,7 @@ def _memory() -> Row:
     return row("memory", f"{free:.1f} GB free", problem, "close other programs, or a machine with more memory")
 
 
-def secret_row(path: Path, needed: bool = True) -> Row:
+def secret_row(path: Path, needed: bool = True) -> CheckRow:
     """A secret is there, and its owner alone can read it."""
     try:
         mode = stat.S_IMODE(path.stat().st_mode)
@@ -143,7 +143,7 @@ def secret_row(path: Path, needed: bool = True) -> Row:
     return row(path.name, f"mode {mode:04o}", shared, f"chmod 600 {shlex.quote(str(path))}")
 
 
-def key_row(folder: Path) -> Row:
+def key_row(folder: Path) -> CheckRow:
     """node.key: secret, of the kind Flower takes, and the one whose other half the operator has."""
     found, path = secret_row(folder / "node.key"), folder / "node.key"
     if found["problem"]:
@@ -178,7 +178,7 @@ _OTHER_NAME = {62, 64}
 _NOT_YET, _EXPIRED = 9, 10
 
 
-def server_rows(server: str, authority: Path) -> list[Row]:
+def server_rows(server: str, authority: Path) -> list[CheckRow]:
     """Reach the server as a node would, through the proxy if there is one; ask it for nothing but its time."""
     host, port = split(server)
     try:
@@ -241,7 +241,7 @@ def explain(error: ssl.SSLError, host: str) -> tuple[str, str]:
     return f"no TLS: {error.reason or error}", "is this the server's port, and not a plain web server?"
 
 
-def _server_clock(answer: HTTPResponse) -> Row:
+def _server_clock(answer: HTTPResponse) -> CheckRow:
     told = answer.headers.get("Date")
     if not told:
         return row("clock", "the server does not tell its time")
@@ -251,7 +251,7 @@ def _server_clock(answer: HTTPResponse) -> Row:
     return row("clock", words, "the server would refuse this site" if wrong else "", "set the clock of both (NTP)")
 
 
-def authority_row(path: Path) -> Row:
+def authority_row(path: Path) -> CheckRow:
     """ca.crt can be read and is valid today."""
     try:
         (found, *_) = ssl.create_default_context(cafile=path).get_ca_certs() or [{}]
@@ -262,7 +262,7 @@ def authority_row(path: Path) -> Row:
     return row("ca.crt", *_validity(found))
 
 
-def certificate_row(folder: Path, host: str) -> Row:
+def certificate_row(folder: Path, host: str) -> CheckRow:
     """The server's certificate as a site at ``host`` would see it: a handshake without a socket."""
     try:
         found = _handshake(folder, host)
@@ -302,7 +302,7 @@ def _validity(certificate: dict[str, Any]) -> tuple[str, str, str]:
 SERVER_PARTS = ("link", "executor")
 
 
-def check_server(federation: FederationFolder) -> list[Row]:
+def check_server(federation: FederationFolder) -> list[CheckRow]:
     """Everything that can be known before a site calls; starts nothing."""
     server = federation.server
     return [
@@ -320,13 +320,13 @@ def check_server(federation: FederationFolder) -> list[Row]:
     ]
 
 
-def _closed(federation: FederationFolder) -> Row:
+def _closed(federation: FederationFolder) -> CheckRow:
     mode = stat.S_IMODE(federation.path.stat().st_mode)
     shared = f"others can look into it (mode {mode:04o})" if mode & 0o077 else ""
     return row("folder", f"mode {mode:04o}", shared, f"chmod 700 {shlex.quote(str(federation.path))}")
 
 
-def _site(federation: FederationFolder, name: str) -> Row:
+def _site(federation: FederationFolder, name: str) -> CheckRow:
     """The server registers a site by node.pub; a node.key still here is no fault, but no longer a secret of the site."""
     folder = federation.site(name)
     check = f"site {name}"
@@ -340,7 +340,7 @@ def _site(federation: FederationFolder, name: str) -> Row:
     return row(check, f"node.pub{left}")
 
 
-def _planned_evaluation(federation: FederationFolder) -> list[Row]:
+def _planned_evaluation(federation: FederationFolder) -> list[CheckRow]:
     """Where the accuracy of the plan will be measured."""
     plan = read_plan(federation.plan)
     if plan is None:
@@ -355,7 +355,7 @@ def _planned_evaluation(federation: FederationFolder) -> list[Row]:
     ]
 
 
-def _processes(federation: FederationFolder) -> list[Row]:
+def _processes(federation: FederationFolder) -> list[CheckRow]:
     up = {one.name for one in running(federation.server)}
     port = f"127.0.0.1:{federation.port}"
     if "link" in up:
@@ -369,7 +369,7 @@ def _processes(federation: FederationFolder) -> list[Row]:
     return rows + part_rows(up, SERVER_PARTS, command("deploy", "server", federation.path))
 
 
-def _own_clock(federation: FederationFolder) -> Row:
+def _own_clock(federation: FederationFolder) -> CheckRow:
     """Sites compare their clock with this one, so at least it must not stand before our own files."""
     made = (federation.path / "federation.yaml").stat().st_mtime
     early = "it stands before the day this folder was made" if time.time() < made - 60 else ""
@@ -380,7 +380,7 @@ SITE_PARTS = ("node", "executor")
 MOST_NAMES = 12  # of classes in one line
 
 
-def check_site(folder: Path, recipe: Recipe | None = None) -> list[Row]:
+def check_site(folder: Path, recipe: Recipe | None = None) -> list[CheckRow]:
     """Rows of the table; a site.yaml that cannot be read is one row, and the rest is still looked at."""
     try:
         site = Site.open(folder)
@@ -405,7 +405,7 @@ def check_site(folder: Path, recipe: Recipe | None = None) -> list[Row]:
     ]
 
 
-def data_rows(site: Site) -> list[Row]:
+def data_rows(site: Site) -> list[CheckRow]:
     """Whether the images can be read, how many there are of each class, what is odd about them."""
     try:
         with warnings.catch_warnings(record=True) as caught:
@@ -432,7 +432,7 @@ def data_rows(site: Site) -> list[Row]:
     ]
 
 
-def _readable(damaged: list[str], skips: bool) -> Row:
+def _readable(damaged: list[str], skips: bool) -> CheckRow:
     """Whether every image can be read, or the site has agreed to do without those that cannot."""
     if skips and damaged:
         return row("images readable", f"{'; '.join(damaged)}: left out, as site.yaml says (skip_unreadable)")
@@ -447,7 +447,7 @@ def _counts(dataset: Dataset) -> str:
     return ", ".join(named[:MOST_NAMES]) + (f" and {more} more classes" if more > 0 else "")
 
 
-def _ledger(site: Site) -> list[Row]:
+def _ledger(site: Site) -> list[CheckRow]:
     """Whether the privacy ledger is whole and reaches its mark, and what the site allows at most."""
     try:
         ledger = ledger_of(site.section, site.folder)
@@ -460,7 +460,7 @@ def _ledger(site: Site) -> list[Row]:
     return [row("privacy ledger", f"{len(book.begun)} participations"), row("privacy floor", limits)]
 
 
-def privacy_rows(site: Site, recipe: Recipe | None) -> list[Row]:
+def privacy_rows(site: Site, recipe: Recipe | None) -> list[CheckRow]:
     """The site's own limit, and what the recipe that is tried promises for its images."""
     own = site.section.privacy
     found = [] if own is None else [row("privacy limit", limit(own.epsilon_max, own.delta_max))]
@@ -474,7 +474,7 @@ def privacy_rows(site: Site, recipe: Recipe | None) -> list[Row]:
     return [*found, row("privacy of the recipe", words)]
 
 
-def _site_evaluation(site: Site, recipe: Recipe | None) -> list[Row]:
+def _site_evaluation(site: Site, recipe: Recipe | None) -> list[CheckRow]:
     """Whether this site will help to measure the accuracy of the recipe that is tried: not behind a guarantee alone."""
     try:
         floor = ledger_of(site.section, site.folder).floor()
@@ -494,7 +494,7 @@ def _site_evaluation(site: Site, recipe: Recipe | None) -> list[Row]:
     ]
 
 
-def _lens(site: Site) -> Row:
+def _lens(site: Site) -> CheckRow:
     """The lens of site.yaml, or the one of this release that most runs look through: the operator can compare its hash."""
     try:
         return row("lens", open_lens(site.section.lens or "leaves").words())
@@ -502,13 +502,13 @@ def _lens(site: Site) -> Row:
         return _failed("lens", error)
 
 
-def _device(site: Site) -> Row:
+def _device(site: Site) -> CheckRow:
     try:
         return row("device", str(pick_device(site.section.device)))
     except ResceneError as error:
         return _failed("device", error)
 
 
-def _failed(check: str, error: ResceneError) -> Row:
+def _failed(check: str, error: ResceneError) -> CheckRow:
     told = "; ".join(text for text in (error.what, error.why) if text)
     return row(check, "", f"{error.code}: {told}", error.fix or "see docs/deploy.md")

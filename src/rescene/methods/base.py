@@ -32,8 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from rescene.core.hyperparameters import Hyperparameters
-from rescene.core.method_style import MethodStyle, derived_colour, derived_marker
-from rescene.core.method_style import Uploads as Sent
+from rescene.core.method_style import MethodStyle, UploadKind, derived_colour, derived_marker
 from rescene.core.record import Tree, num_bytes, record
 from rescene.core.rng import Rng
 from rescene.core.verification import Verified
@@ -137,7 +136,7 @@ class Method(Hyperparameters):
     title: ClassVar[str]  # in tables, figures and on pages
     colour: ClassVar[str] = ""  # "#rrggbb"; empty: from the name
     marker: ClassVar[str] = ""  # one of o s ^ v D P X * < >; empty: from the name
-    uploads: ClassVar[Sent] = "weights"  # the kind of what a site sends: images, weights, sums or nothing
+    uploads: ClassVar[UploadKind] = "weights"  # the kind of what a site sends: images, weights, sums or nothing
     reference: ClassVar[str] = ""  # what line it draws, e.g. "upper bound"; empty: it competes
     cost_unit: ClassVar[bool] = False  # costs of other methods are also shown as multiples of its own
     paper: ClassVar[str]

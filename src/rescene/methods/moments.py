@@ -26,8 +26,7 @@ from torch import Tensor, nn
 
 from rescene.core.errors import ResceneWarning, RunError
 from rescene.core.hyperparameters import hyper
-from rescene.core.method_style import VERMILLION
-from rescene.core.method_style import Uploads as Sent
+from rescene.core.method_style import VERMILLION, UploadKind
 from rescene.core.record import Tree, num_bytes, record
 from rescene.core.rng import Rng
 from rescene.core.verification import Verified
@@ -87,7 +86,7 @@ class Moments(Method):
     title: ClassVar[str] = "Moments"
     colour: ClassVar[str] = VERMILLION
     marker: ClassVar[str] = "D"
-    uploads: ClassVar[Sent] = "sums"
+    uploads: ClassVar[UploadKind] = "sums"
     paper: ClassVar[str] = "[ours] closed-form discriminant on a frozen lens; neighbours: AFL, ACIL, FedCGS"
     verified: ClassVar[tuple[Verified, ...]] = (
         Verified(

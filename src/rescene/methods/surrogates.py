@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rescene.core.hyperparameters import hyper
-from rescene.core.method_style import Uploads as Sent
+from rescene.core.method_style import UploadKind
 from rescene.core.record import Tree
 from rescene.core.rng import Rng
 from rescene.data import Shard
@@ -71,7 +71,7 @@ class SurrogateMethod(Condensation, Method):
     Where sites send noised sums (``privacy.send=sums``) the server condenses in their place, before anything else is done.
     """
 
-    uploads: ClassVar[Sent] = "images"
+    uploads: ClassVar[UploadKind] = "images"
     leaves_site: ClassVar[str] = (
         "a few condensed images per class with their labels; near-copies of real images by default "
         "(noised sums instead: privacy.mechanism=release privacy.send=sums)"
