@@ -21,7 +21,7 @@ core < functional < nets, data < accel, lens < training < privacy < methods < co
 """
 LEVEL = {name.strip(): level for level, names in enumerate(LAYERS.split("<")) for name in names.split(",")}
 UNREADABLE = "(a module whose name nobody can read here)"
-DOTTED = re.compile(rf"{PACKAGE}(\.\w+)+")
+DOTTED = re.compile(rf"{PACKAGE}(\.\w+)+(:\w+)?")  # as import_module and an entry point take it
 
 
 @dataclass(frozen=True)
@@ -234,8 +234,9 @@ def _types_of(source: Source) -> Iterator[tuple[str, str]]:
 
 
 BUDGET = re.compile(
-    r"_?(\w+_)?epsilon(_\w+)?|delta_max|noise_multiplier"
-)  # names whose values are a privacy budget or its noise
+    r"_?(\w+_)?epsilons?(_\w+)?|delta_max|noise_multiplier|sigma"
+)  # a privacy budget, or how much noise it takes
+OTHER_SIGMA = {"fit.sigma"}  # a spread in the theory of herding
 KEEPS = {"float", "round", "abs", "sorted", "list", "tuple", "next"}  # what they give is still an epsilon
 REDUCES = {"sum", "max", "min", "pow"}
 LOOKS = {"math.isfinite", "math.isinf", "math.isnan", "math.inf"}
@@ -295,10 +296,22 @@ def _aliases(tree: ast.Module) -> set[str]:
     """Names that the file assigns from an epsilon."""
     found: set[str] = set()
     for node in ast.walk(tree):
-        if isinstance(node, (ast.Assign, ast.AnnAssign, ast.NamedExpr)) and node.value and is_budget(node.value, found):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            found |= {target.id for target in targets if isinstance(target, ast.Name)}
+        for target, value in _bound(node):
+            if isinstance(target, ast.Name) and is_budget(value, found):
+                found.add(target.id)
     return found
+
+
+def _bound(node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
+    """(target, value) of assignments, one by one where tuples are assigned, and of loops over several values."""
+    if isinstance(node, ast.Assign):
+        for target in node.targets:
+            both = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
+            yield from zip(target.elts, node.value.elts, strict=False) if both else [(target, node.value)]
+    elif isinstance(node, (ast.AnnAssign, ast.NamedExpr)) and node.value:
+        yield node.target, node.value
+    elif isinstance(node, (ast.For, ast.comprehension)):
+        yield node.target, node.iter
 
 
 def is_budget(node: ast.AST, aliases: set[str]) -> bool:
@@ -306,17 +319,22 @@ def is_budget(node: ast.AST, aliases: set[str]) -> bool:
     if isinstance(node, ast.Name):
         return bool(BUDGET.fullmatch(node.id)) or node.id in aliases
     if isinstance(node, ast.Attribute):
-        return bool(BUDGET.fullmatch(node.attr))
+        return bool(BUDGET.fullmatch(node.attr)) and dotted(node) not in OTHER_SIGMA
     if isinstance(node, ast.Subscript):
-        key = node.slice.value if isinstance(node.slice, ast.Constant) else None
-        return isinstance(key, str) and bool(BUDGET.fullmatch(key))
+        return _is_key(node.slice)
     if isinstance(node, ast.Call):
         kept = dotted(node.func) in KEEPS and any(is_budget(one, aliases) for one in node.args)
-        return kept or is_budget(node.func, set())
+        is_get = isinstance(node.func, ast.Attribute) and node.func.attr == "get"
+        looked_up = (is_get or dotted(node.func) == "getattr") and any(_is_key(one) for one in node.args)
+        return kept or looked_up or is_budget(node.func, set())
     if isinstance(node, (ast.GeneratorExp, ast.ListComp, ast.SetComp)):
         return is_budget(node.elt, aliases)
     parts = {ast.BoolOp: lambda n: n.values, ast.IfExp: lambda n: [n.body, n.orelse], ast.Starred: lambda n: [n.value]}
     return any(is_budget(one, aliases) for one in parts.get(type(node), lambda n: [])(node))  # type: ignore[no-untyped-call]
+
+
+def _is_key(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str) and "epsilon" in node.value
 
 
 def _computes(node: ast.AST, aliases: set[str]) -> bool:

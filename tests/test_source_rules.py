@@ -28,6 +28,7 @@ UPWARDS = {
     "renamed import_module": "from importlib import import_module as load\nload(f'rescene.engine.{1}')",
     "importlib.import_module": "import importlib\nimportlib.import_module('..engine.loop', __package__)",
     "built in": "__import__('rescene.engine')",
+    "an entry point": "import pkgutil\npkgutil.resolve_name('rescene.engine.loop:run')",
     "a table of modules": "HOMES = {'run': 'rescene.engine.loop'}",
     "behind the package": "import rescene\nrescene.engine.loop.run()",
     "behind the package's other name": "import rescene as r\nr.engine.loop.run()",
@@ -95,6 +96,14 @@ COMPUTATIONS = {
     "of an attribute": "total = run.privacy.epsilon * 3",
     "of a method": "total = 2 * promise.epsilon()",
     "of a key": "total = row['epsilon'] + 1",
+    "of a key with more words": "total = row['epsilon, whole run'] + 1",
+    "of a key that is looked up": "total = row.get('epsilon', 0.0) + 1",
+    "of an attribute that is looked up": "total = getattr(run, 'epsilon') + 1",
+    "of a noise multiplier": "wide = mechanism.sigma * 3",
+    "one of two names": "spent, n = run.epsilon, 3\ntotal = n * spent",
+    "in a loop": "for one in epsilons:\n    total = one * 2",
+    "in a comprehension": "total = [2 * one for one in (run.epsilon for run in runs)]",
+    "in a text": "words = f'{2 * run.epsilon:g}'",
     "of a limit": "half = floor.epsilon_max / 2",
     "in place": "total = 0.0\ntotal += run.epsilon",
     "a name for it": "def f(run, n):\n    spent = run.epsilon\n    return n * spent",
@@ -130,7 +139,7 @@ def test_an_epsilon_may_be_passed_on_compared_and_printed(tmp_path):
         "from rescene.privacy.accounting import Composition, check_target\nfrom rescene.privacy.noise import Noise\n"
         "import math\nsection = Section(epsilon=privacy.epsilon)\nprint(f'{run.epsilon:.2f}', round(run.epsilon, 2))\n"
         "is_fine = math.isfinite(run.epsilon) and run.epsilon < floor.epsilon_max\ncoins = site.noise.chosen(3, 0.5)\n"
-        "place = epsilons + ['privacy.epsilon=8']"
+        "settings = EPSILON + ['privacy.epsilon=8']\nrow = {'epsilon': run.epsilon, 'sigma': sigma}"
     )
     computing = "def f(epsilon):\n    return 2 * epsilon"
     root = planted(tmp_path, {"cli/verbs.py": text, "privacy/mechanism.py": computing, "audit/attack.py": computing})
