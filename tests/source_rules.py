@@ -233,24 +233,20 @@ def _types_of(source: Source) -> Iterator[tuple[str, str]]:
             yield from ((name, meaning) for name, meaning in renamed if name and is_type.fullmatch(name))
 
 
-BUDGET = re.compile(
-    r"_?(\w+_)?epsilons?(_\w+)?|delta_max|noise_multiplier|sigma"
-)  # a privacy budget, or how much noise it takes
+# a privacy budget, or how much noise it takes
+BUDGET = re.compile(r"_?(\w+_)?epsilons?(_\w+)?|delta_max|noise_multiplier|sigma")
 OTHER_SIGMA = {"fit.sigma"}  # a spread in the theory of herding
 KEEPS = {"float", "round", "abs", "sorted", "list", "tuple", "next"}  # what they give is still an epsilon
 REDUCES = {"sum", "max", "min", "pow"}
-LOOKS = {"math.isfinite", "math.isinf", "math.isnan", "math.inf"}
+LOOKS = {"math.isfinite", "math.isinf", "math.isnan"}
 CALCULUS = {
     "rescene.privacy.accounting": {"Composition", "NEIGHBOURS", "check_target"},
     "rescene.privacy.epsilon_bounds": set(),
     "rescene.privacy.noise": {"Noise"},
 }
 """The modules that compute with epsilon, calibrate noise and draw it, and the names of each that every layer may import."""
-DRAWS = (
-    ".noise.normal",
-    ".noise.uniform",
-    ".noise.words",
-)  # a method may toss coins (chosen): they are no noise on a number
+# a method may toss coins (``noise.chosen``): they are no noise on a number
+DRAWS = (".noise.normal", ".noise.uniform", ".noise.words")
 
 
 def budget_computations(root: Path, exempt: tuple[str, ...] = ("privacy", "audit")) -> list[str]:
@@ -293,12 +289,13 @@ def _calculus_names(root: Path) -> set[str]:
 
 
 def _aliases(tree: ast.Module) -> set[str]:
-    """Names that the file assigns from an epsilon."""
+    """Names that the file assigns from an epsilon, or from such a name."""
+    bound = [
+        (target.id, value) for node in ast.walk(tree) for target, value in _bound(node) if isinstance(target, ast.Name)
+    ]
     found: set[str] = set()
-    for node in ast.walk(tree):
-        for target, value in _bound(node):
-            if isinstance(target, ast.Name) and is_budget(value, found):
-                found.add(target.id)
+    while new := {name for name, value in bound if is_budget(value, found)} - found:
+        found |= new
     return found
 
 

@@ -107,6 +107,7 @@ COMPUTATIONS = {
     "of a limit": "half = floor.epsilon_max / 2",
     "in place": "total = 0.0\ntotal += run.epsilon",
     "a name for it": "def f(run, n):\n    spent = run.epsilon\n    return n * spent",
+    "a name of a name": "def f(run, n):\n    if run:\n        spent = run.epsilon\n    e = spent\n    return n * e",
     "a name in an expression": "(spent := run.epsilon or 0.0)\ntotal = 3 * spent",
     "one branch": "total = (run.epsilon if run else 0.0) * 2",
     "behind float": "total = float(run.epsilon) ** 2",
