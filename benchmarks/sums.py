@@ -25,8 +25,9 @@ from rescene.config import resolve
 from rescene.core.rng import Rng
 from rescene.data import load
 from rescene.lens import open_lens
-from rescene.methods.moments import EVERYBODY, Moments, exact_sums, impossible, in_steps, merged, noised_sums, received
+from rescene.methods.moments import EVERYBODY, Moments, impossible, in_steps, merged, received
 from rescene.nets import Arch
+from rescene.privacy.feature_sums import exact_sums, noised_feature_sums
 from rescene.privacy.mechanism import Mechanism, SitePrivacy
 from rescene.privacy.noise import Noise
 from rescene.privacy.totals import added
@@ -74,7 +75,7 @@ def accuracy(
         for site in range(sites):
             own = chosen[(owner == site) & (labels[chosen] >= first) & (labels[chosen] < first + PER_TASK)]
             told = rest[own], labels[own] - first, PER_TASK
-            answers[site] = exact_sums(*told) if m is None else noised_sums(*told, SitePrivacy(m, Noise()))
+            answers[site] = exact_sums(*told) if m is None else noised_feature_sums(*told, SitePrivacy(m, Noise()))
             if lie is not None and site == 0:
                 answers[site] = lie(answers[site])
         noises = float(m is not None)
@@ -132,7 +133,9 @@ def noticed() -> Iterator[dict[str, object]]:
     for epsilon in (8, 1):
         m, left_out = mechanism(epsilon, 10), Counter[str]()
         for _ in range(SUMS):
-            honest = [noised_sums(z[owner == k], y[owner == k], PER_TASK, SitePrivacy(m, Noise())) for k in range(10)]
+            honest = [
+                noised_feature_sums(z[owner == k], y[owner == k], PER_TASK, SitePrivacy(m, Noise())) for k in range(10)
+            ]
             for name, lie in (LIES | MORE_LIES).items():
                 total = added([honest[0] if lie is None else lie(honest[0]), *honest[1:]])
                 left_out[name] += bool(impossible(received(EVERYBODY, total, classes, m, 1.0), m, classes))

@@ -1,6 +1,6 @@
-"""A layer imports only layers below it, and the command line starts without torch."""
+"""A layer imports only layers below it, nothing goes in circles, and the command line starts without torch."""
 
-import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,48 +8,38 @@ from pathlib import Path
 import pytest
 
 import rescene
+from source_rules import LAYERS, LEVEL, circles, imported_layers, sources, upward_imports
 
 ROOT = Path(rescene.__file__).parent
-DRAWN = """\
-core < functional < nets, data < accel, lens < training < privacy < methods < config < engine
-     < deploy, use, trackers, notebook < audit, report, api, bench, testing < paper, sweeps < cli
-"""
-LEVEL = {name.strip(): level for level, names in enumerate(DRAWN.split("<")) for name in names.split(",")}
+REPOSITORY = Path(__file__).parents[1]
 
 
-def imports(path):
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            if node.module == "rescene":
-                yield from (f"rescene.{alias.name}" for alias in node.names)
+def test_a_layer_imports_only_layers_below_it():
+    assert upward_imports(ROOT) == []
 
 
-FILES = sorted(p for p in ROOT.rglob("*.py") if p.parent != ROOT or p.stem in LEVEL)
+def test_imports_have_no_circles():
+    assert circles(ROOT) == []
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_a_layer_imports_only_layers_below_it(path):
-    own = path.relative_to(ROOT).parts[0].removesuffix(".py")
-    for name in imports(path):
-        parts = name.split(".")
-        if parts[0] != "rescene" or len(parts) == 1 or parts[1] == "__version__":
-            continue
-        other = parts[1]
-        assert other == own or LEVEL[other] < LEVEL[own], f"{own} imports {other}, which is not below it"
+def test_every_folder_is_a_layer_and_every_layer_is_there():
+    assert {source.folder for source in sources(ROOT)} - {"__init__", "__main__"} == set(LEVEL)
 
 
-def test_contributors_see_the_same_layers():
-    page = Path(__file__).parents[1] / "CONTRIBUTING.md"
-    assert DRAWN in page.read_text(encoding="utf-8")
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/extend.md"])
+def test_people_see_the_same_layers(page):
+    drawn = re.findall(
+        r"^core < .*\n(?: .*<.*\n)*", (REPOSITORY / page).read_text(encoding="utf-8"), flags=re.MULTILINE
+    )
+    assert drawn == [LAYERS]
 
 
 def test_report_reads_files_only():
-    for path in (ROOT / "report").rglob("*.py"):
-        names = [n for n in imports(path) if n.startswith("rescene.") and n != "rescene.__version__"]
-        assert all(n.split(".")[1] in {"report", "functional", "core"} for n in names), (path.name, names)
+    report = [source for source in sources(ROOT) if source.folder == "report"]
+    assert report
+    assert {source.place: imported_layers(source) - {"report", "functional", "core"} for source in report} == {
+        source.place: set() for source in report
+    }
 
 
 def test_help_loads_no_torch():

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from rescene.core.errors import ConfigError, ResceneWarning, did_you_mean
 from rescene.engine.observers import Observer, RunView
 
-Numbers = Mapping[str, float]
+LoggedNumbers = Mapping[str, float]
 
 
 class Tracker(Protocol):
@@ -29,10 +29,10 @@ class Tracker(Protocol):
     def start(self, folder: Path, config: Mapping[str, Any]) -> None:
         """Called once, with the run's folder and its flat configuration."""
 
-    def log(self, step: int, values: Numbers) -> None:
+    def log(self, step: int, values: LoggedNumbers) -> None:
         """Called after each round; ``step`` counts rounds over the whole run."""
 
-    def finish(self, summary: Numbers) -> None:
+    def finish(self, summary: LoggedNumbers) -> None:
         """Called once, with the final figures."""
 
 
@@ -46,12 +46,12 @@ class TensorBoard:
         self.writer.add_text("config", "\n".join(f"    {key}: {value}" for key, value in config.items()))
         self.last = 0
 
-    def log(self, step: int, values: Numbers) -> None:
+    def log(self, step: int, values: LoggedNumbers) -> None:
         for key, value in values.items():
             self.writer.add_scalar(key, value, step)
         self.last = step
 
-    def finish(self, summary: Numbers) -> None:
+    def finish(self, summary: LoggedNumbers) -> None:
         for key, value in summary.items():
             self.writer.add_scalar(f"summary/{key}", value, self.last)
         self.writer.close()
@@ -69,10 +69,10 @@ class WandB:
             project="rescene", name=name, id=same, resume="allow", dir=str(folder), config=dict(config), mode=mode
         )
 
-    def log(self, step: int, values: Numbers) -> None:
+    def log(self, step: int, values: LoggedNumbers) -> None:
         self.run.log(dict(values), step=step)
 
-    def finish(self, summary: Numbers) -> None:
+    def finish(self, summary: LoggedNumbers) -> None:
         self.run.summary.update(dict(summary))
         self.run.finish()
 
@@ -91,10 +91,10 @@ class MLflow:
         mlflow.start_run(run_name=_name(folder))
         mlflow.log_params({key: str(value)[:500] for key, value in config.items()})
 
-    def log(self, step: int, values: Numbers) -> None:
+    def log(self, step: int, values: LoggedNumbers) -> None:
         self.mlflow.log_metrics(dict(values), step=step)
 
-    def finish(self, summary: Numbers) -> None:
+    def finish(self, summary: LoggedNumbers) -> None:
         self.mlflow.log_metrics({f"summary/{key}": value for key, value in summary.items()})
         self.mlflow.end_run()
 
@@ -109,10 +109,10 @@ class Trackio:
         self.trackio = trackio
         trackio.init(project="rescene", name=_name(folder), config={key: str(value) for key, value in config.items()})
 
-    def log(self, step: int, values: Numbers) -> None:
+    def log(self, step: int, values: LoggedNumbers) -> None:
         self.trackio.log(dict(values), step=step)
 
-    def finish(self, summary: Numbers) -> None:
+    def finish(self, summary: LoggedNumbers) -> None:
         if summary:
             self.trackio.log({f"summary/{key}": value for key, value in summary.items()})
         self.trackio.finish()

@@ -5,9 +5,11 @@ import math
 import pytest
 import torch
 
-from rescene.engine.evaluate import TALLY_SENSITIVITY, Tally, noised
+from rescene.engine.evaluate import Tally, noised
 from rescene.privacy.accounting import check_grid
 from rescene.privacy.noise import Noise
+
+TALLY_SENSITIVITY = math.sqrt(3)  # an image adds at most 1 to each of three counts
 
 
 class Extreme(Noise):
@@ -54,7 +56,7 @@ def test_the_grid_is_fine_enough_for_the_accountant(monkeypatch):
         drawn.append((deviation, count))
         return torch.zeros(count, dtype=torch.int64)
 
-    monkeypatch.setattr("rescene.engine.evaluate.discrete_gaussian", watched)
+    monkeypatch.setattr("rescene.privacy.class_sums.discrete_gaussian", watched)
     for sigma, classes in ((0.3, 2), (5.0, 1000), (1e5, 3)):
         assert torch.equal(noised(tally_of(7, classes), sigma, Noise()).num, torch.full((classes,), 7))
     for deviation, count in drawn:

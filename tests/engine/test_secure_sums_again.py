@@ -19,8 +19,9 @@ from rescene.engine import RunFolder
 from rescene.engine.in_process import ledger_in
 from rescene.engine.loop import Run
 from rescene.engine.withdrawal import check_can_forget, forget
-from rescene.methods.moments import EVERYBODY, deviations
+from rescene.methods.moments import EVERYBODY
 from rescene.privacy.accounting import Composition, epsilon_of, replaced_epsilon
+from rescene.privacy.feature_sums import deviations
 from rescene.privacy.ledger_file import largest_total
 
 NUM, HONEST, GONE, SIGMA = 5, 3, 1, 0.8

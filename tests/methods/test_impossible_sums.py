@@ -9,7 +9,8 @@ import torch
 from rescene.config import resolve
 from rescene.core.errors import ResceneWarning, RunError
 from rescene.methods import moments
-from rescene.methods.moments import EVERYBODY, RADIUS, Moments, impossible, noised_sums, norm, received
+from rescene.methods.moments import EVERYBODY, Moments, impossible, received
+from rescene.privacy.feature_sums import RADIUS, noised_feature_sums, norm
 from rescene.privacy.mechanism import SitePrivacy
 from rescene.privacy.noise import Noise
 from rescene.privacy.totals import added
@@ -48,7 +49,7 @@ def images(count, seed):
 def opened(held, m, seed, lie=lambda answer: answer):
     """The secure sum as the server reads it, or what the first site sent; that site may lie."""
     site = SitePrivacy(m, Noise(torch.Generator().manual_seed(seed)))
-    answers = [noised_sums(z, labels, NUM, site) for z, labels in (held if m.honest_sites else held[:1])]
+    answers = [noised_feature_sums(z, labels, NUM, site) for z, labels in (held if m.honest_sites else held[:1])]
     answers[0] = lie(answers[0])
     noises = SITES / m.honest_sites if m.honest_sites else 1.0
     return received(EVERYBODY, added(answers), CLASSES, m, noises)
@@ -81,7 +82,9 @@ def test_one_site_of_ten_that_sends_ten_times_larger_numbers_is_noticed(lie):
 def driven(monkeypatch, since):
     """A run in which one site's numbers are ten times as large from this task on."""
     m = replace(mechanism(2), sigma=1e-3)
-    monkeypatch.setattr(moments, "noised_sums", lambda z, y, num, site: lying(noised_sums(z, y, num, site), site))
+    monkeypatch.setattr(
+        moments, "noised_feature_sums", lambda z, y, num, site: lying(noised_feature_sums(z, y, num, site), site)
+    )
     world, method = make_world(), Moments()
     federation = federation_of(method, world, mechanism=m)
     plain = federation.settings.shard_of

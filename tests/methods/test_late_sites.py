@@ -17,9 +17,10 @@ from rescene.engine import RunFolder
 from rescene.engine.faults import Faults
 from rescene.engine.in_process import ledger_in
 from rescene.methods.base import Client
-from rescene.methods.moments import EVERYBODY, STEPS, Grid, Moments, deviations, on_diagonal
+from rescene.methods.moments import EVERYBODY, Moments
 from rescene.nets import Arch
 from rescene.privacy.accounting import Composition
+from rescene.privacy.feature_sums import STEPS, Grid, deviations, on_diagonal
 from rescene.privacy.ledger import Ledger
 from rescene.privacy.mechanism import Mechanism, SitePrivacy
 from rescene.privacy.noise import Noise

@@ -10,29 +10,23 @@ from rescene.core.rng import Rng
 from rescene.data import Images, Task, Transform
 from rescene.functional.discriminant import cross_validated_ridge, discriminant_head
 from rescene.methods.base import Client
-from rescene.methods.moments import (
-    EVERYBODY,
+from rescene.methods.moments import EVERYBODY, Moments, Sums, in_steps, merged, possible_sums, received
+from rescene.nets import Arch
+from rescene.privacy.accounting import Composition
+from rescene.privacy.feature_sums import (
     LARGEST,
     STEPS,
     Grid,
-    Moments,
-    Sums,
     clipped,
     deviations,
     exact_sums,
-    in_steps,
-    merged,
     noise_eigenvalue,
-    noised_sums,
+    noised_feature_sums,
     packed,
-    possible_sums,
-    received,
     second_moment,
     unpacked,
     wrapped,
 )
-from rescene.nets import Arch
-from rescene.privacy.accounting import Composition
 from rescene.privacy.mechanism import Mechanism, SitePrivacy
 from rescene.privacy.noise import Noise
 from rescene.testing.conformance import federation_of, make_world
@@ -180,10 +174,10 @@ def test_one_image_moves_the_release_by_no_more_than_the_sensitivity(size):
     z, y = features(30), labels(30)
     grid, diagonal = Grid.of(MECHANISM, D, 3), packed(torch.eye(D, dtype=torch.bool))
     of_count, of_sum, of_square = deviations(MECHANISM, D)
-    base = noised_sums(z, y, 3, site_with())
+    base = noised_feature_sums(z, y, 3, site_with())
     for seed in range(5):
         one = in_steps(size * torch.randn(1, D, generator=torch.Generator().manual_seed(seed)))
-        more = noised_sums(torch.cat([z, one]), torch.cat([y, torch.tensor([1])]), 3, site_with())
+        more = noised_feature_sums(torch.cat([z, one]), torch.cat([y, torch.tensor([1])]), 3, site_with())
         moved = {name: (more[name] - base[name]).double() for name in base}
         change = math.sqrt(
             float(moved["counts"].square().sum()) / (grid.counts * of_count) ** 2
@@ -211,7 +205,7 @@ def test_noise_has_the_deviation_that_the_mechanism_states(honest):
     of_count, of_sum, of_square = (share * value for value in deviations(mechanism, 60))
     noise = Noise(torch.Generator().manual_seed(0))
     drawn = [
-        noised_sums(torch.zeros(0, 60), torch.zeros(0, dtype=torch.int64), 3, SitePrivacy(mechanism, noise))
+        noised_feature_sums(torch.zeros(0, 60), torch.zeros(0, dtype=torch.int64), 3, SitePrivacy(mechanism, noise))
         for _ in range(20)
     ]
     counts, sums, second = (torch.stack([one[name] for one in drawn]).double() for name in ("counts", "sums", "second"))
@@ -230,7 +224,7 @@ def test_numbers_beyond_32_bits_start_again_from_below():
 def test_the_floor_knows_the_largest_eigenvalue_of_the_noise():
     d, noise = 150, Noise(torch.Generator().manual_seed(0))
     empty = [
-        noised_sums(torch.zeros(0, d), torch.zeros(0, dtype=torch.int64), 2, SitePrivacy(MECHANISM, noise))
+        noised_feature_sums(torch.zeros(0, d), torch.zeros(0, dtype=torch.int64), 2, SitePrivacy(MECHANISM, noise))
         for _ in range(3)
     ]
     told = [received(0, one, (0, 1), MECHANISM, 1.0) for one in empty]
@@ -242,7 +236,7 @@ def test_the_server_reads_noised_sums_in_the_same_units():
     """Without noise and with images inside the clip, a release says what the exact sums say."""
     z, y = in_steps(0.5 * torch.randn(40, D, generator=torch.Generator().manual_seed(0))), labels(40)
     exact = received(0, exact_sums(z, y, 3), (0, 1, 2), None, 0.0)
-    told = received(0, noised_sums(z, y, 3, site_with()), (0, 1, 2), MECHANISM, 1.0)
+    told = received(0, noised_feature_sums(z, y, 3, site_with()), (0, 1, 2), MECHANISM, 1.0)
     for name in ("counts", "sums", "second"):
         assert torch.allclose(getattr(told, name).double(), getattr(exact, name).double(), rtol=1e-4, atol=1e-2), name
     assert (told.noises, exact.noises) == (1, 0)

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from rescene.data import Images
-from rescene.methods.moments import Moments, exact_sums, in_steps, unpacked
+from rescene.methods.moments import Moments, in_steps
 from rescene.nets import Arch
 from rescene.privacy.accounting import Composition
+from rescene.privacy.feature_sums import exact_sums, unpacked
 from rescene.privacy.mechanism import Mechanism, SitePrivacy
 from rescene.privacy.noise import Noise
 from rescene.testing.conformance import SIZE, drive, federation_of, make_world

@@ -295,11 +295,11 @@ def test_the_card_needs_a_finished_run(run, tmp_path):
 
 
 def test_names_of_files_cannot_break_the_page(tmp_path):
-    from rescene.report.page import Answer, write_gallery
+    from rescene.report.page import GalleryAnswer, write_gallery
 
     name = "<script>alert(1)</script>.png"
     page = write_gallery(
-        [Answer(name, [("<b>", 0.4)], np.zeros((3, 8, 8), np.uint8))], "m", ["<b>"], tmp_path / "g.html"
+        [GalleryAnswer(name, [("<b>", 0.4)], np.zeros((3, 8, 8), np.uint8))], "m", ["<b>"], tmp_path / "g.html"
     )
     assert "<script>" not in page.read_text() and "unsure" in page.read_text()
 

@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 
-Vector = list[int]
-Matrix = list[Vector]
+IntegerRow = list[int]
+IntegerMatrix = list[IntegerRow]
 
 DELTA = Fraction(3, 4)  # of Lovasz' condition
 
 
-def vectors_of(second: Matrix, most: int = 8) -> Matrix | None:
+def vectors_of(second: IntegerMatrix, most: int = 8) -> IntegerMatrix | None:
     """The vectors with this second moment, each up to its sign; None where there are more than ``most`` or none that are whole."""
     basis = basis_of(second)
     if not 0 < len(basis) <= most:
@@ -34,7 +34,7 @@ def vectors_of(second: Matrix, most: int = 8) -> Matrix | None:
     return None if back is None else [[int(x) for x in row] for row in _times(back, basis)]
 
 
-def basis_of(rows: Matrix) -> Matrix:
+def basis_of(rows: IntegerMatrix) -> IntegerMatrix:
     """A basis of the lattice that these rows generate, by Euclid's algorithm on one column after the other.
 
     >>> basis_of([[2, 4], [3, 6], [0, 0]])
@@ -56,7 +56,7 @@ def basis_of(rows: Matrix) -> Matrix:
     return found
 
 
-def reduced(gram: Matrix) -> Matrix:
+def reduced(gram: IntegerMatrix) -> IntegerMatrix:
     """The whole change of basis after which a basis with this Gram matrix is reduced.
 
     >>> reduced([[1, 7], [7, 50]])
@@ -80,7 +80,7 @@ def reduced(gram: Matrix) -> Matrix:
     return change
 
 
-def _orthogonal(gram: Matrix) -> tuple[list[list[Fraction]], list[Fraction]]:
+def _orthogonal(gram: IntegerMatrix) -> tuple[list[list[Fraction]], list[Fraction]]:
     """Gram-Schmidt: the coefficients, with ones on the diagonal, and the squared lengths."""
     n = len(gram)
     mu = [[Fraction(int(i == j)) for j in range(n)] for i in range(n)]
@@ -93,7 +93,7 @@ def _orthogonal(gram: Matrix) -> tuple[list[list[Fraction]], list[Fraction]]:
     return mu, norms
 
 
-def _inner(second: Matrix, basis: Matrix) -> Matrix | None:
+def _inner(second: IntegerMatrix, basis: IntegerMatrix) -> IntegerMatrix | None:
     """M with S = B' M B; None if it is not whole."""
     columns = _pivots(basis)
     square = _inverse([[Fraction(row[c]) for c in columns] for row in basis])
@@ -106,7 +106,7 @@ def _inner(second: Matrix, basis: Matrix) -> Matrix | None:
     return [[int(x) for x in row] for row in found]
 
 
-def _pivots(rows: Matrix) -> list[int]:
+def _pivots(rows: IntegerMatrix) -> list[int]:
     """Columns in which these independent rows are independent."""
     found: list[int] = []
     for column in range(len(rows[0])):
@@ -133,7 +133,7 @@ def _inverse(square: list[list[Fraction]]) -> list[list[Fraction]] | None:
     return [row[n:] for row in rows]
 
 
-def _gram(rows: Matrix) -> Matrix:
+def _gram(rows: IntegerMatrix) -> IntegerMatrix:
     return _times(rows, _transposed(rows))
 
 
@@ -146,5 +146,5 @@ def _transposed(a: Sequence[Sequence]) -> list[list]:  # type: ignore[type-arg]
     return [list(column) for column in zip(*a, strict=True)]
 
 
-def _identity(n: int) -> Matrix:
+def _identity(n: int) -> IntegerMatrix:
     return [[int(i == j) for j in range(n)] for i in range(n)]

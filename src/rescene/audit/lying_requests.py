@@ -12,6 +12,7 @@ import json
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import rescene
 from rescene.audit.rows import Found
 from rescene.config import Recipe, resolve
 from rescene.config.site_sections import SitesSection
+from rescene.core.documents import parse_yaml
 from rescene.deploy.exchange import EVALUATE, Letter, Reply, Request
 from rescene.deploy.message_bytes import pack_message, unpack_message
 from rescene.deploy.plan_file import with_plan
@@ -33,9 +35,9 @@ from rescene.privacy.accounting import gaussian_epsilon
 
 SIDE = 16
 TASKS = (("ant", "bee"), ("cat", "dog"))
-PLAIN = ["method=fedavg", "model.name=convnet", "model.width=4", "model.norm=group", "train.batch_size=8"]
-SUMS = ["method=moments", "model.name=linear", "model.lens=waves", "train.augment=false", "privacy.mechanism=release"]
-WEIGHTS = [*PLAIN, "train.augment=false", "privacy.mechanism=dp-sgd", "privacy.max_participations=1"]
+TARGETS = parse_yaml((files("rescene.audit") / "targets.yaml").read_text("utf-8"), "targets.yaml")
+PLAIN, SUMS, MEMORIES = TARGETS["plain"], TARGETS["sums"], TARGETS["memories"]
+WEIGHTS = PLAIN + TARGETS["private"]
 EPSILON = ["privacy.epsilon=8"]
 STRANGER = "zoster"  # a class of the site that is none of the federation's, and nobody's business
 
@@ -101,12 +103,12 @@ def even(count: int) -> dict[str, int]:
 def replies() -> Found:
     """Everything beside the upload, from a site with 40 images of each class and from one with an image more."""
     pairs = {
-        "moments": (SUMS + EPSILON, "sum_up"),
+        "release": (SUMS + EPSILON, "sum_up"),
         "dp-sgd": (WEIGHTS + EPSILON, "client_round"),
         "none": (PLAIN, "client_round"),
     }
     differ = {name: _differing(*pair) for name, pair in pairs.items()}
-    found = sorted({*differ["moments"], *differ["dp-sgd"]})
+    found = sorted({*differ["release"], *differ["dp-sgd"]})
     control = ", ".join(differ["none"])
     return Found(
         len(found), 0, bool(differ["none"]), "fields differ", f"without a mechanism: {control}", ", ".join(found)
@@ -140,18 +142,19 @@ def remembered() -> Found:
     same = {}
     for name, settings, verb in (
         ("release", SUMS + EPSILON, "sum_up"),
-        ("none", ["method=refed", *PLAIN[1:]], "client_round"),
+        ("none", PLAIN + MEMORIES[0]["settings"][:1], MEMORIES[0]["verb"]),
     ):
         hashes = []
         for _ in range(2):
             with server(settings, even(10)) as one:
-                reply = one.ask("set_aside" if name == "none" else verb)
+                reply = one.ask(verb)
                 hashes.append(reply.state.sha256 if reply.state else None)
         same[name] = hashes[0] == hashes[1] and hashes[0] is not None
-    return Found(int(same["release"]), 0, same["none"], "hashes repeat", "Re-Fed without a mechanism: the hash repeats")
+    return Found(
+        int(same["release"]), 0, same["none"], "hashes repeat", "a memory without a mechanism: the hash repeats"
+    )
 
 
-MEMORIES = {"refed": ("set_aside", ["method.storage=1000"]), "fedcbdr": ("share_features", ["method.budget=1000"])}
 ASKED = 5  # times
 
 
@@ -162,11 +165,11 @@ def memories() -> Found:
     times what is accounted for. The control asks a memory that does not know which tasks it holds.
     """
     most, forgetful = 0, 0
-    for name, (verb, settings) in MEMORIES.items():
-        with server([f"method={name}", *WEIGHTS[1:], *EPSILON, *settings], even(12)) as one:
-            most = max(most, _copies(one, verb, forgets=False))
-        with server([f"method={name}", *WEIGHTS[1:], *EPSILON, *settings], even(12)) as other:
-            forgetful = max(forgetful, _copies(other, verb, forgets=True))
+    for target in MEMORIES:
+        with server([*WEIGHTS, *EPSILON, *target["settings"]], even(12)) as one:
+            most = max(most, _copies(one, target["verb"], forgets=False))
+        with server([*WEIGHTS, *EPSILON, *target["settings"]], even(12)) as other:
+            forgetful = max(forgetful, _copies(other, target["verb"], forgets=True))
     words = f"a memory that forgets its tasks holds an image {forgetful} times"
     return Found(most, 1, forgetful == ASKED, "times", words)
 

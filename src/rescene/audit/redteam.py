@@ -10,7 +10,7 @@ from typing import NamedTuple
 from rescene.audit import drawn_pictures as drawn
 from rescene.audit import lying_requests as letters
 from rescene.audit import sums
-from rescene.audit.rows import Found, Row, row_of
+from rescene.audit.rows import AttackRow, Found, row_of
 from rescene.core.errors import ResceneError
 
 EXTRAS = ("E174", "E439")  # codes of "a package that is not installed is needed"
@@ -39,7 +39,7 @@ ATTACKS = (
     Attack("a reply holds what the mechanism released, and constants", "all fields, from 40 and from 42 images", letters.replies),
     Attack("what a site remembers does not name its images", "hashes of memory of two sites with the same images", letters.remembered),
     Attack("no request buys a second release", "a lie in every field; other runs, tasks, rounds, recipes", letters.requests),
-    Attack("a site remembers an image once", "memory verbs of Re-Fed and FedCBDR, five times each", letters.memories),
+    Attack("a site remembers an image once", "verbs that fill a site's memory, five times each", letters.memories),
     Attack("a site does what its method's verbs say, and nothing else", "names of other functions", letters.verbs),
     Attack("under a mechanism a hold-out is no oracle", "evaluation of any weights", letters.evaluation),
     Attack("errors of a site tell nothing of its images", "a site with a class of its own only", letters.errors),
@@ -70,7 +70,7 @@ UNTESTED = (
 )
 
 
-def red_team(say: Callable[[str], None] = lambda text: None) -> list[Row]:
+def red_team(say: Callable[[str], None] = lambda text: None) -> list[AttackRow]:
     """All rows; an attack that needs a package that is not there is listed as not run."""
     rows = []
     for number, attack in enumerate(ATTACKS, start=1):
@@ -82,11 +82,11 @@ def red_team(say: Callable[[str], None] = lambda text: None) -> list[Row]:
             if isinstance(error, ResceneError) and error.code not in EXTRAS:
                 raise
             needs = f"needs {error.name}" if isinstance(error, ImportError) else error.fix or error.what
-            rows.append(Row(attack.claim, attack.words, "-", "-", "-", "not run", needs))
-    return rows + [Row(claim, "-", "-", "-", "-", "untested", why) for claim, why in UNTESTED]
+            rows.append(AttackRow(attack.claim, attack.words, "-", "-", "-", "not run", needs))
+    return rows + [AttackRow(claim, "-", "-", "-", "-", "untested", why) for claim, why in UNTESTED]
 
 
-def red_team_words(rows: list[Row]) -> str:
+def red_team_words(rows: list[AttackRow]) -> str:
     """One sentence on the table."""
     broken = [row.claim for row in rows if row.verdict == "BROKEN"]
     silent = [row.claim for row in rows if row.verdict == "CONTROL DID NOT FIRE"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Verdict = Literal["held", "BROKEN", "CONTROL DID NOT FIRE", "as stated", "not run", "untested"]
+AttackVerdict = Literal["held", "BROKEN", "CONTROL DID NOT FIRE", "as stated", "not run", "untested"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Found:
     note: str = ""
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> AttackVerdict:
         """Compare what the attack found with what was promised. A control that does not fire makes the result void."""
         if not self.control:
             return "CONTROL DID NOT FIRE"
@@ -33,7 +33,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Row:
+class AttackRow:
     """One line of the audit's table."""
 
     claim: str
@@ -41,7 +41,7 @@ class Row:
     control: str  # "fires: ...", "does not fire: ..." or "-"
     found: str
     promised: str
-    verdict: Verdict
+    verdict: AttackVerdict
     note: str = ""
     seconds: float = 0.0
 
@@ -51,11 +51,11 @@ class Row:
         return self.verdict not in ("BROKEN", "CONTROL DID NOT FIRE")
 
 
-def row_of(claim: str, attack: str, found: Found, seconds: float) -> Row:
+def row_of(claim: str, attack: str, found: Found, seconds: float) -> AttackRow:
     """Turn an attack's result into a line of the table."""
     fires = "fires" if found.control else "does not fire"
     promised = "nothing" if found.promised is None else _number(found.promised, found.unit)
-    return Row(
+    return AttackRow(
         claim,
         attack,
         f"{fires}: {found.control_words}",

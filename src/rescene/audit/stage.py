@@ -15,6 +15,7 @@ from rescene.core.errors import ConfigError, DataError
 from rescene.core.rng import Rng
 from rescene.data import Images, Task, Transform
 from rescene.engine.experiment import Experiment
+from rescene.methods import method_class, method_names
 from rescene.methods.base import Client
 from rescene.methods.surrogates import surrogates_of
 from rescene.privacy.accounting import Composition
@@ -89,7 +90,7 @@ def stage_of(experiment: Experiment, net: nn.Module | None = None, task: Task | 
             "E197",
             f"the uploads of {method.title} cannot be audited",
             why=f"these attacks are made for condensed images alone; it sends: {sent}",
-            fix="rescene audit --all attacks sums and weights too; here method=rescene or method=feddm",
+            fix=f"rescene audit --all attacks sums and weights too; here method={' or method='.join(_auditable())}",
         )
     train, test = experiment.dataset.train, experiment.dataset.test
     images = Images(torch.cat([train.pixels, test.pixels]), torch.cat([train.labels, test.labels]))
@@ -116,6 +117,12 @@ def stage_of(experiment: Experiment, net: nn.Module | None = None, task: Task | 
         known,
         strangers,
     )
+
+
+def _auditable() -> list[str]:
+    """Names of the methods that send condensed images and can send them behind noise."""
+    known = {name: method_class(name) for name in method_names()}
+    return [name for name, one in known.items() if issubclass(one, Condensation) and "release" in one.mechanisms]
 
 
 def uploads(

@@ -21,7 +21,6 @@ from rescene.audit.canaries import canary_audit
 from rescene.audit.membership import FALSE_POSITIVE_RATES, membership_attack
 from rescene.audit.stage import Stage, as_promised, seeded, stage_of, without_noise
 from rescene.config import Recipe
-from rescene.config.privacy import Promise
 from rescene.core.errors import ConfigError
 from rescene.engine.experiment import Experiment, prepare
 from rescene.nets import check_fits, load_weights
@@ -29,6 +28,7 @@ from rescene.privacy import nearest_real
 from rescene.privacy.accounting import Composition, epsilon_of, total_epsilon
 from rescene.privacy.epsilon_bounds import most_to_show
 from rescene.privacy.ledger import Charge, Ledger
+from rescene.privacy.promise import Promise
 
 
 def stored_uploads(folder: Path, experiment: Experiment) -> dict[str, Any] | None:

@@ -22,21 +22,11 @@ from rescene.audit.rows import Found
 from rescene.core.rng import Rng
 from rescene.data import Images, Task, Transform
 from rescene.methods.base import Client
-from rescene.methods.moments import (
-    RADIUS,
-    STEPS,
-    Moments,
-    Sums,
-    added,
-    deviations,
-    on_diagonal,
-    packed,
-    received,
-    unpacked,
-)
+from rescene.methods.moments import Moments, Sums, added, received
 from rescene.nets import Arch
 from rescene.privacy.accounting import Composition, epsilon_of, sigma_for
 from rescene.privacy.epsilon_bounds import most_identified, success_lower_bound, two_world_bound
+from rescene.privacy.feature_sums import RADIUS, STEPS, deviations, on_diagonal, packed, unpacked
 from rescene.privacy.ledger import Ledger
 from rescene.privacy.mechanism import Mechanism, SitePrivacy
 from rescene.privacy.noise import Noise

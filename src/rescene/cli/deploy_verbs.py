@@ -29,7 +29,7 @@ deploy_app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
-Folder = Annotated[Path, typer.Argument(help="folder of the federation")]
+FolderArgument = Annotated[Path, typer.Argument(help="folder of the federation")]
 Wait = Annotated[
     bool, typer.Option("--wait", help="stay in the foreground and stop everything at the end (for systemd)")
 ]
@@ -103,7 +103,7 @@ def check(
 
 @deploy_app.command()
 @verb
-def server(folder: Folder, wait: Wait = False) -> None:
+def server(folder: FolderArgument, wait: Wait = False) -> None:
     """Start the server, and register the keys of the sites."""
     from rescene.deploy.control import start_server
     from rescene.deploy.federation_folder import FederationFolder
@@ -127,7 +127,7 @@ def site(folder: Annotated[Path, typer.Argument(help="the site's own folder")], 
 @deploy_app.command()
 @verb
 def run(
-    folder: Folder,
+    folder: FolderArgument,
     recipe: Annotated[str, typer.Argument(help="shipped recipe or file")],
     overrides: Overrides = None,
     out: Annotated[
@@ -177,7 +177,7 @@ def run(
 @deploy_app.command("add-classes")
 @verb
 def add_classes(
-    folder: Folder,
+    folder: FolderArgument,
     classes: Annotated[str, typer.Argument(help="names of the new classes, separated by commas")],
     rounds: Annotated[
         int | None, typer.Option("--rounds", min=1, help="rounds of this task (default: the plan's)")
@@ -203,7 +203,7 @@ def add_classes(
 @deploy_app.command("remove-classes")
 @verb
 def remove_classes(
-    folder: Folder, classes: Annotated[str, typer.Argument(help="comma-separated names, such as mistyped ones")]
+    folder: FolderArgument, classes: Annotated[str, typer.Argument(help="comma-separated names, such as mistyped ones")]
 ) -> None:
     """Take classes out of the plan again, before their task has begun."""
     from rescene.deploy.federation_folder import FederationFolder
@@ -219,7 +219,7 @@ def remove_classes(
 
 @deploy_app.command("close-task")
 @verb
-def close_task(folder: Folder) -> None:
+def close_task(folder: FolderArgument) -> None:
     """End the current task early, after the round that is under way. A task has at least one round."""
     from rescene.deploy.federation_folder import FederationFolder
     from rescene.deploy.plan_file import close_task as close
@@ -232,7 +232,7 @@ def close_task(folder: Folder) -> None:
 
 @deploy_app.command()
 @verb
-def status(folder: Folder, as_json: AsJson = False, serve: Serve = False, port: Port = 8765) -> None:
+def status(folder: FolderArgument, as_json: AsJson = False, serve: Serve = False, port: Port = 8765) -> None:
     """Show which sites are connected, which runs are going, and which sites they wait for."""
     from rescene.deploy.control import status_rows
     from rescene.deploy.federation_folder import FederationFolder

@@ -17,8 +17,8 @@ from rescene.core.json_files import Row
 
 if TYPE_CHECKING:
     from rescene.config import Resolved
-    from rescene.config.privacy import Promise
     from rescene.privacy.ledger import Ledger
+    from rescene.privacy.promise import Promise
 
 WIDTH = 118  # of sentences
 

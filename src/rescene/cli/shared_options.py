@@ -100,7 +100,9 @@ def load_plugins(paths: list[Path] | None) -> None:
     for path in paths or ():
         found = [] if path.is_file() else [one for one in installed("rescene.observers") if one.name == str(path)]
         for entry in found:
-            rescene.register_observer(entry.load())
+            from rescene.engine.observers import register_observer  # loads torch
+
+            register_observer(entry.load())
         if not found and not load_plugin(path):
             raise ConfigError(
                 "E561",

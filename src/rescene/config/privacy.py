@@ -1,16 +1,15 @@
-"""The recipe's privacy section: which mechanism stands between images and uploads, and what it adds up to."""
+"""The recipe's privacy section: which mechanism stands between images and uploads. What it promises: ``privacy.promise``."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Literal
 
 from pydantic import Field, model_validator
 
 from rescene.core.hyperparameters import Section
-from rescene.privacy.accounting import Composition, check_target, epsilon_of, replaced_epsilon, sigma_for
+from rescene.privacy.accounting import Composition
 from rescene.privacy.mechanism import FORMAL, Mechanism
-from rescene.privacy.statement import OUTSIDE, guarantee, released_before, trust
+from rescene.privacy.promise import Promise, multiplier_of
 
 
 class PrivacySection(Section):
@@ -132,63 +131,6 @@ class PrivacySection(Section):
         return self
 
 
-@dataclass(frozen=True)
-class Promise:
-    """What a recipe's mechanism guarantees for one record over the whole run. Empirical mechanisms have no epsilon."""
-
-    mechanism: Mechanism
-    composition: Composition  # of this run's own releases
-    delta: float
-    test_mode: bool
-    earlier_sums: int = 0  # of the same images, which were released before a site withdrew
-
-    @property
-    def whole(self) -> Composition:
-        """This run's releases and those of the earlier sums."""
-        return replace(self.composition, participations=self.composition.participations * (1 + self.earlier_sums))
-
-    @property
-    def formal(self) -> bool:
-        """Whether the run has a differential privacy guarantee."""
-        return self.mechanism.kind in FORMAL and not self.test_mode
-
-    def epsilon(self) -> float | None:
-        """Epsilon of the whole run if an image is added or removed; None without a guarantee."""
-        return epsilon_of(self.mechanism.sigma, self.whole, self.delta) if self.formal else None
-
-    def epsilon_replaced(self) -> float | None:
-        """The same where a record is replaced by another."""
-        m = self.mechanism
-        factor = m.replaced / m.sensitivity
-        return replaced_epsilon(m.sigma, self.whole, self.delta, factor) if self.formal else None
-
-    def epsilon_per_round(self) -> float | None:
-        """Of one participation, which is one upload."""
-        each = self.mechanism.composition
-        return epsilon_of(self.mechanism.sigma, each, self.delta) if self.formal else None
-
-    def words(self) -> str:
-        """The guarantee in a sentence, or why there is none."""
-        sigma = self.mechanism.sigma
-        if self.mechanism.kind not in FORMAL:
-            return f"Not private: the paper's experiment (sigma = {sigma:g}) is empirical and certifies nothing."
-        if self.test_mode:
-            return "Not private: test mode, the noise comes from the run's seed, which the server knows."
-        found, replaced = self.epsilon(), self.epsilon_replaced()
-        assert found is not None and replaced is not None  # it is formal
-        return f"{guarantee(found, replaced, self.delta)} Noise multiplier {sigma:.4g}."
-
-    def statement(self) -> str:
-        """All that is said of it."""
-        return f"{self.words()} {self.reasons()}" if self.formal else self.words()
-
-    def reasons(self) -> str:
-        """What the guarantee assumes, what it leaves out, and how its releases add up."""
-        m = self.mechanism
-        before = f"{released_before(self.earlier_sums)} " if self.earlier_sums else ""
-        return f"{trust(m.honest_sites, m.late_alone)} {before}{OUTSIDE} Composition: {self.whole.words()}."
-
-
 def promise_of(
     privacy: PrivacySection, num_rounds: int, num_steps: int, image_clip: float | None = None, num_tasks: int = 1
 ) -> Promise | None:
@@ -204,10 +146,7 @@ def promise_of(
     each = Composition(num_steps, 1, privacy.sampling_rate) if sampled else Composition(1, 1)
     participations = min(privacy.max_participations or num_rounds, num_rounds)
     whole = Composition(each.steps, participations, each.rate, num_tasks)
-    sigma = privacy.noise_multiplier
-    if sigma is None:
-        assert privacy.epsilon is not None  # the section is validated
-        sigma = sigma_for(privacy.epsilon, whole, privacy.delta)
+    sigma = multiplier_of(privacy.noise_multiplier, privacy.epsilon, whole, privacy.delta)
     clip = privacy.clip if kind in FORMAL else float(image_clip or privacy.clip)
     mechanism = Mechanism(
         kind, sigma, clip, each, privacy.delta, privacy.count_weight * clip, privacy.num_nets, privacy.threshold,
@@ -216,9 +155,3 @@ def promise_of(
         privacy.honest_sites, privacy.late == "alone",
     )  # fmt: skip
     return Promise(mechanism, whole, privacy.delta, privacy.noise == "seeded", privacy.earlier_sums or 0)
-
-
-def check_records(promise: Promise | None, num_records: int) -> None:
-    """delta must say something about a data set of this size."""
-    if promise is not None and promise.mechanism.kind in FORMAL:
-        check_target(delta=promise.delta, num_records=num_records)

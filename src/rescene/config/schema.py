@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from rescene.config.privacy import PrivacySection, Promise, promise_of
-from rescene.config.site_sections import Channels, Deviation, FaultsSection, SitesSection
+from rescene.config.privacy import PrivacySection, promise_of
+from rescene.config.site_sections import ChannelTriple, Deviation, FaultsSection, SitesSection
 from rescene.core.errors import ConfigError, MethodCannot
 from rescene.core.hyperparameters import Section
 from rescene.core.versions import as_it_was
@@ -15,6 +15,7 @@ from rescene.lens import no_such_lens
 from rescene.methods import DEFAULT_METHOD, Method, method_class, method_names
 from rescene.nets import is_own, own_model
 from rescene.nets.timm_networks import TIMM
+from rescene.privacy.promise import Promise
 from rescene.privacy.totals import threshold
 from rescene.training import Training
 
@@ -70,7 +71,7 @@ class DataSection(Section):
         description="what the first level of folders is; auto detects it and stops with a question if in doubt",
     )
     columns: ColumnsSection = ColumnsSection()
-    mean: Channels | None = Field(
+    mean: ChannelTriple | None = Field(
         None, description="mean of each channel for normalisation; null: that of the data set, or measured"
     )
     std: tuple[Deviation, Deviation, Deviation] | None = Field(

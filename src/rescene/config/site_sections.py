@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 
 from rescene.core.hyperparameters import Section
 
-Channels = tuple[float, float, float]
+ChannelTriple = tuple[float, float, float]
 ClassName = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[^,/\\\x00-\x1f]+$")]
 Deviation = Annotated[float, Field(gt=0)]
 
@@ -35,7 +35,7 @@ class SitesSection(Section):
     """plan.yaml. Nothing in it may be measured on private images."""
 
     image_size: int = Field(32, ge=8, le=1024, description="side of the pictures in pixels; sites resize theirs")
-    mean: Channels = Field(
+    mean: ChannelTriple = Field(
         (0.5, 0.5, 0.5),
         description="mean of each channel for normalisation; it is stated, because nobody sees all images",
     )
@@ -79,7 +79,7 @@ def grows(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]
     )
 
 
-Client = Annotated[int, Field(ge=0)]
+SiteNumber = Annotated[int, Field(ge=0)]
 
 
 class FaultsSection(Section):
@@ -88,7 +88,7 @@ class FaultsSection(Section):
     dropout: float = Field(
         0.0, ge=0, lt=1, description="simulated: chance that an asked site does not answer in the round"
     )
-    slow: tuple[Client, ...] = Field((), description="simulated: numbers of the sites that are slow")
+    slow: tuple[SiteNumber, ...] = Field((), description="simulated: numbers of the sites that are slow")
     slowdown: float = Field(
         10.0, ge=1, description="simulated: a slow site takes this many times as long as a normal one"
     )
@@ -102,7 +102,7 @@ class FaultsSection(Section):
         description="simulated: flip, attackers call each class the next one of its task; trigger, they call every class the "
         "first of its task and paint a white square on it",
     )
-    attackers: tuple[Client, ...] = Field((), description="simulated: numbers of the sites that attack")
+    attackers: tuple[SiteNumber, ...] = Field((), description="simulated: numbers of the sites that attack")
 
     @model_validator(mode="after")
     def _someone_attacks(self) -> FaultsSection:

@@ -27,8 +27,8 @@ VERMILLION, PURPLE, YELLOW, GREY = "#d55e00", "#cc79a7", "#f0e442", "#8a909c"
 BROWN, SLATE = "#7b3f00", "#5f6570"
 
 GLYPHS = {"o": "●", "s": "■", "^": "▲", "v": "▼", "D": "◆", "P": "✚", "X": "✖", "*": "★", "<": "◀", ">": "▶"}
-Uploads = Literal["images", "weights", "sums", "nothing", ""]  # "": not known
-UPLOADS: tuple[Uploads, ...] = ("images", "weights", "sums", "nothing", "")
+UploadKind = Literal["images", "weights", "sums", "nothing", ""]  # "": not known
+UPLOAD_KINDS: tuple[UploadKind, ...] = ("images", "weights", "sums", "nothing", "")
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class MethodStyle:
     title: str
     colour: str
     marker: str
-    uploads: Uploads = ""
+    uploads: UploadKind = ""
     sends: str = ""
     reference: str = ""
     cost_unit: bool = False
@@ -54,7 +54,7 @@ class MethodStyle:
         wrong = [
             *([f"colour {self.colour!r} is not #rrggbb"] if not re.fullmatch("#[0-9a-f]{6}", self.colour) else []),
             *([f"marker {self.marker!r} is not one of {' '.join(GLYPHS)}"] if self.marker not in GLYPHS else []),
-            *([f"uploads {self.uploads!r} is not one of {', '.join(UPLOADS[:-1])}"] if self.uploads not in UPLOADS else []),
+            *([f"uploads {self.uploads!r} is not one of {', '.join(UPLOAD_KINDS[:-1])}"] if self.uploads not in UPLOAD_KINDS else []),
         ]  # fmt: skip
         if wrong:
             raise ConfigError("E179", f"the style of method {self.title!r} cannot be drawn", why="; ".join(wrong))

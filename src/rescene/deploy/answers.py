@@ -37,7 +37,7 @@ from rescene.deploy.exchange import LONGEST_LINE, Remembered, Reply
 from rescene.deploy.message_bytes import unpack_message
 from rescene.engine.checkpoint import could_not_save, reach, write_json
 from rescene.engine.evaluate import Tally
-from rescene.methods.upload_schema import MOST, Form, Misfit, Sizes, both, check_form, fields, tensor, whole
+from rescene.methods.upload_schema import MOST, Form, KnownSizes, Misfit, both, check_form, fields, tensor, whole
 from rescene.privacy.ledger import End
 
 HEADER_BYTES, TENSOR_BYTES = 1 << 16, 512  # of JSON, which takes a hundred times its size while it is read
@@ -116,12 +116,12 @@ def _matches(pattern: re.Pattern[str], words: Any) -> bool:
     return isinstance(words, str) and pattern.fullmatch(words) is not None
 
 
-def _line(value: Any, name: str, sizes: Sizes) -> None:
+def _line(value: Any, name: str, sizes: KnownSizes) -> None:
     if not _is_line(value):
         raise Misfit(f"{name} is not a line of text")
 
 
-def _lens(value: Any, name: str, sizes: Sizes) -> None:
+def _lens(value: Any, name: str, sizes: KnownSizes) -> None:
     if value != "" and not _matches(DIGEST, value):
         raise Misfit(f"{name} is not named by a hash")
 
@@ -133,7 +133,7 @@ def tally_form(num_classes: int) -> Form:
     """Counts per class of a hold-out; no more right answers than images."""
     counts = tensor(torch.int64, num_classes, low=0, high=MOST)
 
-    def check(value: Any, name: str, sizes: Sizes) -> None:
+    def check(value: Any, name: str, sizes: KnownSizes) -> None:
         if not isinstance(value, Tally):
             raise Misfit(f"{name} holds no counts")
         for part in (value.num, value.right, value.right_within):

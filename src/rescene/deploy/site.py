@@ -66,7 +66,6 @@ from rescene.deploy.site_config import (
     check_floor,
     check_lens,
     experiment_of,
-    first_floor,
     hash_of,
     ledger_of,
     lens_of,
@@ -74,17 +73,19 @@ from rescene.deploy.site_config import (
 from rescene.engine import Experiment, use_all_cores
 from rescene.engine import wire as on_wire
 from rescene.engine.checkpoint import save_atomically
-from rescene.engine.evaluate import TALLY_SENSITIVITY, Tally, noised, tally
+from rescene.engine.evaluate import Tally, noised, tally
 from rescene.engine.in_process import first_line, site_at
 from rescene.engine.run_context import warnings_to
 from rescene.lens import FeatureCache
 from rescene.methods import Method
 from rescene.nets import flops_to
 from rescene.nets.cost import FlopMeter
+from rescene.privacy.class_sums import count_deviation
 from rescene.privacy.ledger import Charge, Declined, End, Floor, Ledger, Released
 from rescene.privacy.ledger_file import EVALUATION
 from rescene.privacy.mechanism import digest
 from rescene.privacy.noise import Noise
+from rescene.privacy.promise import floor_of
 from rescene.privacy.totals import threshold
 
 if TYPE_CHECKING:
@@ -301,7 +302,7 @@ class Site:
         touched = experiment.digests.at(experiment.digests.test, index)
         delta = self._recipe(request).privacy.delta
         counts = ledger.once(charge, digest(model.items(), "evaluation"), delta, None, draw, touched)
-        told = ("W374", f"counts of its hold-out carry noise of deviation {sigma * TALLY_SENSITIVITY:.3g}")
+        told = ("W374", f"counts of its hold-out carry noise of deviation {count_deviation(sigma, len(counts)):.3g}")
         return Reply(self.section.client, {"tally": Tally(**counts)}, None, 0, told=(told,), ledger=ledger.handed)
 
     def _work(self, request: Request, body: bytes, files: SiteMemory, hidden: bool) -> Reply:
@@ -333,7 +334,7 @@ class Site:
 
     def _take_floor(self, ledger: Ledger, experiment: Experiment, run: str) -> None:
         """Without a floor, the first run's epsilon becomes it: another name of a run buys nothing."""
-        limits: Floor | None = first_floor(experiment.recipe, len(experiment.tasks))
+        limits: Floor | None = floor_of(experiment.recipe.promise(len(experiment.tasks)))
         if limits is not None and ledger.begin(limits, run) and self.real_folder is None:
             words = f"epsilon {limits.epsilon_max:g} at delta {limits.delta_max:g}, over all runs"
             print(

@@ -6,7 +6,6 @@ holds: own     the folder of images is this site's own; classes, size and normal
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -137,15 +136,6 @@ def check_floor(floor: Floor | None, recipe: Recipe) -> None:
         raise Declined("E413", "site declines: it has a privacy floor, and the run has no mechanism")
     if promise.test_mode:
         raise Declined("E413", "site declines: the noise would come from the run's seed, which the server knows")
-
-
-def first_floor(recipe: Recipe, num_tasks: int) -> Floor | None:
-    """The limits that a site takes from its first run, where nobody has set any; None if the run promises nothing."""
-    promise = recipe.promise(num_tasks)
-    epsilon = None if promise is None else promise.epsilon()
-    if promise is None or epsilon is None or not math.isfinite(epsilon):
-        return None
-    return Floor(epsilon_max=math.ceil(1e6 * epsilon + 1) / 1e6, delta_max=promise.delta)
 
 
 def ledger_of(section: SiteSection, folder: Path, least: End | None = None) -> Ledger:

@@ -34,7 +34,7 @@ from rescene.deploy.exchange import SUM_STEPS
 from rescene.deploy.keys import read_node_key, read_peers
 from rescene.deploy.message_bytes import pack_message, unpack_message
 from rescene.engine.checkpoint import reach, save_atomically
-from rescene.methods.upload_schema import Form, Misfit, Sizes, fields, tensor
+from rescene.methods.upload_schema import Form, KnownSizes, Misfit, fields, tensor
 from rescene.privacy import secure_sum as sums
 from rescene.privacy.secure_sum import Blobs, Party, Sign, Verify, blob, raw
 from rescene.privacy.totals import COMMITTED, KEYS, SEALED, SHARE, SIGNATURE, Values, check_part, layout
@@ -220,7 +220,7 @@ def answer(
 def shapes_only(form: Form) -> Form:
     """The form without its bounds on values, of a dict that is not empty: masked numbers may be anything."""
 
-    def check(value: Any, name: str, sizes: Sizes) -> None:
+    def check(value: Any, name: str, sizes: KnownSizes) -> None:
         if not value:
             raise Misfit(f"{name} is empty")
         form(map_tensors(lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), value), name, sizes)

@@ -21,11 +21,9 @@ from rescene.core.results import rounded
 from rescene.data import Dataset, Images, SiteOrders, Task
 from rescene.engine.experiment import Experiment
 from rescene.nets import Net
-from rescene.privacy.accounting import check_grid, least_deviation
-from rescene.privacy.noise import Noise, discrete_gaussian
+from rescene.privacy.class_sums import noised_counts
+from rescene.privacy.noise import Noise
 from rescene.training import class_scores, embed
-
-TALLY_SENSITIVITY = math.sqrt(3)
 
 
 @dataclass(frozen=True)
@@ -121,17 +119,8 @@ def tally(net: nn.Module, dataset: Dataset, tasks: Sequence[Task]) -> Tally:
 
 
 def noised(found: Tally, sigma: float, noise: Noise) -> Tally:
-    """Counts behind discrete Gaussian noise, then made possible again: whole, none below 0, not more right than there are.
-
-    An image adds at most 1 to each of three counts: the sensitivity is sqrt(3). The grid is so fine that the accountant's cost
-    of a grid (``check_grid``) covers the noise.
-    """
-    counts = torch.stack([found.num, found.right, found.right_within])
-    deviation = sigma * TALLY_SENSITIVITY
-    grid = math.ceil(least_deviation(counts.numel()) / deviation)  # steps to one image
-    check_grid(grid * deviation, counts.numel())
-    drawn = discrete_gaussian(counts.numel(), grid * deviation, noise).reshape(counts.shape)
-    counts = (counts * grid + drawn + grid // 2).div(grid, rounding_mode="floor")
+    """Counts behind noise (``privacy.noised_counts``), then made possible again: none below 0, not more right than there are."""
+    counts = noised_counts(torch.stack([found.num, found.right, found.right_within]), sigma, noise)
     num = counts[0].clamp_min(0)
     return Tally(num, *(torch.minimum(right.clamp_min(0), num) for right in counts[1:]))
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from rescene.config import Recipe
-from rescene.config.privacy import check_records
 from rescene.config.schema import PER_SITE, DataSection, FederationSection
 from rescene.config.site_sections import SitesSection
 from rescene.core.errors import ConfigError
@@ -32,6 +31,7 @@ from rescene.methods.base import Client
 from rescene.nets import Arch, is_own, own_model
 from rescene.privacy.ledger import Touched
 from rescene.privacy.mechanism import SitePrivacy
+from rescene.privacy.promise import check_records
 
 
 class Digests(NamedTuple):

@@ -54,7 +54,7 @@ class Faults:
         return self.rng.at("dropout", *place, attempt, client).integer() < self.section.dropout * 2**63
 
 
-LateCounts = dict[str, int]  # sent, on_time, late, rounds_late (of all late ones together), dropped
+CountsByName = dict[str, int]  # sent, on_time, late, rounds_late (of all late ones together), dropped
 
 
 @record
@@ -81,7 +81,7 @@ class LateAnswers:
     rounds_per_task: int
     rng: Rng
     note: Callable[..., None]
-    counts: Callable[[], LateCounts]
+    counts: Callable[[], CountsByName]
     under_way: dict[int, UnderWay] = field(default_factory=dict)
 
     def concerns(self, call: Call) -> bool:

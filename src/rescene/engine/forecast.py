@@ -30,7 +30,6 @@ from rescene.core.record import Tree, num_bytes, tensors
 from rescene.core.rng import Rng, seeded_generator
 from rescene.data import Images, Shard, Task, Transform
 from rescene.engine.experiment import Experiment
-from rescene.functional.decomposed import num_kept
 from rescene.methods import Payload, Uploads
 from rescene.methods.base import Client
 from rescene.nets import FLOAT_BYTES, Arch, body_cost, flops_to, forward_flops, model_bytes, pool_of, rehearsal
@@ -257,7 +256,8 @@ class Sizes:
     def __init__(self, experiment: Experiment) -> None:
         small, real = _small_arch(experiment), experiment.arch
         features, seen = body_cost(real).feature_size, body_cost(small).feature_size
-        used = getattr(experiment.method, "num_features", None) or features  # of methods that use the first so many
+        sent_size = experiment.method.sent_size
+        used = sent_size("features", features)
         self._picture = (small.channels, small.image_size, small.image_size)
         self._picture_values = real.channels * real.image_size**2
         self._body = (seen, small.channels * small.image_size**2)  # shape of the miniature's only body weight
@@ -265,16 +265,12 @@ class Sizes:
         self._body_values = whole // FLOAT_BYTES - features  # its bias is counted as features are
         weights = [layer.weight for layer in input_layers(real.skeleton(1).body).values()]
         inputs = [weight[0].numel() for weight in weights]  # type: ignore[index]
-        columns = getattr(experiment.method, "sketch_columns", None) or max([self._body[1], *inputs])
-        self._sketch = (self._body[1], min(self._body[1], columns))  # a matrix over the inputs of the only layer,
-        self._sketch_values = sum(d * min(d, columns) for d in inputs)  # which stands for those of all layers
-        dropped = getattr(experiment.method, "dropped_outputs", 0.0)
-        self._rows = (
-            num_kept(seen, dropped),
-            self._body[1],
-        )  # of the only layer, of which some outputs are not sent
-        kept = [num_kept(len(weight), dropped) for weight in weights]  # type: ignore[arg-type]
-        self._rows_values = sum(rows * d for rows, d in zip(kept, inputs, strict=True))
+        # a matrix over the inputs of the only layer stands for those of all layers, and so do its rows that are sent
+        self._sketch = (self._body[1], sent_size("inputs", self._body[1]))
+        self._sketch_values = sum(d * sent_size("inputs", d) for d in inputs)
+        self._rows = (sent_size("outputs", seen), self._body[1])
+        rows = [sent_size("outputs", len(weight)) for weight in weights]  # type: ignore[arg-type]
+        self._rows_values = sum(n * d for n, d in zip(rows, inputs, strict=True))
         self._values = {seen: used, seen * (seen + 1) // 2: used * (used + 1) // 2}
 
     def num_bytes(self, tree: Tree) -> int:

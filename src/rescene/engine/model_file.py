@@ -23,7 +23,7 @@ from rescene.nets import Arch, check_fits, grow_head
 from rescene.nets.timm_networks import TIMM, checkpoint, fitting
 from rescene.nets.weights import read_weights
 
-Size = Annotated[int, Field(ge=1, le=4096)]  # of a picture's side
+ImageSide = Annotated[int, Field(ge=1, le=4096)]  # of a picture's side
 NAMED = 6  # names in a message
 LENS = "lens."  # before the names of a lens' tensors in the file of a model
 NEEDED = ("schema", "arch", "classes", "mean", "std")
@@ -33,7 +33,7 @@ class _Network(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     name: str
-    image_size: Size
+    image_size: ImageSide
     norm: str = "batch"
     width: Annotated[int, Field(ge=1, le=65536)] | None = None
     channels: Annotated[int, Field(ge=1, le=65536)] = 3
@@ -49,7 +49,7 @@ class _About(BaseModel):
     lens: str | None = None
     lens_sha256: str | None = None
     lens_file: dict[str, Any] | None = None  # what the lens says of itself whose tensors are in the same file
-    picture_size: Size | None = None
+    picture_size: ImageSide | None = None
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> _About:

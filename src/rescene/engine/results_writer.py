@@ -285,9 +285,7 @@ def _statement(method: Method, leakage: dict[str, Any] | None) -> str:
         return f"{simulated}{NO_GUARANTEE} What leaves a site: {method.leaves_site}."
     share = f"{100 * leakage['near_copies']:.0f} %"
     words = f"{share} of the uploaded images are near-copies (PSNR > 30 dB) of a real training image{_traced(leakage)}."
-    if getattr(method, "start", None) == "coloured":
-        words += " They are drawn with a seed that the server knows, so it can solve for the images of small classes."
-    return f"{NO_GUARANTEE} {words}"
+    return f"{NO_GUARANTEE} {words} {method.leakage_note()}".rstrip()
 
 
 def _traced(leakage: dict[str, Any]) -> str:

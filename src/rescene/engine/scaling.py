@@ -120,7 +120,7 @@ def figures(experiment: Experiment, found: Forecast, num_clients: int, per_round
     busiest = max(sum(both) for both in zip(up, down, strict=True))
     rest_up, rest_down = (everybody * sum(getattr(m, key) for m in beside) for key in ("up_bytes", "down_bytes"))
     image_bytes = experiment.arch.channels * experiment.arch.image_size**2 * FLOAT_BYTES
-    budget, features = _budget(experiment), experiment.arch.skeleton(1).feature_size
+    budget, features = experiment.method.kept_per_class(), experiment.arch.skeleton(1).feature_size
     pool = max(trained_on(m, each, budget) for m in rounds)
     flops = {id(m): server_flops(m, each, budget) for m in rounds}
     candidates = [[round(each * n) for n in m.pool.values()] for m in rounds]
@@ -156,10 +156,6 @@ def server_flops(moment: Moment, each: float, budget: int) -> float:
     """The server's work of a round: in step with the images it trains on, or with the sites that it hears."""
     grown = trained_on(moment, each, budget) / moment.trained_on if moment.trained_on else each
     return moment.server_flops * grown
-
-
-def _budget(experiment: Experiment) -> int:
-    return int(getattr(experiment.method, "budget", 0))
 
 
 def herding_cost(candidates: tuple[int, ...], budget: int, feature_size: int) -> tuple[float, float]:

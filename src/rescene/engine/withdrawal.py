@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from rescene.config import Resolved
-from rescene.config.privacy import Promise
 from rescene.core.errors import ConfigError, DataError, RunError, command
 from rescene.core.files import replacing
 from rescene.core.record import to_device
@@ -36,6 +35,7 @@ from rescene.engine.run_folder import APPENDED, RunFolder
 from rescene.methods.base import Kept, Method, Model
 from rescene.nets import grow_head
 from rescene.privacy.ledger_file import Declined
+from rescene.privacy.promise import Promise
 from rescene.privacy.totals import threshold
 from rescene.training import class_scores
 

@@ -27,10 +27,10 @@ from torch import Tensor
 
 TINY = 1e-8  # added to variances
 BLUR = 2  # pixels to each side that a blur looks at
-Moments = tuple[Tensor, Tensor]  # mean [c] and variance [c]
+MeanAndVariance = tuple[Tensor, Tensor]  # mean [c] and variance [c]
 
 
-def channel_moments(x: Tensor) -> Moments:
+def channel_moments(x: Tensor) -> MeanAndVariance:
     """Mean and biased variance of each channel over batch and space: [n, c, h, w] -> ([c], [c]).
 
     >>> mean, variance = channel_moments(torch.tensor([1.0, 3.0]).view(2, 1, 1, 1))
@@ -41,7 +41,7 @@ def channel_moments(x: Tensor) -> Moments:
     return mean, variance
 
 
-def blend(current: Moments, average: Moments | None, momentum: float) -> Moments:
+def blend(current: MeanAndVariance, average: MeanAndVariance | None, momentum: float) -> MeanAndVariance:
     """mu * average + (1 - mu) * current, entry by entry; ``current`` itself while there is no average."""
     if average is None:
         return current
@@ -49,7 +49,7 @@ def blend(current: Moments, average: Moments | None, momentum: float) -> Moments
     return mean, variance
 
 
-def statistics_loss(moments: Moments, running: Moments) -> Tensor:
+def statistics_loss(moments: MeanAndVariance, running: MeanAndVariance) -> Tensor:
     """One layer's part of L_bn: the distances, not squared, of means and of variances. 0 with gradient 0 if they agree.
 
     >>> statistics_loss((torch.tensor([3.0, 4.0]), torch.ones(2)), (torch.zeros(2), torch.ones(2))).item()
@@ -60,7 +60,7 @@ def statistics_loss(moments: Moments, running: Moments) -> Tensor:
     return distance
 
 
-def divergence_loss(moments: Moments, running: Moments) -> Tensor:
+def divergence_loss(moments: MeanAndVariance, running: MeanAndVariance) -> Tensor:
     """One layer's part of L_div: how far the batch's Gaussians are from the remembered ones, mean over channels.
 
     >>> still, wide = (torch.zeros(1), torch.ones(1)), (torch.zeros(1), torch.full((1,), 4.0))

@@ -30,14 +30,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from rescene.core.hyperparameters import Hyperparameters
-from rescene.core.method_style import MethodStyle, derived_colour, derived_marker
-from rescene.core.method_style import Uploads as Sent
+from rescene.core.method_style import MethodStyle, UploadKind, derived_colour, derived_marker
 from rescene.core.record import Tree, num_bytes, record
 from rescene.core.rng import Rng
 from rescene.core.verification import Verified
@@ -141,7 +140,7 @@ class Method(Hyperparameters):
     title: ClassVar[str]  # in tables, figures and on pages
     colour: ClassVar[str] = ""  # "#rrggbb"; empty: from the name
     marker: ClassVar[str] = ""  # one of o s ^ v D P X * < >; empty: from the name
-    uploads: ClassVar[Sent] = "weights"  # the kind of what a site sends: images, weights, sums or nothing
+    uploads: ClassVar[UploadKind] = "weights"  # the kind of what a site sends: images, weights, sums or nothing
     reference: ClassVar[str] = ""  # what line it draws, e.g. "upper bound"; empty: it competes
     cost_unit: ClassVar[bool] = False  # costs of other methods are also shown as multiples of its own
     paper: ClassVar[str]
@@ -251,6 +250,25 @@ class Method(Hyperparameters):
     def nominal_replay(self, setting: Setting) -> NominalReplay | None:
         """What is replayed at the end of the sequence, counted as in Table 8; None for a method without such a memory."""
         return None
+
+    def sent_size(self, kind: Literal["features", "inputs", "outputs"], size: int) -> int:
+        """How many of ``size`` features of an image, inputs of a layer (as columns) or outputs of a layer (as rows) it sends.
+
+        A forecast runs the method on a small copy of the run, and takes from here how large its tensors are in the real one.
+        """
+        return size
+
+    def kept_per_class(self) -> int:
+        """Pictures of a class that the server keeps after a task at most, by herding; 0: there is no such limit."""
+        return 0
+
+    def recent_share(self) -> float:
+        """lambda: the server herds towards the mean of this newest share of a task's rounds; 1: of all of them."""
+        return 1.0
+
+    def leakage_note(self) -> str:
+        """A sentence that must stand beside the measured leakage of its uploads; empty: there is none."""
+        return ""
 
     def kept(self, state: Any) -> dict[int, Kept]:
         """What the server keeps, by client (-1: nobody wrote down whose). Here: the pictures of ``buffers`` and ``pool``."""

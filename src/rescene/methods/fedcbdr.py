@@ -46,7 +46,6 @@ from rescene.methods.nominal_cost import NominalReplay, Setting, image_bytes
 from rescene.methods.registry import register
 from rescene.methods.upload_schema import MOST, NOTHING, Dim, Form, Place, both, either, fields, labels, tensor
 from rescene.nets import Arch, body_cost
-from rescene.privacy.class_sums import clip_rows
 from rescene.privacy.mechanism import SitePrivacy
 from rescene.training import Batch, embed, repeatable, with_replay
 
@@ -185,7 +184,7 @@ class FedCBDR(AveragingMethod):
             return {}, self._kept_blindly(_memory(client_state, shard), shard, site)
         x = embed(shard.net(payload["model"]), shard.pictures(shard.index)).double()
         if site is not None:  # App. F.2: "we additionally protect the pseudo-feature representations"
-            x = clip_rows(x, site.mechanism.clip) + site.mechanism.deviation * site.noise.normal(*x.shape).to(x.device)
+            x = site.noised_rows(x)
         rotated = x @ random_orthogonal(x.shape[1], seeded_generator(payload["rotation_seed"])).to(x.device)
         private_seed = rng.at("private").integer()
         memory = replace(_memory(client_state, shard), desk={"features": rotated, "private_seed": private_seed})

@@ -257,13 +257,16 @@ class FedWeIT(AveragingMethod):
             "attention": part.attention,
         }
 
+    def sent_size(self, kind: Literal["features", "inputs", "outputs"], size: int) -> int:
+        return num_kept(size, self.dropped_outputs) if kind == "outputs" else size
+
     def expects(self, verb: str, payload: Payload, place: Place) -> Form:
         if verb != "client_round":
             return NOTHING
         base, byte = payload["base"], torch.uint8
         parts = {
             "kept": _each(base, lambda name, b: tensor(byte, -(-len(b) // 8), high=255)),
-            "rows": _each(base, lambda name, b: tensor(b.dtype, num_kept(len(b), self.dropped_outputs), *b.shape[1:])),
+            "rows": _each(base, lambda name, b: tensor(b.dtype, self.sent_size("outputs", len(b)), *b.shape[1:])),
             "mask": _each(base, lambda name, b: tensor(b.dtype, len(b), low=0, high=1)),
             "present": _each(base, lambda name, b: tensor(byte, -(-b.numel() // 8), high=255)),
             "values": _each(base, lambda name, b: tensor(b.dtype, Dim(name, b.numel()))),

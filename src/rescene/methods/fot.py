@@ -130,7 +130,7 @@ class FOT(AveragingMethod):
     def end_task(self, state: FotState, task: Task, federation: Federation, rng: Rng) -> FotState:
         """GPSE: sum the sketches of all sites, layer by layer, and extend the subspaces."""
         sizes = {name: state.model[name][0].numel() for name in _covered(federation.net(state.model), task)}
-        shapes = {name: [d, min(d, self.sketch_columns or d)] for name, d in sizes.items()}
+        shapes = {name: [d, self.sent_size("inputs", d)] for name, d in sizes.items()}
         asked = federation.ask(federation.clients, "sketch_inputs", {"model": state.model, "shapes": shapes})
         sketches = [upload["sketches"] for upload in asked.values() if upload]
         if not sketches:
@@ -156,6 +156,9 @@ class FOT(AveragingMethod):
             omega = torch.randn(*shapes[name], generator=generator, dtype=torch.float64).to(gram.device)
             sketches[name] = sketch(gram, omega).float()
         return {"sketches": {name: sketches[name] for name in shapes}}, client_state
+
+    def sent_size(self, kind: Literal["features", "inputs", "outputs"], size: int) -> int:
+        return min(size, self.sketch_columns or size) if kind == "inputs" else size
 
     def expects(self, verb: str, payload: Payload, place: Place) -> Form:
         if verb != "sketch_inputs":

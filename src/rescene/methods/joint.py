@@ -15,8 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from rescene.core.method_style import GREY
-from rescene.core.method_style import Uploads as Sent
+from rescene.core.method_style import GREY, UploadKind
 from rescene.core.record import Tree, record
 from rescene.core.rng import Rng
 from rescene.core.verification import Verified
@@ -52,7 +51,7 @@ class Joint(Method):
     title: ClassVar[str] = "Joint"
     colour: ClassVar[str] = GREY
     marker: ClassVar[str] = "P"
-    uploads: ClassVar[Sent] = "images"
+    uploads: ClassVar[UploadKind] = "images"
     reference: ClassVar[str] = "upper bound"
     own_orders: ClassVar[bool] = True
     paper: ClassVar[str] = "reference line, not a method to use: central training on all real images"

@@ -20,8 +20,7 @@ from torch import nn
 
 from rescene.core.errors import ConfigError
 from rescene.core.hyperparameters import hyper
-from rescene.core.method_style import GREY
-from rescene.core.method_style import Uploads as Sent
+from rescene.core.method_style import GREY, UploadKind
 from rescene.core.record import Tree, record
 from rescene.core.rng import Rng
 from rescene.core.verification import Verified
@@ -49,7 +48,7 @@ class Local(Method):
     title: ClassVar[str] = "Local"
     colour: ClassVar[str] = GREY
     marker: ClassVar[str] = "v"
-    uploads: ClassVar[Sent] = "nothing"
+    uploads: ClassVar[UploadKind] = "nothing"
     reference: ClassVar[str] = "lower bound"
     own_orders: ClassVar[bool] = True
     paper: ClassVar[str] = "reference line: one site alone"

@@ -18,7 +18,7 @@ import math
 import warnings
 from collections import Counter
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -26,8 +26,7 @@ from torch import Tensor, nn
 
 from rescene.core.errors import ResceneWarning, RunError
 from rescene.core.hyperparameters import hyper
-from rescene.core.method_style import VERMILLION
-from rescene.core.method_style import Uploads as Sent
+from rescene.core.method_style import VERMILLION, UploadKind
 from rescene.core.record import Tree, num_bytes, record
 from rescene.core.rng import Rng
 from rescene.core.verification import Verified
@@ -36,17 +35,22 @@ from rescene.functional.discriminant import cross_validated_ridge, discriminant_
 from rescene.methods.base import Client, Federation, Kept, LateAnswer, Method, Model, Payload, Uploads, weights_of
 from rescene.methods.registry import register
 from rescene.methods.upload_schema import NOTHING, Form, Place, both, either, fields, tensor
-from rescene.privacy.accounting import check_grid, least_deviation
-from rescene.privacy.mechanism import Mechanism, SitePrivacy, digest
-from rescene.privacy.noise import discrete_gaussian
+from rescene.privacy.feature_sums import (
+    LARGEST,
+    RADIUS,
+    STEPS,
+    Grid,
+    deviations,
+    exact_sums,
+    noise_eigenvalue,
+    noised_feature_sums,
+    norm,
+    on_diagonal,
+    unpacked,
+)
+from rescene.privacy.mechanism import Mechanism, digest
 from rescene.training import embed
 
-STEPS = 16  # whole steps to one unit of a feature: what a lens gives comes in these steps already
-LARGEST = 127  # steps: features are cut beyond 8 units
-EXACT = 1024  # rows whose products of such numbers float32 adds up without rounding
-RADIUS = (
-    0.9  # public clip, in units of the norm that procedural pictures have; it and FLOOR: validation part of CIFAR-10
-)
 FLOOR = 0.1  # eigenvalues of W below this part of the largest of the noise are raised to it
 CERTAIN = 7.0  # deviations of noise that sums of images never exceed: a normal number does once in 10^12 times
 EVERYBODY = -1  # in the place of a site's number where a sum over sites came in one piece
@@ -82,7 +86,7 @@ class Moments(Method):
     title: ClassVar[str] = "Moments"
     colour: ClassVar[str] = VERMILLION
     marker: ClassVar[str] = "D"
-    uploads: ClassVar[Sent] = "sums"
+    uploads: ClassVar[UploadKind] = "sums"
     paper: ClassVar[str] = "[ours] closed-form discriminant on a frozen lens; neighbours: AFL, ACIL, FedCGS"
     verified: ClassVar[tuple[Verified, ...]] = (
         Verified(
@@ -188,18 +192,20 @@ class Moments(Method):
         site = site.alone() if payload.get("alone") else site
         body = [(name, value) for name, value in weights_of(net).items() if not name.startswith("head.")]
         question = digest(body, "moments", z.shape[1], site.mechanism.honest_sites, site.mechanism)
-        found = site.answer(question, lambda: noised_sums(z, labels, len(shard.task.classes), site))
+        found = site.answer(question, lambda: noised_feature_sums(z, labels, len(shard.task.classes), site))
         return ({} if found is None else found), state
 
     def late(self, answer: LateAnswer, payload: Payload) -> Payload:
         """Sums do not depend on the round: as they are, with the classes that their rows stand for."""
         return answer.upload | {"classes": list(answer.classes)} if answer.upload else answer.upload
 
+    def sent_size(self, kind: Literal["features", "inputs", "outputs"], size: int) -> int:
+        return min(size, self.num_features or size) if kind == "features" else size
+
     def expects(self, verb: str, payload: Payload, place: Place) -> Form:
         if verb != "sum_up":
             return NOTHING
-        d, num = payload["model"]["head.weight"].shape[1], len(place.task.classes)
-        d = min(d, self.num_features or d)
+        d, num = self.sent_size("features", payload["model"]["head.weight"].shape[1]), len(place.task.classes)
         sums = {
             "counts": tensor(torch.int64, num, low=0 if place.mechanism is None else -(2.0**62), high=2.0**62),
             "sums": tensor(torch.int64, num, d, low=-(2.0**62), high=2.0**62),
@@ -268,104 +274,6 @@ def positions(labels: Tensor, classes: tuple[int, ...]) -> Tensor:
     return torch.tensor([place[label] for label in labels.tolist()], dtype=torch.int64, device=labels.device)
 
 
-def exact_sums(z: Tensor, labels: Tensor, num: int) -> Payload:
-    """n_c, s_c and S in whole numbers, the same in every order and on every machine."""
-    counts = torch.bincount(labels, minlength=num)
-    sums = torch.zeros(num, z.shape[1], dtype=torch.int64, device=z.device).index_add(0, labels, z.long())
-    return {"counts": counts, "sums": sums, "second": packed(second_moment(z)).int()}
-
-
-def second_moment(z: Tensor) -> Tensor:
-    """sum z z' as float64 [d, d]: exact for whole numbers of at most 127."""
-    total = torch.zeros(z.shape[1], z.shape[1], dtype=torch.float64, device=z.device)
-    for part in z.split(EXACT):
-        total += part.T @ part
-    return total
-
-
-def noised_sums(z: Tensor, labels: Tensor, num: int, site: SitePrivacy) -> Payload:
-    """What leaves a site behind the mechanism ``release``: whole numbers with discrete noise, each kind on a grid of its own.
-
-    An image of norm |z| <= R adds 1 to a count, z to a sum and z z' to S. With the noise of :func:`deviations` on the three
-    (off the diagonal of S, where a product counts twice, a factor of sqrt(2) less) adding or taking away one image moves the
-    whole answer by 1 / sigma deviations at most.
-    """
-    d, share = z.shape[1], site.mechanism.share
-    grid = Grid.of(site.mechanism, d, num)
-    sums = exact_sums(clipped(z, RADIUS * norm(d)), labels, num)
-    diagonal = on_diagonal(d)
-
-    def noised(values: Tensor, step: int, deviation: float) -> Tensor:
-        drawn = discrete_gaussian(values.numel(), step * deviation * share, site.noise)
-        return values.cpu().long() * step + drawn.reshape(values.shape)
-
-    of_count, of_sum, of_square = deviations(site.mechanism, d)
-    second, upper = torch.empty(len(diagonal), dtype=torch.int64), sums["second"].cpu()
-    second[diagonal] = noised(upper[diagonal], grid.second, of_square)
-    second[~diagonal] = noised(upper[~diagonal], grid.second, of_square / math.sqrt(2))
-    found = {
-        "counts": noised(sums["counts"], grid.counts, of_count),
-        "sums": noised(sums["sums"], grid.sums, of_sum),
-        "second": wrapped(second),
-    }
-    return {name: value.to(z.device) for name, value in found.items()}
-
-
-@record
-class Grid:
-    """Whole steps to one image, to one step of a feature, and to one product of two such steps.
-
-    Discrete noise must be wide on its grid to count as continuous. So each grid is as fine as that needs, and no finer.
-    """
-
-    counts: int
-    sums: int
-    second: int
-
-    @staticmethod
-    def of(m: Mechanism, d: int, num_classes: int) -> Grid:
-        """The coarsest integer grid on which the discrete noise of ``m`` is fine enough for ``d`` features."""
-        numbers = num_classes * (d + 1) + d * (d + 1) // 2
-        of_count, of_sum, of_square = deviations(m, d)
-        widths = of_count, of_sum, of_square / math.sqrt(2)
-        finer = [2 ** max(0, math.ceil(math.log2(least_deviation(numbers) / width))) for width in widths]
-        for step, width in zip(finer, widths, strict=True):
-            check_grid(step * width, numbers)
-        return Grid(*finer)
-
-
-def deviations(m: Mechanism, d: int) -> tuple[float, float, float]:
-    """Of the whole noise on a count, on a sum and on the diagonal of S, for features in steps clipped at R.
-
-    In units of them one image has the parts kappa, a and a w of sqrt(C^2 + kappa^2), with a = C / sqrt(1 + w^2), and sigma
-    deviations are as long as all three together.
-    """
-    whole, radius = m.sigma * m.sensitivity, RADIUS * norm(d)
-    a = m.clip / math.sqrt(1 + m.covariance_weight**2)
-    return whole / m.kappa, whole * radius / a, whole * radius**2 / (a * m.covariance_weight)
-
-
-def norm(d: int) -> float:
-    """The norm, in steps, that d features of procedural pictures have: a lens gives unit variance there. No site is asked."""
-    return STEPS * math.sqrt(d)
-
-
-def clipped(z: Tensor, radius: float) -> Tensor:
-    """Whole numbers with norm at most ``radius``: longer rows are shortened, and cut towards zero to whole numbers again."""
-    length = z.double().norm(dim=1, keepdim=True).clamp_min(1)
-    return torch.where(length > radius, (z * (radius / length * (1 - 1e-9))).trunc(), z).to(z.dtype)
-
-
-def wrapped(values: Tensor) -> Tensor:
-    """int64 -> int32, modulo 2**32."""
-    return ((values + 2**31) % 2**32 - 2**31).int()
-
-
-def noise_eigenvalue(m: Mechanism, d: int, noises: float) -> float:
-    """The largest eigenvalue, in units, of the noise on a second moment (Wigner's semicircle)."""
-    return math.sqrt(2 * d * noises) * deviations(m, d)[2] / STEPS**2
-
-
 def received(
     client: int, answer: Payload, classes: tuple[int, ...], mechanism: Mechanism | None, noises: float
 ) -> Sums:
@@ -413,28 +321,6 @@ def widened(part: Sums, size: int) -> Sums:
 def padded(rows: Tensor, size: int) -> Tensor:
     """The rows, filled up with zero rows to ``size``."""
     return torch.cat([rows, rows.new_zeros(size - len(rows), *rows.shape[1:])])
-
-
-def packed(matrix: Tensor) -> Tensor:
-    """The upper triangle of a symmetric matrix, row by row: [d, d] -> [d (d + 1) / 2]."""
-    d = len(matrix)
-    return matrix.masked_select(torch.triu(torch.ones(d, d, dtype=torch.bool, device=matrix.device)))
-
-
-def unpacked(upper: Tensor, d: int) -> Tensor:
-    """Inverse of :func:`packed`."""
-    matrix = upper.new_zeros(d, d)
-    mask = torch.triu(torch.ones(d, d, dtype=torch.bool, device=upper.device))
-    matrix[mask] = upper
-    return matrix + matrix.T - torch.diag(matrix.diagonal())
-
-
-def on_diagonal(d: int, device: torch.device | None = None) -> Tensor:
-    """Which entries of a packed triangle lie on the diagonal."""
-    k = torch.arange(d, device=device)
-    found = torch.zeros(d * (d + 1) // 2, dtype=torch.bool, device=device)
-    found[k * d - k * (k - 1) // 2] = True  # rows are one shorter than the one before
-    return found
 
 
 def _check_learned(state: MomentsState, mechanism: Mechanism | None, round: int, federation: Federation) -> None:

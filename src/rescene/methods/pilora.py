@@ -50,7 +50,7 @@ DECAY = 1e-5  # weight decay of Adam (official code)
 PASSES = 2  # of an image: forward, and back through layers that do not learn
 KINDS = 2  # queries and values
 
-Pair = dict[str, Tensor]  # "a" [blocks, 2, r, d], "b" [blocks, 2, d, r]
+AdapterPair = dict[str, Tensor]  # "a" [blocks, 2, r, d], "b" [blocks, 2, d, r]
 
 
 @record
@@ -59,7 +59,7 @@ class ServerState:
 
     model: Model
     frozen: Model  # the weights, by name, that the pairs are added to
-    pairs: list[Pair]  # one for each task so far
+    pairs: list[AdapterPair]  # one for each task so far
     prototypes: Tensor  # [classes seen, d]
     notes: dict[str, float]
 
@@ -146,7 +146,7 @@ class PILoRA(AveragingMethod):
         federation.ask(federation.clients, "receive_network", start)
         return state
 
-    def _fresh_pair(self, state: ServerState, rng: Rng) -> Pair:
+    def _fresh_pair(self, state: ServerState, rng: Rng) -> AdapterPair:
         width = next((value.shape[1] for value in state.frozen.values()), state.prototypes.shape[1])
         a = torch.empty(self.num_blocks, KINDS, self.rank, width)
         a.uniform_(-(width**-0.5), width**-0.5, generator=rng.generator())
@@ -249,7 +249,7 @@ class PILoRA(AveragingMethod):
         return 2.0 * setting.turns * values
 
 
-def add_pair(net: nn.Module, names: Sequence[str], pair: Pair) -> None:
+def add_pair(net: nn.Module, names: Sequence[str], pair: AdapterPair) -> None:
     """From now on the first attention layers of ``net``, named by their weights, answer with the pair's change added.
 
     The small network of a rehearsal has none: there the only layer stands for them, so that work is counted.

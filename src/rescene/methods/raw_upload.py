@@ -11,8 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from rescene.core.hyperparameters import hyper
-from rescene.core.method_style import GREY
-from rescene.core.method_style import Uploads as Sent
+from rescene.core.method_style import GREY, UploadKind
 from rescene.core.verification import Verified
 from rescene.methods.registry import register
 from rescene.methods.rescene import ReSCENE
@@ -26,7 +25,7 @@ class RawUpload(ReSCENE):
     title: ClassVar[str] = "Raw upload"
     colour: ClassVar[str] = GREY
     marker: ClassVar[str] = "D"
-    uploads: ClassVar[Sent] = "images"
+    uploads: ClassVar[UploadKind] = "images"
     reference: ClassVar[str] = "control"
     paper: ClassVar[str] = "control, not a method to use: what sharing a few real images would give"
     verified: ClassVar[tuple[Verified, ...]] = (

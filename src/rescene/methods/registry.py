@@ -5,6 +5,7 @@ from __future__ import annotations
 import pkgutil
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TypeVar
 
 from rescene.core.errors import ConfigError, did_you_mean
@@ -43,8 +44,7 @@ def register(cls: M) -> M:
 
 def method_names() -> list[str]:
     """All known names, in the paper's order: every file of this package is one method, plus those of installed plug-ins."""
-    package = import_module("rescene.methods")
-    for module in pkgutil.iter_modules(package.__path__):
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
         import_module(f"rescene.methods.{module.name}")
     for entry in installed("rescene.methods"):
         if entry.name not in _METHODS:

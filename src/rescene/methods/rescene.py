@@ -189,6 +189,12 @@ class ReSCENE(ReSCENEExtensions):
         targets = [own[window].mean(dim=0) for own, window in zip(z, windows, strict=True)]  # m_{t,c}
         return herd_classes(z, targets, self.budget)
 
+    def kept_per_class(self) -> int:
+        return self.budget
+
+    def recent_share(self) -> float:
+        return self.recent_fraction
+
     def nominal_pool(self, setting: Setting, task: int) -> float:
         """|B u S|, summed over the rounds: the pool grows, the buffers of earlier tasks stay."""
         per_round = setting.per_round * len(setting.tasks[task].classes) * self.ipc

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rescene.core.hyperparameters import hyper
-from rescene.core.method_style import Uploads as Sent
+from rescene.core.method_style import UploadKind
 from rescene.core.record import Tree
 from rescene.core.rng import Rng
 from rescene.data import Shard
@@ -71,7 +71,7 @@ class SurrogateMethod(Condensation, Method):
     Where sites send noised sums (``privacy.send=sums``) the server condenses in their place, before anything else is done.
     """
 
-    uploads: ClassVar[Sent] = "images"
+    uploads: ClassVar[UploadKind] = "images"
     leaves_site: ClassVar[str] = (
         "a few condensed images per class with their labels; near-copies of real images by default "
         "(noised sums instead: privacy.mechanism=release privacy.send=sums)"
@@ -95,6 +95,11 @@ class SurrogateMethod(Condensation, Method):
         if mechanism is not None and mechanism.kind == "release":
             return "a few images per class with their labels, computed from one noised sum per class"
         return cls.leaves_site
+
+    def leakage_note(self) -> str:
+        if self.start != "coloured":
+            return ""
+        return "They are drawn with a seed that the server knows, so it can solve for the images of small classes."
 
     def broadcast(self, state: Any, round: int, federation: Federation, rng: Rng) -> Payload:
         """The model, and the seed of the perturbation noise that all clients of the round share."""

@@ -49,8 +49,8 @@ class Place:
     channels: int = 3
 
 
-Sizes = dict[str, int]
-Form = Callable[[Any, str, Sizes], None]  # value, its name, sizes met so far
+KnownSizes = dict[str, int]
+Form = Callable[[Any, str, KnownSizes], None]  # value, its name, sizes met so far
 
 
 def check_form(form: Form, value: Any) -> None:
@@ -61,7 +61,7 @@ def check_form(form: Form, value: Any) -> None:
 def whole(low: int = 0, high: int = MOST) -> Form:
     """The form of a whole number from ``low`` to ``high``."""
 
-    def check(value: Any, name: str, sizes: Sizes) -> None:
+    def check(value: Any, name: str, sizes: KnownSizes) -> None:
         if type(value) is not int or not low <= value <= high:
             raise Misfit(f"{name} is not a whole number from {low} to {high}")
 
@@ -71,7 +71,7 @@ def whole(low: int = 0, high: int = MOST) -> Form:
 def tensor(dtype: torch.dtype, *shape: int | Dim, low: float = -LARGEST, high: float = LARGEST) -> Form:
     """This type, this shape, no value outside the range; NaN is outside of every range."""
 
-    def check(value: Any, name: str, sizes: Sizes) -> None:
+    def check(value: Any, name: str, sizes: KnownSizes) -> None:
         if not isinstance(value, Tensor) or value.dtype != dtype or value.ndim != len(shape):
             raise Misfit(f"{name} is not a {str(dtype).removeprefix('torch.')} of {len(shape)} dimensions")
         for found, wanted in zip(value.shape, shape, strict=True):
@@ -91,7 +91,7 @@ def fields(required: Mapping[str, Form], optional: Mapping[str, Form] | None = N
     """A dict with exactly these keys, the required ones in this order."""
     forms = {**required, **(optional or {})}
 
-    def check(value: Any, name: str, sizes: Sizes) -> None:
+    def check(value: Any, name: str, sizes: KnownSizes) -> None:
         if not isinstance(value, dict) or [key for key in value if key not in (optional or {})] != list(required):
             raise Misfit(f"{name} does not have the parts asked for")
         for key, part in value.items():
@@ -103,7 +103,7 @@ def fields(required: Mapping[str, Form], optional: Mapping[str, Form] | None = N
 def either(*forms: Form) -> Form:
     """The form of a value that fits at least one of these forms."""
 
-    def check(value: Any, name: str, sizes: Sizes) -> None:
+    def check(value: Any, name: str, sizes: KnownSizes) -> None:
         for form in forms[:-1]:
             try:
                 form(value, name, dict(sizes))
@@ -118,7 +118,7 @@ def either(*forms: Form) -> Form:
 def both(form: Form, holds: Callable[[Any], bool], words: str) -> Form:
     """A form, and a condition on its values."""
 
-    def check(value: Any, name: str, sizes: Sizes) -> None:
+    def check(value: Any, name: str, sizes: KnownSizes) -> None:
         form(value, name, sizes)
         if not any(t.is_meta for t in tensors(value)) and not holds(value):
             raise Misfit(f"{name} {words}")
@@ -129,7 +129,7 @@ def both(form: Form, holds: Callable[[Any], bool], words: str) -> Form:
 NOTHING: Form = fields({})
 
 
-def notes(value: Any, name: str, sizes: Sizes) -> None:
+def notes(value: Any, name: str, sizes: KnownSizes) -> None:
     """Numbers for the log; they need not be finite, but what is counted is."""
     if not isinstance(value, dict) or len(value) > MOST_NOTES:
         raise Misfit(f"{name} is not a few numbers with names")
@@ -196,7 +196,7 @@ def anything(place: Place) -> Form:
     """Of a method that states nothing: a dict of finite numbers, pictures with known labels, notes for the log."""
     known = pictures(place, classes=range(place.task.num_seen)) | {"notes": notes}
 
-    def check(value: Any, name: str, sizes: Sizes) -> None:
+    def check(value: Any, name: str, sizes: KnownSizes) -> None:
         if not isinstance(value, dict) or ("images" in value and "labels" not in value):
             raise Misfit(f"{name} is not a dict, or has pictures without labels")
         try:

@@ -16,7 +16,7 @@ from rescene.paper.recipes import paper_recipe
 from rescene.paper.store import NOMINAL, Store
 
 BASELINES = ("fedavg", "fedewc", "fedlwf", "target", "glfc", "fedcbdr", "refed")
-Book = Callable[[str, str], float | None]  # (TABLE:CELL, metric) -> figure, None if not measured
+FigureLookup = Callable[[str, str], float | None]  # (TABLE:CELL, metric) -> figure, None if not measured
 Spec = dict[str, Any]
 AUGMENTED_REPLAY = False  # the paper's row of its own method: the server trains on surrogates as they are
 PLAIN = "no augmentation"  # the reading of a baseline that treats its kept pictures so
@@ -36,7 +36,7 @@ class Verdict:
     why: str = ""
 
 
-def judge(book: Book) -> list[Verdict]:
+def judge(book: FigureLookup) -> list[Verdict]:
     """Every claim against one book of figures."""
     return [_judge(name, spec, book) for name, spec in _claims().items()]
 
@@ -98,7 +98,7 @@ def _old(tasks: dict[str, float]) -> float | None:
     return old_and_recent([final] * len(final))[0] if len(final) > 1 else None
 
 
-def _judge(name: str, claim: Spec, book: Book) -> Verdict:
+def _judge(name: str, claim: Spec, book: FigureLookup) -> Verdict:
     store = getattr(book, "store", None) or Store([])
     kind = next(kind for kind in KINDS if kind in claim)
     spec = claim[kind]
@@ -135,7 +135,7 @@ def _breaks(figure: float | None, spec: Spec) -> bool:
     return bool(shown < limit if "at_least" in spec else shown > limit)
 
 
-def _margins(spec: Spec, places: list[str], look: Book) -> Iterator[tuple[float | None, bool]]:
+def _margins(spec: Spec, places: list[str], look: FigureLookup) -> Iterator[tuple[float | None, bool]]:
     """At each place: ours minus the best known of the others, None if there is none; whether all of them are known."""
     for place in places:
         own = look(place.replace("*", spec.get("who", "rescene")), spec["metric"])
@@ -145,14 +145,14 @@ def _margins(spec: Spec, places: list[str], look: Book) -> Iterator[tuple[float 
         yield margin, own is not None and len(known) == len(others)
 
 
-def _lead(spec: Spec, look: Book) -> tuple[float | None, bool]:
+def _lead(spec: Spec, look: FigureLookup) -> tuple[float | None, bool]:
     """Another competitor or place can only make it smaller: settled early once it is too small."""
     margins = list(_margins(spec, spec["at"], look))
     smallest = min((margin for margin, _ in margins if margin is not None), default=None)
     return smallest, all(complete for _, complete in margins) or _breaks(smallest, spec)
 
 
-def _first(spec: Spec, look: Book) -> tuple[float | None, bool]:
+def _first(spec: Spec, look: FigureLookup) -> tuple[float | None, bool]:
     """Settled early if the places still open cannot change the answer."""
     margins = list(_margins(spec, spec["at"], look))
     wins = sum(complete and (margin or 0) > 0 for margin, complete in margins)
@@ -160,29 +160,29 @@ def _first(spec: Spec, look: Book) -> tuple[float | None, bool]:
     return float(wins), wins >= spec["at_least"] or len(margins) - lost < spec["at_least"]
 
 
-def _widest(spec: Spec, look: Book) -> tuple[float | None, bool]:
+def _widest(spec: Spec, look: FigureLookup) -> tuple[float | None, bool]:
     groups = [list(_margins(spec, places, look)) for places in spec["at"]]
     if not all(complete for group in groups for _, complete in group):
         return None, False
     return float(sum(group[0] == max(group) for group in groups)), True
 
 
-def _share(spec: Spec, look: Book) -> tuple[float | None, bool]:
+def _share(spec: Spec, look: FigureLookup) -> tuple[float | None, bool]:
     part, whole = look(spec["of"], spec["metric"]), look(spec["to"], spec["metric"])
     if part is None or not whole:
         return None, False
     return part / whole * (100 if spec.get("percent") else 1), True
 
 
-def _figure(spec: Spec, look: Book) -> tuple[float | None, bool]:
+def _figure(spec: Spec, look: FigureLookup) -> tuple[float | None, bool]:
     figure = look(spec["of"], spec["metric"])
     return figure, figure is not None
 
 
-def _extreme(best: Callable[..., Any]) -> Callable[[Spec, Book], tuple[float | None, bool]]:
+def _extreme(best: Callable[..., Any]) -> Callable[[Spec, FigureLookup], tuple[float | None, bool]]:
     """The lowest or highest of some figures: settled early once a known one breaks the bound."""
 
-    def find(spec: Spec, look: Book) -> tuple[float | None, bool]:
+    def find(spec: Spec, look: FigureLookup) -> tuple[float | None, bool]:
         values = [look(where, spec["metric"]) for where in spec["of"]]
         known = [value for value in values if value is not None]
         figure = best(known, default=None)

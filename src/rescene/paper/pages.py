@@ -24,7 +24,7 @@ from rescene.paper.paper_tables import DATA, OURS, copies, folders, results_grid
 from rescene.paper.queue_runner import Missing, missing_cells, predictor
 from rescene.paper.recipes import paper_recipe, recipe_names
 from rescene.paper.store import Store, label, over_seeds
-from rescene.report.table_formats import Entry, TableCell, TableGrid, render
+from rescene.report.table_formats import TableCell, TableEntry, TableGrid, render
 
 FAILED = ("open", "not supported")
 KINDS = {"accuracy": "accuracy", "measured cost": "measured costs", "formula": "formulas (no run)"}
@@ -60,7 +60,7 @@ def verdicts_grid(found: Sequence[Finding]) -> TableGrid:
     """How many figures of the paper that a stored run stands beside got each verdict, kind by kind."""
     verdicts = sorted({finding.verdict for finding in found} - {"in band", "open"})
     columns = ["in band", *verdicts, "open"]
-    rows: list[tuple[Entry, ...]] = []
+    rows: list[tuple[TableEntry, ...]] = []
     for kind, title in KINDS.items():
         own = Counter(finding.verdict for finding in found if finding.kind == kind)
         if own:
@@ -70,7 +70,7 @@ def verdicts_grid(found: Sequence[Finding]) -> TableGrid:
 
 def claims_grid(verdicts: Iterable[Verdict], stand_ins: Mapping[str, str]) -> TableGrid:
     """Every claim with its verdict; ``stand_ins``: cells that were run in another form only, and in which."""
-    rows: list[tuple[Entry, ...]] = [
+    rows: list[tuple[TableEntry, ...]] = [
         (v.says, v.place, "–" if v.figure is None else f"{v.figure:.2f}", f"{v.known}/{v.needed}", v.verdict, v.why)
         for v in verdicts
     ]
@@ -79,7 +79,7 @@ def claims_grid(verdicts: Iterable[Verdict], stand_ins: Mapping[str, str]) -> Ta
     return TableGrid("", ("claim", "in the paper", "ours", "figures measured", "verdict", "why"), tuple(rows), notes)
 
 
-def _row(finding: Finding) -> tuple[Entry, ...]:
+def _row(finding: Finding) -> tuple[TableEntry, ...]:
     line, metric, ours = finding.line, finding.metric, finding.ours
     paper, (low, high) = line.paper[metric], finding.allowed
     name = line.cell.name + (f" {line.variant}" if line.variant else "")
@@ -116,7 +116,7 @@ def lines_with_runs(store: Store) -> Iterator[Line]:
 
 def readings_grid(store: Store) -> TableGrid:
     """Our rows, task by task, beside the paper's; ``distance``: root mean square over the tasks, in points."""
-    rows: list[tuple[Entry, ...]] = []
+    rows: list[tuple[TableEntry, ...]] = []
     for line in lines_with_runs(store):
         ours, paper = _tasks(line), _printed_tasks(line)
         apart = _distance(ours, paper)
@@ -154,7 +154,7 @@ def readings_grid(store: Store) -> TableGrid:
 def open_grid(store: Store) -> TableGrid:
     """What the queue would run, group by group, with minutes on a card of which timings are stored."""
     predict = predictor(store, CARD)
-    rows: list[tuple[Entry, ...]] = []
+    rows: list[tuple[TableEntry, ...]] = []
     for group, members in groupby(missing_cells(store), key=lambda one: one.group):
         for name, runs in groupby(members, key=lambda one: one.name if group[0] in DETAILED else ""):
             own = list(runs)
@@ -182,7 +182,7 @@ def _is_summed(line: Line) -> bool:
     return known and not line.other_epochs and not line.cell.setting and not style_of(line.cell.method).reference
 
 
-def _summed(line: Line, mark: str) -> tuple[Entry, ...]:
+def _summed(line: Line, mark: str) -> tuple[TableEntry, ...]:
     epochs = line.cell.resolve().recipe.train.server_epochs if _server_trains(line) else ""
     reading = ", ".join(filter(None, (f"E_srv={epochs}" if epochs else "", line.reading or line.cell.setting or TAKEN)))
     name, figures = style_of(line.cell.method).label, (_pair(line), _papers_pair(line), copies(line))

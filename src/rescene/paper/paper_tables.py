@@ -14,7 +14,7 @@ from rescene.paper.numbers import printed
 from rescene.paper.recipes import FAST_LABEL, PaperRecipe, paper_recipe, recipe_names
 from rescene.paper.store import NOMINAL, REPLAY, Store, label
 from rescene.report.groups import Spread
-from rescene.report.table_formats import Entry, TableCell, TableGrid
+from rescene.report.table_formats import TableCell, TableEntry, TableGrid
 
 SIDE_BY_SIDE = 2  # more metrics than this, and ours and the paper's stand one below the other
 DATA = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "tinyimagenet": "TinyImageNet", "office31": "Office-31"}
@@ -57,12 +57,12 @@ def command(recipe: PaperRecipe, line: Line) -> str:
     return f"rescene paper run {recipe.name} --only {shlex.quote(line.cell.name)}{fast}"
 
 
-def _head(line: Line) -> list[Entry]:
+def _head(line: Line) -> list[TableEntry]:
     setting = " ".join(filter(None, (line.cell.setting, line.variant)))
     return [DATA.get(line.cell.data, line.cell.data), line.cell.beta, style_of(line.cell.method).label, setting]
 
 
-def _tail(recipe: PaperRecipe, line: Line) -> list[Entry]:
+def _tail(recipe: PaperRecipe, line: Line) -> list[TableEntry]:
     return [f"{len(line.runs)}/{len(line.seeds)}", copies(line), command(recipe, line)]
 
 
@@ -98,10 +98,10 @@ def _side_by_side(
 
 def _stacked(recipe: PaperRecipe, lines: Sequence[Line], metrics: Sequence[str], best: set[Any]) -> tuple[Any, Any]:
     """Rows ours, paper, difference; costs also as measured, since in ``ours`` they follow the paper's conventions."""
-    rows: list[list[Entry]] = []
+    rows: list[list[TableEntry]] = []
     for line in lines:
-        tail: list[Entry] = _tail(recipe, line)
-        blank: list[Entry] = ["" for _ in tail]
+        tail: list[TableEntry] = _tail(recipe, line)
+        blank: list[TableEntry] = ["" for _ in tail]
         own = [_ours(line.ours.get(m), (id(line), m) in best, _digits(line, m)) for m in metrics]
         rows.append([*_head(line), "ours", *own, *tail])
         if line.measured:
@@ -227,7 +227,7 @@ def _beside(lines: Sequence[Line]) -> str:
 
 def status_grid(store: Store, lite: bool = False) -> TableGrid:
     """Every table of the paper, and how much of it is there."""
-    rows: list[tuple[Entry, ...]] = []
+    rows: list[tuple[TableEntry, ...]] = []
     for name in recipe_names(lite):
         recipe = paper_recipe(name)
         lines = compare(recipe, store, costs=False)
@@ -241,7 +241,7 @@ def status_grid(store: Store, lite: bool = False) -> TableGrid:
 
 def results_grid(store: Store, root: str = "results") -> TableGrid:
     """Every stored run that is a cell of the paper, once, in the paper's order; then our own methods in its setting."""
-    rows: list[tuple[Entry, ...]] = []
+    rows: list[tuple[TableEntry, ...]] = []
     seen: set[Any] = set()
     for name in recipe_names(lite=False):
         for line in compare(paper_recipe(name), store, costs=False):
@@ -254,7 +254,7 @@ def results_grid(store: Store, root: str = "results") -> TableGrid:
     return TableGrid("", columns, tuple(rows))
 
 
-def _result(line: Line, root: str, mark: str = "") -> tuple[Entry, ...]:
+def _result(line: Line, root: str, mark: str = "") -> tuple[TableEntry, ...]:
     data, beta, method, setting = _head(line)
     figures = [_ours(line.ours.get(m), best=False) for m in ("aa", "aia")]
     where = folders(line, root)

@@ -14,6 +14,9 @@ import math
 import torch
 from torch import Tensor
 
+from rescene.privacy.accounting import check_grid, least_deviation
+from rescene.privacy.noise import Noise, discrete_gaussian
+
 TAIL = 9.0  # deviations; noise exceeds them once in 10^18 numbers
 
 
@@ -89,3 +92,24 @@ def noised_means(sums: Tensor, kappa: float, least: float) -> tuple[Tensor, Tens
     """
     counts = sums[:, -1] / kappa
     return sums[:, :-1] / counts.clamp(min=1.0).unsqueeze(1), (counts >= least) & (counts >= 1.0)
+
+
+def noised_counts(counts: Tensor, sigma: float, noise: Noise) -> Tensor:
+    """Counts of images [kinds, classes] behind discrete Gaussian noise, rounded to whole images again; they may be negative.
+
+    The grid is so fine that the accountant's cost of a grid (``check_grid``) covers the noise.
+    """
+    deviation = count_deviation(sigma, len(counts))
+    grid = math.ceil(least_deviation(counts.numel()) / deviation)  # steps to one image
+    check_grid(grid * deviation, counts.numel())
+    drawn = discrete_gaussian(counts.numel(), grid * deviation, noise).reshape(counts.shape)
+    return (counts * grid + drawn + grid // 2).div(grid, rounding_mode="floor")
+
+
+def count_deviation(sigma: float, num_kinds: int) -> float:
+    """Deviation of the noise, in images. An image adds at most 1 to one count of each kind: the sensitivity is sqrt(num_kinds).
+
+    >>> count_deviation(2.0, 4)
+    4.0
+    """
+    return sigma * math.sqrt(num_kinds)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from rescene.core.errors import ConfigError, ResceneWarning
 from rescene.privacy.accounting import Composition, check_grid, epsilon_of, replaced_epsilon, sigma_for
-from rescene.privacy.class_sums import release_bound
+from rescene.privacy.class_sums import clip_rows, release_bound
 from rescene.privacy.ledger import Charge, Declined, Ledger, Touched
 from rescene.privacy.noise import Noise, discrete_gaussian
 
@@ -139,6 +139,12 @@ class SitePrivacy:
         and declines.
         """
         return replace(self, mechanism=replace(self.mechanism, honest_sites=None), round=self.round + 1)
+
+    def noised_rows(self, rows: Tensor) -> Tensor:
+        """Rows [n, d] clipped to C with noise on every number, for the paper's experiment. It certifies nothing."""
+        return clip_rows(rows, self.mechanism.clip) + self.mechanism.deviation * self.noise.normal(*rows.shape).to(
+            rows.device
+        )
 
     def release(self, question: str, draw: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         """What ``draw`` gives, once: the same place in the same run gets the very same numbers again.

@@ -11,7 +11,7 @@ from rescene.core.errors import RunError, command
 from rescene.report.formatting import bytes_text, count, percent, plain, seconds_text, server_work, site_work, task_name
 from rescene.report.load import RunRecord, load_run
 from rescene.report.summary import flattered, simulated, unmeasured
-from rescene.report.table_formats import Entry, TableCell, TableGrid, render
+from rescene.report.table_formats import TableCell, TableEntry, TableGrid, render
 
 NAME = "MODEL_CARD.md"
 
@@ -169,7 +169,7 @@ def _again(run: RunRecord) -> str:
     return f"## Again\n\n{command}Made with {versions}; card written by rescene {__version__}."
 
 
-def _table(title: str, columns: tuple[str, ...], rows: Sequence[tuple[Entry, ...]]) -> str:
+def _table(title: str, columns: tuple[str, ...], rows: Sequence[tuple[TableEntry, ...]]) -> str:
     return render(TableGrid(title, columns, tuple(rows)), "markdown").strip()
 
 

@@ -239,7 +239,7 @@ UNSURE = 0.5  # confidence below which an answer is marked
 
 
 @dataclass(frozen=True)
-class Answer:
+class GalleryAnswer:
     """A picture uint8 [3,H,W] and its likeliest classes with confidence (0 to 1)."""
 
     name: str
@@ -247,7 +247,7 @@ class Answer:
     pixels: np.ndarray
 
 
-def write_gallery(answers: Sequence[Answer], model: str, classes: Sequence[str], out: Path) -> Path:
+def write_gallery(answers: Sequence[GalleryAnswer], model: str, classes: Sequence[str], out: Path) -> Path:
     """The page; it holds the pictures themselves, so treat it like them."""
     pictures = [
         {

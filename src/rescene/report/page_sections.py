@@ -214,7 +214,7 @@ def config_rows(runs: Sequence[RunRecord]) -> list[tuple[str, str, bool]]:
 
 
 @dataclass(frozen=True)
-class Progress:
+class ProgressLine:
     """A run that is not done: who, how far, in which state."""
 
     label: str
@@ -223,23 +223,23 @@ class Progress:
     share: float  # 0 to 1
 
 
-def progress(groups: Sequence[RunGroup]) -> list[Progress]:
+def progress(groups: Sequence[RunGroup]) -> list[ProgressLine]:
     """The runs without results, in the groups' order."""
     return [_progress(group, run) for group in groups for run in group.runs if not run.finished]
 
 
-def _progress(group: RunGroup, run: RunRecord) -> Progress:
+def _progress(group: RunGroup, run: RunRecord) -> ProgressLine:
     status = run.status
     turn, tasks, turns = max(status.round, 0), status.num_tasks or 0, status.num_rounds or 1
     words = [f"task {status.task + 1} of {tasks}", f"round {turn + 1} of {turns}"] if tasks else ["no status yet"]
     words += [plain(status.phase, 30)] if status.phase else []
     seed = "" if run.seed is None else f", seed {run.seed}"
     share = min((status.task + turn / turns) / tasks, 1.0) if tasks else 0.0
-    return Progress(group.label + seed, plain(run.state, 20), " · ".join(words), share)
+    return ProgressLine(group.label + seed, plain(run.state, 20), " · ".join(words), share)
 
 
 @dataclass(frozen=True)
-class Event:
+class EventLine:
     """A warning or error, as often as it occurred, with the first place and the methods it occurred under."""
 
     level: str
@@ -250,7 +250,7 @@ class Event:
     num: int
 
 
-def events(groups: Sequence[RunGroup]) -> list[Event]:
+def events(groups: Sequence[RunGroup]) -> list[EventLine]:
     """Warnings, errors and resumes of all runs, identical ones once; errors first, then the frequent."""
     found: dict[tuple[str, str, str], list[tuple[str, str]]] = {}
     for group in groups:
@@ -260,7 +260,7 @@ def events(groups: Sequence[RunGroup]) -> list[Event]:
                 key = (level, plain(row.code, 12), plain(row.message, 800))
                 found.setdefault(key, []).append((group.label, _event_place(row)))
     told = [
-        Event(*key, ", ".join(dict.fromkeys(label for label, _ in places)), places[0][1], len(places))
+        EventLine(*key, ", ".join(dict.fromkeys(label for label, _ in places)), places[0][1], len(places))
         for key, places in found.items()
     ]
     return sorted(told, key=lambda event: (_LEVELS.index(event.level), -event.num))[:_MOST_EVENTS]

@@ -56,7 +56,7 @@ class TableCell:
         return "" if value is None else f"{value:.{self.digits}f}"
 
 
-Entry = str | TableCell
+TableEntry = str | TableCell
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class TableGrid:
 
     title: str
     columns: tuple[str, ...]
-    rows: tuple[tuple[Entry, ...], ...]
+    rows: tuple[tuple[TableEntry, ...], ...]
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -96,10 +96,10 @@ def render(grid: TableGrid, kind: str) -> str:
     return KINDS[kind](grid).rstrip("\n") + "\n"
 
 
-def _entry(escape: Callable[[str], str], best: str, std: str, note: str) -> Callable[[Entry], str]:
+def _entry(escape: Callable[[str], str], best: str, std: str, note: str) -> Callable[[TableEntry], str]:
     """How a format writes an entry: its escape, and its marks around the best mean, a deviation and a note."""
 
-    def written(entry: Entry) -> str:
+    def written(entry: TableEntry) -> str:
         if isinstance(entry, str):
             return escape(entry)
         parts = [(best if entry.best else "{}", entry.text), (std, entry.std_text), (note, entry.note)]
@@ -222,7 +222,7 @@ def _json(grid: TableGrid) -> str:
     return json.dumps(told, indent=1, ensure_ascii=False, allow_nan=False)
 
 
-def _json_entry(entry: Entry) -> Any:
+def _json_entry(entry: TableEntry) -> Any:
     return entry if isinstance(entry, str) else {key: value for key, value in asdict(entry).items() if key != "digits"}
 
 

@@ -37,7 +37,7 @@ from rescene.report.groups import (
     traits,
 )
 from rescene.report.load import RunRecord
-from rescene.report.table_formats import Entry, TableCell, TableGrid, csv_text, render
+from rescene.report.table_formats import TableCell, TableEntry, TableGrid, csv_text, render
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def _cell(group: RunGroup, column: Column) -> TableCell:
     return TableCell(found.mean, found.std, found.num, digits=column.digits)
 
 
-def leak_entry(group: RunGroup, cell: TableCell) -> Entry:
+def leak_entry(group: RunGroup, cell: TableCell) -> TableEntry:
     """A near-copy figure, or in words why there is none."""
     if cell.mean is not None or not group.finished:
         return cell
@@ -165,9 +165,9 @@ def comparison_grid(groups: Sequence[RunGroup]) -> TableGrid:
     return TableGrid("", heads, tuple(rows))
 
 
-def entries_of(groups: Sequence[RunGroup], columns: Sequence[Column]) -> list[list[Entry]]:
+def entries_of(groups: Sequence[RunGroup], columns: Sequence[Column]) -> list[list[TableEntry]]:
     """Figures, or words where there is none, [group][column]."""
-    found: list[list[Entry]] = [[] for _ in groups]
+    found: list[list[TableEntry]] = [[] for _ in groups]
     for column in columns:
         for own, group, cell in zip(found, groups, figures(groups, column), strict=True):
             own.append(leak_entry(group, cell) if column is NEAR_COPIES else cell)
@@ -199,7 +199,7 @@ def page_cells(groups: Sequence[RunGroup]) -> list[list[Shown]]:
     return [[shown(entry, column) for entry, column in zip(row, PAGE, strict=True)] for row in entries_of(groups, PAGE)]
 
 
-def shown(entry: Entry, column: Column) -> Shown:
+def shown(entry: TableEntry, column: Column) -> Shown:
     """No deviation is shown for one seed, nor one of counts and bytes that is too small to change the mean as it is printed."""
     if isinstance(entry, str):
         return Shown(entry, "", False, None)
@@ -275,7 +275,7 @@ def _down(groups: Sequence[RunGroup], keys: Sequence[str], columns: Sequence[Col
 def _across(groups: Sequence[RunGroup], keys: Sequence[str], over: str, columns: Sequence[Column]) -> TableGrid:
     """One row per method (and what else is asked for), the values of one setting side by side."""
     values = sorted({traits(group).get(over, NONE) for group in groups}, key=_natural)
-    cells: dict[tuple[str, ...], dict[str, list[Entry]]] = {}
+    cells: dict[tuple[str, ...], dict[str, list[TableEntry]]] = {}
     owners: dict[tuple[str, ...], RunGroup] = {}
     for group, entries in zip(groups, entries_of(groups, columns), strict=True):
         own = traits(group)
@@ -286,7 +286,7 @@ def _across(groups: Sequence[RunGroup], keys: Sequence[str], over: str, columns:
             what = f"several recipes share one cell: {own['method']} at {over}={value}"
             raise ConfigError("E144", what, where="--across", why=f"they differ in {apart}", fix=f"--by {apart}")
         cells.setdefault(labels, {})[value] = entries
-    missing: list[Entry] = [TableCell(None, digits=column.digits) for column in columns]
+    missing: list[TableEntry] = [TableCell(None, digits=column.digits) for column in columns]
     name = heads([over])[0]
     titles = [f"{column.title} {name}={value}" for value in values for column in columns]
     rows = tuple(

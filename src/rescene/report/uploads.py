@@ -23,7 +23,7 @@ from rescene.report.load import RunRecord
 _MOST = 60  # pairs on the page: enough to judge, light enough to mail
 _ACROSS, _MOST_CLASSES = 5, 12  # of the contact sheet
 _SMALL: Any = {"color": MUTED, "fontsize": 6.5}
-Entry = TypeVar("Entry", PairRecord, MeanRecord)
+RecordEntry = TypeVar("RecordEntry", PairRecord, MeanRecord)
 NEAR_COPY_DB = 30.0
 
 
@@ -113,8 +113,8 @@ def recorded_pairs(run: RunRecord) -> tuple[list[PairRecord], np.ndarray, np.nda
 
 
 def _recorded(
-    run: RunRecord, kind: type[Entry], rows: str, left: str, right: str
-) -> tuple[list[Entry], np.ndarray, np.ndarray]:
+    run: RunRecord, kind: type[RecordEntry], rows: str, left: str, right: str
+) -> tuple[list[RecordEntry], np.ndarray, np.ndarray]:
     """Entries and the two uint8 arrays; nothing if a file is missing or they do not fit together."""
     from safetensors import SafetensorError
     from safetensors.numpy import load_file

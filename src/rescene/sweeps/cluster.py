@@ -18,7 +18,7 @@ from rescene.core.files import write_atomically
 from rescene.core.run_state import read_object
 from rescene.sweeps.grid import SweepCell
 from rescene.sweeps.one_run import Order
-from rescene.sweeps.workers import PATIENCE_S, Outcome, loaded, log_file, outcome_of
+from rescene.sweeps.workers import PATIENCE_S, CellOutcome, loaded, log_file, outcome_of
 
 FOLDER, JOBS = "slurm-jobs", "jobs.json"
 MOST_REQUEUES = 100  # how often a job whose time is over may continue
@@ -91,7 +91,7 @@ def on_cluster(
     settings: dict[str, Any],
     cluster: str | None = "slurm",
     started: Callable[[int, str], None] = lambda number, job: None,
-) -> Iterator[Outcome]:
+) -> Iterator[CellOutcome]:
     """Submit every cell that is neither done nor in the queue, wait, and hand out what each gave. Finished cells come first.
 
     ``cluster``: slurm; local runs jobs on this machine, for tests. If the waiting is interrupted, the jobs go on, and the same

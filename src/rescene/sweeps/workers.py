@@ -24,7 +24,7 @@ from rescene.sweeps.one_run import Order
 PATIENCE_S = 60  # a run that is asked to stop finishes writing; then it is killed
 LOGS = "sweep-logs"
 _TAIL = 20_000  # characters at the end of a log in which an error is looked for
-Outcome = tuple[int, Result | Exception]
+CellOutcome = tuple[int, Result | Exception]
 
 
 def slots(jobs: int | None, gpus: str, num_cores: int, num_gpus: int) -> list[dict[str, str]]:
@@ -59,7 +59,7 @@ def in_processes(
     orders: Sequence[Order],
     environments: Sequence[Mapping[str, str]],
     started: Callable[[int], None] = lambda number: None,
-) -> Iterator[Outcome]:
+) -> Iterator[CellOutcome]:
     """(number of a cell, its result or what stopped it), in the order in which they end. Finished cells come first.
 
     ``environments``: one for each process that may run at the same time. ``started`` is told when a cell begins.
@@ -70,7 +70,7 @@ def in_processes(
     for number in range(len(cells)):
         if number not in set(done):
             waiting.put(number)
-    ended: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+    ended: queue.SimpleQueue[CellOutcome] = queue.SimpleQueue()
     crew = _Crew(cells, orders, waiting, ended, started)
     threads = [threading.Thread(target=crew.work, args=(own,), daemon=True) for own in environments]
     for thread in threads:
@@ -92,7 +92,7 @@ class _Crew:
         cells: Sequence[SweepCell],
         orders: Sequence[Order],
         waiting: queue.SimpleQueue[int],
-        ended: queue.SimpleQueue[Outcome],
+        ended: queue.SimpleQueue[CellOutcome],
         started: Callable[[int], None],
     ) -> None:
         self.cells, self.orders, self.waiting, self.ended, self.started = cells, orders, waiting, ended, started

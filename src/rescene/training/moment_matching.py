@@ -31,7 +31,7 @@ from rescene.nets import count_passes, is_rehearsal
 from rescene.nets.bodies import ConvBody
 
 EPS = 1e-6
-State = dict[str, Tensor]
+NetState = dict[str, Tensor]
 
 
 class MomentSettings(Protocol):
@@ -62,7 +62,7 @@ class MomentSettings(Protocol):
 class Target:
     """A network's weights (None: no network is needed) and each group's real means under it: statistic -> [g, d]."""
 
-    state: State | None
+    state: NetState | None
     means: dict[str, Tensor]
 
 
@@ -172,7 +172,7 @@ def _distance(synthetic: Tensor, real: Tensor) -> Tensor:
     return (synthetic - real).square().sum(dim=1) / (real.square().sum(dim=1) + EPS)
 
 
-def _state(net: nn.Module) -> State:
+def _state(net: nn.Module) -> NetState:
     return {key: value.clone() for key, value in net.state_dict().items()}
 
 

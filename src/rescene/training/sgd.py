@@ -26,10 +26,10 @@ from rescene.functional.balance import EXCLUDED, log_prior
 from rescene.functional.pictures import soften
 from rescene.nets import alike, is_recordable, is_rehearsal, laps
 
-Held = TypeVar("Held", bound=Shard)
+HeldShard = TypeVar("HeldShard", bound=Shard)
 
 
-def with_replay(shard: Held, pixels: Tensor, labels: Tensor) -> Held:
+def with_replay(shard: HeldShard, pixels: Tensor, labels: Tensor) -> HeldShard:
     """The client's images of this task followed by its remembered ones (uint8 [m, 3, H, W], labels [m]).
 
     Positions 0..n-1 of the result are the current images in the order of ``shard.index``, n..n+m-1 the remembered ones, so
@@ -61,7 +61,7 @@ def shown(shard: Shard, index: Tensor, augment: bool | str, generator: torch.Gen
 
 WORTH_RECORDING = 4  # epochs of a call at least: a recording costs about as much as a dozen plain steps
 
-Plan = Callable[[], Tensor]
+BatchOrders = Callable[[], Tensor]
 Fetch = Callable[[Tensor], Batch]
 Loss = Callable[[nn.Module, Batch], Tensor]
 Penalty = Callable[[], Tensor]  # a term of the objective that sees the weights alone: no image enters it
@@ -192,7 +192,7 @@ class AdamSteps:
 
 def fit(
     net: nn.Module,
-    plan: Plan,
+    plan: BatchOrders,
     fetch: Fetch,
     loss: Loss,
     settings: Training,

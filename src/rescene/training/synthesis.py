@@ -26,7 +26,7 @@ from rescene.core.hyperparameters import Hyperparameters, hyper
 from rescene.core.rng import Rng
 from rescene.data import Batch, Transform
 from rescene.functional.distillation import distillation_loss
-from rescene.functional.image_losses import Moments, adversarial_loss, blend, channel_moments, statistics_loss
+from rescene.functional.image_losses import MeanAndVariance, adversarial_loss, blend, channel_moments, statistics_loss
 from rescene.nets import count_passes, is_rehearsal, tell_flops
 from rescene.training.generator import add_gradients, fresh_generator, generator_flops, reptile_gradients
 from rescene.training.sgd import Training
@@ -216,12 +216,15 @@ class Statistics:
     """A network whose pass also tells how far the inputs of its BatchNorm layers are from what the layers remember."""
 
     def __init__(
-        self, net: nn.Module, momentum: float, distance: Callable[[Moments, Moments], Tensor] = statistics_loss
+        self,
+        net: nn.Module,
+        momentum: float,
+        distance: Callable[[MeanAndVariance, MeanAndVariance], Tensor] = statistics_loss,
     ) -> None:
         self.net, self.momentum, self.distance = net, momentum, distance
         self.layers = [module for module in net.modules() if isinstance(module, nn.BatchNorm2d)]
-        self.averages: list[Moments | None] = [None] * len(self.layers)
-        self.latest: list[Moments] = []
+        self.averages: list[MeanAndVariance | None] = [None] * len(self.layers)
+        self.latest: list[MeanAndVariance] = []
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Logits, and L_bn of this batch blended with the average over earlier rounds; 0 for a net without BatchNorm."""

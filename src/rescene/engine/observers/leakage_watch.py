@@ -30,7 +30,7 @@ from rescene.privacy import (
     summarise_traced,
 )
 
-Means = dict[str, dict[str, Tensor]]
+SumsByClass = dict[str, dict[str, Tensor]]
 
 
 def may_record(recipe: Recipe, num_tasks: int) -> bool:
@@ -44,8 +44,8 @@ class ClassMeans:
 
     def __init__(self, dataset: Dataset, recorded: bool) -> None:
         self.dataset, self.recorded = dataset, recorded
-        self.sums: Means = {}  # of the current task, by label: sum and number of the normalised uploads
-        self.done: Means = {}  # of finished tasks, by index: a row per class
+        self.sums: SumsByClass = {}  # of the current task, by label: sum and number of the normalised uploads
+        self.done: SumsByClass = {}  # of finished tasks, by index: a row per class
 
     def look(self, images: Tensor, labels: Tensor) -> None:
         """Add these images to the sums of their classes."""
@@ -87,11 +87,11 @@ class ClassMeans:
         ]
         return pictures, rows
 
-    def tree(self) -> dict[str, Means]:
+    def tree(self) -> dict[str, SumsByClass]:
         """For the checkpoint."""
         return {"sums": dict(self.sums), "done": dict(self.done)}
 
-    def restore(self, tree: dict[str, Means]) -> None:
+    def restore(self, tree: dict[str, SumsByClass]) -> None:
         """A checkpoint may be of a run that still recorded them, or of a version that did not yet."""
         if self.recorded:
             self.sums, self.done = dict(tree.get("sums", {})), dict(tree.get("done", {}))

@@ -95,7 +95,9 @@ class TheoryWatch(Observer):
             if not bool(stored.any()) or not bool(z[own].isfinite().all()):  # a model that diverged has no features
                 continue
             rounds, budget = pool.rounds[own], int(stored.sum())
-            window = recent_window(rounds, self.experiment.recipe.federation.num_rounds, _fraction(self.experiment))
+            window = recent_window(
+                rounds, self.experiment.recipe.federation.num_rounds, self.experiment.method.recent_share()
+            )
             buffer = z[own] if budget == len(rounds) else _features(net, kept.images[stored])
             stale = [
                 staleness(seen["surrogates"][i], seen["real"][i], mean.cpu(), mu_sampled[i], distances[str(r)])
@@ -158,7 +160,7 @@ def theory_record(experiment: Experiment, rows: list[Row]) -> Row | None:
     if not rows:
         return None
     return {
-        "recent_fraction": _fraction(experiment),
+        "recent_fraction": experiment.method.recent_share(),
         "num_rounds": experiment.recipe.federation.num_rounds,
         "real_per_class": REAL_PER_CLASS,
         "classes": rows,
@@ -180,11 +182,6 @@ def theory_tables(record: Row | None) -> dict[str, tuple[list[str], list[list[An
         "theory": (names, [[row[name] for name in names] for row in classes]),
         "theory_rounds": (["task", "class", *columns], rounds),
     }
-
-
-def _fraction(experiment: Experiment) -> float:
-    """lambda; a method without a window herds towards the whole pool."""
-    return float(getattr(experiment.method, "recent_fraction", 1.0))
 
 
 def _parts(state: Any, name: str) -> Sequence[Any]:
