@@ -60,6 +60,7 @@ class {title}(Method):
     title: ClassVar[str] = "{title}"
     paper: ClassVar[str] = "yours"
     leaves_site: ClassVar[str] = "model weights and the number of local images"
+    leaves_in_short: ClassVar[str] = "weights"
 
     penalty: float = hyper(0.0, "lambda", "[ours]", "weight of the extra term", ge=0)
 
@@ -278,7 +279,7 @@ def explain(method: MethodName, as_json: AsJson = False, plugin: Plugin = None) 
 
 def explain_method(name: str) -> tuple[dict[str, str], list[dict[str, Any]]]:
     """Facts about a method, and a row for each of its hyperparameters."""
-    from rescene.core.verification import NOT_VERIFIED
+    from rescene.core.verification import NOT_VERIFIED, in_full
     from rescene.methods import method_class
     from rescene.methods.nominal_cost import compute_facts
 
@@ -288,7 +289,7 @@ def explain_method(name: str) -> tuple[dict[str, str], list[dict[str, Any]]]:
         "paper": method.paper,
         "leaves the site": method.leaves_site,
         "client remembers": method.remembers,
-        "verified": "; ".join(f"{v.against}: {v.close} ({v.where})" for v in method.verifications()) or NOT_VERIFIED,
+        "verified": "; ".join(in_full(method.verifications())) or NOT_VERIFIED,
         **compute_facts(method.compute),
         "about": (sys.modules[method.__module__].__doc__ or "").strip(),
     }
