@@ -28,7 +28,6 @@ BYTES = 0.01  # share: messages hold numbers whose length depends on their value
 ACCOUNTING = 1e-3  # share: another version may compute the same guarantee more tightly
 PROMISED = ("private", "epsilon", "epsilon_replaced", "delta", "mechanism", "noise_multiplier")
 MOST = 12  # differences that are told
-AS_LEFT = "hand in the folder as the run left it"
 
 
 @dataclass(frozen=True)
@@ -58,13 +57,15 @@ def refuse_missing(folder: Path, names: Sequence[str]) -> None:
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         fix = "hand in the folder of a finished run with all of its files"
-        raise _refused("E545", "this folder cannot be checked", folder, [f"it has no {', no '.join(missing)}"], fix)
+        why = f"it has no {', no '.join(missing)}"
+        raise ConfigError("E545", "this folder cannot be checked", where=str(folder), why=why, fix=fix)
 
 
 def refuse_damaged(folder: Path, problems: Sequence[str]) -> None:
     """E545 if something in a folder's files cannot be read."""
     if problems:
-        raise _refused("E545", "files of this folder are damaged", folder, problems, AS_LEFT)
+        what, fix = "files of this folder are damaged", "hand in the folder as the run left it"
+        raise ConfigError("E545", what, where=str(folder), why=listed(problems), fix=fix)
 
 
 def compare_files(run: RunRecord, expected: Expected) -> list[str]:
@@ -78,17 +79,20 @@ def compare_files(run: RunRecord, expected: Expected) -> list[str]:
     results, problems = json_object(folder / "results.json", []), [*run.problems, *_unusable_numbers(run)]
     refuse_damaged(folder, problems)
     same_code = run.env.get("code") == expected.code
-    gone = [f"config.yaml has no {key}" for key in expected.missing] if same_code else []
-    steps = (
-        ("E541", "the recipe is not the one that was run", _two_recipes(expected.recipe, results), AS_LEFT),
-        ("E546", "the recipe is not whole", gone, AS_LEFT),
-        ("E542", "a hash of this run does not agree", _other_hash(folder, expected.digest), "the recipe of this run"),
-        ("E543", "numbers of this run do not agree", _numbers(run, results, same_code), _run_again(folder)),
-        ("E547", "this is not what the recipe's method says", _claims(results, expected, same_code), AS_LEFT),
-    )
-    for code, what, found, fix in steps:
-        if found:
-            raise _refused(code, what, folder, found, fix)
+    where, fix = str(folder), "hand in the folder as the run left it"
+    if found := _two_recipes(expected.recipe, results):
+        raise ConfigError("E541", "the recipe is not the one that was run", where=where, why=listed(found), fix=fix)
+    if same_code and (found := [f"config.yaml has no {key}" for key in expected.missing]):
+        raise ConfigError("E546", "the recipe is not whole", where=where, why=listed(found), fix=fix)
+    if found := _other_hash(folder, expected.digest):
+        what = "a hash of this run does not agree"
+        raise ConfigError("E542", what, where=where, why=listed(found), fix="the recipe of this run")
+    if found := _numbers(run, results, same_code):
+        again = f"run it again: {command('rerun', folder)}"
+        raise ConfigError("E543", "numbers of this run do not agree", where=where, why=listed(found), fix=again)
+    if found := _claims(results, expected, same_code):
+        what = "method, style or guarantee are not those of the recipe"
+        raise ConfigError("E547", what, where=where, why=listed(found), fix=fix)
     return _compared(run, expected)
 
 
@@ -102,7 +106,8 @@ def check_images(folder: Path, environment: Mapping[str, Any]) -> None:
         if before.get(key) != environment.get(key)
     ]
     if found:
-        raise _refused("E542", "a hash of this run does not agree", folder, found, "the images of this run")
+        what = "a hash of this run does not agree"
+        raise ConfigError("E542", what, where=str(folder), why=listed(found), fix="the images of this run")
 
 
 def check_rounds(folder: Path, held: Sequence[Row], environment: Mapping[str, Any]) -> list[str]:
@@ -125,9 +130,8 @@ def check_rounds(folder: Path, held: Sequence[Row], environment: Mapping[str, An
             continue
         found += _row_differences(recorded[_step_of(row)], row, exact=not moved)
     if found:
-        raise _refused(
-            "E544", "the first rounds held again give other numbers", folder, found, command("rerun", folder)
-        )
+        what = "the first rounds held again give other numbers"
+        raise ConfigError("E544", what, where=str(folder), why=listed(found), fix=command("rerun", folder))
     return moved
 
 
@@ -154,19 +158,16 @@ def differences(
     ]
 
 
+def listed(found: Sequence[str]) -> str:
+    """Differences, a line each; only the first of many."""
+    more = [f"and {len(found) - MOST} more"] if len(found) > MOST else []
+    return "\n".join([*found[:MOST], *more])
+
+
 def _alike(one: Any, other: Any, share: float) -> bool:
     if isinstance(one, float) and isinstance(other, (int, float)) and not isinstance(other, bool):
         return math.isclose(one, other, rel_tol=share)
     return bool(one == other)
-
-
-def _refused(code: str, what: str, folder: Path, why: Sequence[str], fix: str) -> ConfigError:
-    more = [f"and {len(why) - MOST} more"] if len(why) > MOST else []
-    return ConfigError(code, what, where=str(folder), why="\n".join([*why[:MOST], *more]), fix=fix)
-
-
-def _run_again(folder: Path) -> str:
-    return f"run it again: {command('rerun', folder)}"
 
 
 def _unusable_numbers(run: RunRecord) -> list[str]:
