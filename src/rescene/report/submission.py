@@ -64,8 +64,9 @@ def refuse_missing(folder: Path, names: Sequence[str]) -> None:
 def refuse_damaged(folder: Path, problems: Sequence[str]) -> None:
     """E545 if something in a folder's files cannot be read."""
     if problems:
-        what, fix = "files of this folder are damaged", "hand in the folder as the run left it"
-        raise ConfigError("E545", what, where=str(folder), why=listed(problems), fix=fix)
+        fix = "hand in the folder as the run left it"
+        why = listed(problems)
+        raise ConfigError("E545", "files of this folder are damaged", where=str(folder), why=why, fix=fix)
 
 
 def compare_files(run: RunRecord, expected: Expected) -> list[str]:
@@ -79,14 +80,17 @@ def compare_files(run: RunRecord, expected: Expected) -> list[str]:
     results, problems = json_object(folder / "results.json", []), [*run.problems, *_unusable_numbers(run)]
     refuse_damaged(folder, problems)
     same_code = run.env.get("code") == expected.code
-    where, fix = str(folder), "hand in the folder as the run left it"
+    where = str(folder)
+    fix = "hand in the folder as the run left it"
     if found := _two_recipes(expected.recipe, results):
         raise ConfigError("E541", "the recipe is not the one that was run", where=where, why=listed(found), fix=fix)
     if same_code and (found := [f"config.yaml has no {key}" for key in expected.missing]):
         raise ConfigError("E546", "the recipe is not whole", where=where, why=listed(found), fix=fix)
     if found := _other_hash(folder, expected.digest):
-        what = "a hash of this run does not agree"
-        raise ConfigError("E542", what, where=where, why=listed(found), fix="the recipe of this run")
+        why = listed(found)
+        raise ConfigError(
+            "E542", "a hash of this run does not agree", where=where, why=why, fix="the recipe of this run"
+        )
     if found := _numbers(run, results, same_code):
         again = f"run it again: {command('rerun', folder)}"
         raise ConfigError("E543", "numbers of this run do not agree", where=where, why=listed(found), fix=again)
