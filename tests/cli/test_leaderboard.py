@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,15 @@ def honest(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def honest_images(tmp_path_factory):
+    """A run whose sites send images, so that near-copies are counted."""
+    more = SMALL | {"method": "rescene", "train.server_epochs": 1, "method.num_steps": 2}
+    folder = tmp_path_factory.mktemp("kept") / default_folder(resolve("smoke", more)).name
+    rescene.run("smoke", out=folder, **more)
+    return folder
+
+
 @pytest.fixture
 def submitted(honest, tmp_path):
     """A copy that a test may change."""
@@ -41,6 +51,18 @@ def submitted(honest, tmp_path):
 
 def check(folder, *more):
     return CliRunner().invoke(app, ["leaderboard", "check", str(folder), *map(str, more)])
+
+
+def put(place, value):
+    """A change of one value; the place is dotted."""
+
+    def change(row):
+        *sections, key = place.split(".")
+        for section in sections:
+            row = row[section]
+        row[key] = value(row.get(key)) if callable(value) else value
+
+    return change
 
 
 def rewrite(path, change):
@@ -68,6 +90,97 @@ def test_a_changed_number_is_refused(submitted):
     refused(result, "E543", f"aa: results.json says 99.0, its accuracy matrix gives {before:.10g}")
     told = json.loads(check(submitted, "--rounds", 0, "--json").output)
     assert told["accepted"] is False and told["code"] == "E543" and told["why"][0].startswith("aa: ")
+
+
+LIES = {
+    "a guarantee": (lambda row: row["privacy"].update(private=True, epsilon=1.0), "E547", "privacy.epsilon: results.json says 1.0"),
+    "a statement": (put("privacy.statement", "Private."), "E547", "privacy.statement: results.json says 'Private.'"),
+    "another title": (put("style.title", "Best"), "E547", "style.title: results.json says 'Best', the method says 'FedAvg'"),
+    "another upload": (put("style.uploads", "sums"), "E547", "style.uploads: results.json says 'sums'"),
+    "other words": (put("style.sends", "nothing"), "E547", "style.sends: results.json says 'nothing'"),
+    "another method": (put("method", "rescene"), "E547", "method: results.json says 'rescene', the recipe says 'fedavg'"),
+    "less work of sites": (put("cost.measured.client_flops", 1), "E543", "client_flops: results.json says 1, metrics.jsonl"),
+    "work of the server": (put("cost.measured.server_flops", 9), "E543", "server_flops: results.json says 9, metrics.jsonl 0"),
+    "no work": (put("cost.measured.client_flops", None), "E543", "client_flops: results.json says nothing, metrics.jsonl"),
+    "fewer bytes": (put("cost.measured.uplink_bytes", 1), "E543", "uplink_bytes: results.json says 1, metrics.jsonl"),
+    "more bytes": (put("cost.measured.uplink_bytes", lambda sent: 2 * sent), "E543", "uplink_bytes: results.json says"),
+    "fewer bytes down": (put("cost.measured.downlink_bytes", 1), "E543", "downlink_bytes: results.json says 1, metrics.jsonl"),
+    "near-copies of nothing": (put("leakage", {"near_copies": 0.0}), "E543", "leakage.near_copies: results.json says 0.0"),
+    "damaged near-copies": (put("leakage", {"num_images": 3}), "E545", "results.json: leakage could not be read"),
+    "other sizes of tasks": (lambda row: row["tasks"][0].update(test_size=1), "E543", "aa: results.json says"),
+    "fewer tasks": (lambda row: row["tasks"].pop(), "E545", "results.json: AA"),
+    "no accuracies": (put("accuracy_matrix", []), "E545", "0 accuracies in 0 rows"),
+    "a hole in the matrix": (lambda row: row["accuracy_matrix"][1].__setitem__(0, None), "E545", "2 accuracies in 2 rows"),
+    "a damaged table": (lambda row: row["confusion"][0].pop(), "E545", "the confusion table is not square"),
+    "another seed": (put("seed", 7), "E543", "seed: results.json says 7, the recipe says 0"),
+    "a better worst task": (put("worst_task", 99.0), "E543", "worst_task: results.json says 99.0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_one_false_value_is_refused(submitted, lie):
+    change, code, words = LIES[lie]
+    rewrite(submitted / "results.json", change)
+    refused(check(submitted, "--rounds", 0), code, words)
+
+
+COPIES = {
+    "no near-copies": (put("leakage.near_copies", 0.0), "E543", "leakage.near_copies: results.json says 0.0, its tasks give"),
+    "no exact copies": (put("leakage.exact_copies", 999), "E543", "leakage.exact_copies: results.json says 999"),
+    "nothing measured": (put("leakage", None), "E547", "privacy.statement: results.json says"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lie", COPIES)
+def test_false_near_copies_are_refused(honest_images, tmp_path, lie):
+    change, code, words = COPIES[lie]
+    copy = Path(shutil.copytree(honest_images, tmp_path / honest_images.name))
+    assert check(copy, "--rounds", 0).exit_code == 0
+    rewrite(copy / "results.json", change)
+    refused(check(copy, "--rounds", 0), code, words)
+
+
+def drop_key(folder, section, key):
+    """A recipe without one key, in both places."""
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    del config[section][key]
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    rewrite(folder / "results.json", lambda row: row["config"][section].pop(key))
+
+
+def test_a_key_that_this_version_writes_may_not_be_missing(submitted):
+    drop_key(submitted, "train", "lr")
+    renamed = submitted.rename(submitted.with_name("fedavg-s0-deadbeef"))
+    refused(check(renamed, "--rounds", 0), "E546", "config.yaml has no train.lr")
+
+
+def test_a_recipe_of_an_older_version_has_a_hash_too(submitted):
+    """Its hash is of the keys that it has, and the check says which keys it lacks."""
+    rewrite(submitted / "env.json", lambda row: row.update(code="older"))
+    drop_key(submitted, "federation", "delay")  # stands at the value that it had before there was a choice
+    accepted = check(submitted, "--rounds", 0)
+    assert accepted.exit_code == 0 and submitted.name.rpartition("-")[2] in accepted.output
+    assert "older version: config.yaml lacks keys of today (1: federation.delay)" in accepted.output
+    drop_key(submitted, "train", "lr")
+    refused(check(submitted, "--rounds", 0), "E542", "the folder's name says", "config.yaml gives")
+    refused(check(submitted.rename(submitted.with_name("fedavg-s0-deadbeef")), "--rounds", 0), "E542", "deadbeef")
+
+
+def test_a_guarantee_of_an_older_version_is_derived_too(submitted):
+    rewrite(submitted / "env.json", lambda row: row.update(code="older"))
+    rewrite(submitted / "results.json", lambda row: row["privacy"].update(private=True, epsilon=1.0))
+    refused(check(submitted, "--rounds", 0), "E547", "privacy.private: results.json says True, the recipe says False")
+
+
+def test_costs_that_an_older_version_did_not_record_are_told(submitted):
+    rewrite(submitted / "env.json", lambda row: row.update(code="older"))
+    lines = [json.loads(line) for line in (submitted / "metrics.jsonl").read_text().splitlines()]
+    kept = [{key: line[key] for key in line if "flops" not in key and "so_far" not in key} for line in lines]
+    (submitted / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+    told = check(submitted, "--rounds", 0)
+    assert told.exit_code == 0 and "has no totals of client_flops, server_flops, uplink_bytes" in told.output
+    rewrite(submitted / "results.json", put("cost.measured.uplink_bytes", 1))
+    refused(check(submitted, "--rounds", 0), "E543", "uplink_bytes: the rounds of metrics.jsonl have")
 
 
 def test_an_accuracy_matrix_that_was_never_recorded_is_refused(submitted):
@@ -103,6 +216,11 @@ def test_other_images_are_refused(submitted):
     refused(check(submitted), "E542", f"env.json says {'0' * 64}, the images here give")
 
 
+def test_another_name_of_the_images_is_refused(submitted):
+    rewrite(submitted / "env.json", lambda row: row.update(data="cifar10"))
+    refused(check(submitted), "E542", "name of the images: env.json says cifar10, the images here give")
+
+
 def test_on_another_machine_sites_and_accuracy_are_compared_with_room(submitted):
     rewrite(submitted / "env.json", lambda row: row.update(torch="1.0"))
     accepted = check(submitted)
@@ -124,15 +242,29 @@ def test_a_folder_without_its_files_cannot_be_checked(submitted):
     refused(check(submitted), "E545", "it has no metrics.jsonl")
 
 
-def test_a_damaged_file_is_named(submitted):
-    (submitted / "env.json").write_text("[]")
-    refused(check(submitted), "E545", "env.json could not be read")
+@pytest.mark.parametrize("name", ["env.json", "results.json", "config.yaml"])
+def test_a_damaged_file_is_named(submitted, name):
+    (submitted / name).write_text("[")
+    refused(check(submitted), "E545", f"{name} could not be read")
+    told = json.loads(check(submitted, "--json").output)
+    assert (told["accepted"], told["code"], told["folder"]) == (False, "E545", str(submitted))
+
+
+def test_several_folders_are_checked_and_one_refusal_counts(honest, submitted):
+    rewrite(submitted / "results.json", put("aa", 99.0))
+    result = CliRunner().invoke(app, ["leaderboard", "check", str(honest), str(submitted), "--rounds", "0", "--json"])
+    told = [json.loads(line) for line in result.output.splitlines()]
+    assert result.exit_code == 5 and [(row["folder"], row["accepted"]) for row in told] == [
+        (str(honest), True),
+        (str(submitted), False),
+    ]
 
 
 def test_a_file_of_a_newer_version_is_told_as_such(submitted):
     rewrite(submitted / "results.json", lambda row: row.update(schema=99))
     result = check(submitted, "--rounds", 0)
     assert result.exit_code == 4 and "E414" in result.stderr
+    assert json.loads(check(submitted, "--rounds", 0, "--json").output)["code"] == "E414"
 
 
 def test_write_makes_a_page_and_a_table(honest, tmp_path):
@@ -144,8 +276,44 @@ def test_write_makes_a_page_and_a_table(honest, tmp_path):
     assert empty.exit_code == 2 and "E108" in empty.output + empty.stderr
 
 
+def test_write_leaves_out_what_does_not_agree_and_what_repeats_a_seed(honest, tmp_path):
+    for name in ("a", "b", "lying"):
+        shutil.copytree(honest, tmp_path / "results" / name)
+    rewrite(tmp_path / "results" / "lying" / "results.json", put("cost.measured.uplink_bytes", 1))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        (row,) = leaderboard_rows([tmp_path / "results"])
+    told = [str(each.message) for each in found if "W546" in str(each.message)]
+    assert [folder.name for folder in row.folders] == ["a"] and row.n == row.num_recorded == 1
+    assert len(told) == 2 and "lying is left out of the leaderboard: [E543]" in told[0]
+    assert "uplink_bytes: results.json says 1" in told[0]
+    assert (
+        f"{tmp_path / 'results' / 'b'} is left out" in told[1]
+        and "seed of" in told[1]
+        and told[1].endswith("a, which counts")
+    )
+
+
+def test_the_board_asks_the_method_and_not_the_file(submitted, tmp_path):
+    """An older run's words are not compared, and not shown either."""
+    rewrite(submitted / "env.json", lambda row: row.update(code="older"))
+    rewrite(
+        submitted / "results.json", lambda row: row["style"].update(title="Best", uploads="nothing", sends="nothing")
+    )
+    (row,) = leaderboard_rows([submitted.parent])
+    assert (row.label, row.leaves) == ("FedAvg", "weights")
+    (submitted / "metrics.jsonl").unlink()
+    (row,) = leaderboard_rows([submitted.parent])
+    assert row.num_recorded == 0 and "without rounds" in page_of([row], tmp_path)
+
+
 def test_the_page_in_the_docs_is_up_to_date(monkeypatch):
     monkeypatch.chdir(ROOT)
-    rows, out = leaderboard_rows([Path("results")]), Path("docs/leaderboard")
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        rows, out = leaderboard_rows([Path("results")]), Path("docs/leaderboard")
+    assert not [str(each.message) for each in found if "[E5" in str(each.message)], (
+        "all stored runs agree with themselves"
+    )
     assert (out / "leaderboard.csv").read_text("utf-8") == csv_of(rows, Path()), "rescene leaderboard write"
-    assert (out / "index.html").read_text("utf-8") == page_of(rows, out, Path()), "rescene leaderboard write"
+    assert (out / "index.html").read_text("utf-8") == page_of(rows, Path()), "rescene leaderboard write"

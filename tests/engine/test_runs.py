@@ -84,6 +84,8 @@ def test_bytes_are_those_of_the_real_payloads(whole):
     first, last = (r for r in rows if r["kind"] == "task")
     for side in ("client_flops", "server_flops"):  # told so far at the end of each task
         assert 0 < first[side] < last[side] == measured[side]
+    for side in ("uplink_bytes", "downlink_bytes"):
+        assert 0 < first[f"{side}_so_far"] < last[f"{side}_so_far"] == measured[side]
     images = result.values["leakage"]["num_images"]
     # float32 pictures and one int64 label each; the two numbers for the log are small change
     assert 0 <= measured["uplink_bytes"] - images * (3 * 32 * 32 * 4 + 8) < 60 * len(rows) * 2

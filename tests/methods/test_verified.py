@@ -9,9 +9,11 @@ import pytest
 from typer.testing import CliRunner
 
 from rescene.cli.app import app
+from rescene.config import resolve
 from rescene.core.errors import ConfigError
 from rescene.core.verification import NOT_VERIFIED, Verified, in_short
 from rescene.methods import method_class, method_names
+from rescene.methods.base import NOT_SAID
 from rescene.methods.fedavg import FedAvg
 from rescene.methods.moments import Moments
 
@@ -76,6 +78,53 @@ def test_the_list_is_short_for_people_and_whole_for_programs():
     shown = CliRunner().invoke(app, ["list", "methods"]).output
     assert "official code, hand computation" in " ".join(shown.split()) and first.where not in shown
     assert first.where in CliRunner().invoke(app, ["method", "explain", "fedavg"]).output
+
+
+def test_the_list_says_how_close_and_where_if_asked():
+    lines = CliRunner().invoke(app, ["list", "methods", "--verified"]).output.splitlines()
+    for name, one in DECLARED:
+        assert f"  {one.against}: {one.close}" in lines and f"    {one.where}" in lines, name
+    wrong = CliRunner().invoke(app, ["list", "recipes", "--verified"])
+    assert wrong.exit_code == 2 and "E109" in wrong.output + wrong.stderr
+
+
+def test_every_method_says_in_short_what_leaves_a_site():
+    classes = [method_class(name) for name in method_names()]
+    ours = [each for each in classes if each.__module__.startswith("rescene.")]  # other tests register methods too
+    short = {each.name: each.leaving_in_short(None) for each in ours}
+    assert len(short) == 28
+    assert NOT_SAID not in short.values() and all(len(words) <= 32 for words in short.values()), short
+    assert short["glfc"] == "weights, recoverable images" and short["fedprox"] == "weights"
+    assert {short[name] for name in ("fot", "icarl", "pilora", "fedcbdr")}.isdisjoint({"weights"})
+
+
+def test_a_method_that_sends_something_else_inherits_no_short_words():
+    class Other(FedAvg):
+        leaves_site = "every image"
+
+    class Same(FedAvg):
+        pass
+
+    assert (Other.leaving_in_short(None), Same.leaving_in_short(None)) == (NOT_SAID, "weights")
+
+
+def test_behind_a_mechanism_less_may_leave():
+    sums = resolve(
+        "smoke", {"method": "moments", "privacy.mechanism": "release", "privacy.epsilon": 8.0}
+    ).recipe.promise(2)
+    assert (
+        Moments.leaving_in_short(sums.mechanism) == "noised sums" and Moments.leaving_in_short(None) == "feature sums"
+    )
+    steps = {
+        "model.norm": "group",
+        "privacy.mechanism": "dp-sgd",
+        "privacy.noise_multiplier": 1.0,
+        "privacy.sampling_rate": 0.1,
+    }
+    for name in ("icarl", "fedcbdr"):
+        behind = resolve("smoke", {"method": name, **steps}).recipe.promise(2).mechanism
+        assert method_class(name).leaving_in_short(behind) == "weights"
+        assert method_class(name).leaving(behind) == FedAvg.leaves_site
 
 
 def test_a_plug_in_that_says_nothing_is_not_verified(tmp_path):

@@ -10,8 +10,11 @@ import pytest
 import yaml
 from browser import CHROMIUM, browser
 
-from rescene.report.leaderboard import InPaper, csv_of, entries, page_of, write_leaderboard
+from rescene.core.verification import Verified
+from rescene.report.leaderboard import InPaper, MethodFacts, csv_of, entries, page_of, write_leaderboard
 from rescene.report.load import load_runs
+
+LEAVES = {"moments": "noised sums", "rescene": "condensed images"}  # of other methods: weights
 
 
 def put_run(root, name, aa, seed=0, *, finished=True, **more):
@@ -43,9 +46,11 @@ def put_run(root, name, aa, seed=0, *, finished=True, **more):
     return folder
 
 
-def rows_of(root, **more):
+def rows_of(root, verified=(), **more):
+    """The rows, with what the methods of these folders say of themselves."""
     runs, _ = load_runs(sorted(path.parent for path in root.rglob("config.yaml")))
-    return entries(runs, **more)
+    facts = {run.folder: MethodFacts(run.style, LEAVES.get(run.method, "weights"), verified) for run in runs}
+    return entries(runs, facts, **more)
 
 
 @pytest.fixture
@@ -72,8 +77,8 @@ def test_rows_by_hand(kept):
 
 def test_what_leaves_a_site_and_what_is_guaranteed(kept):
     rows = {row.method: row for row in rows_of(kept)}
-    assert (rows["moments"].leaves_text, rows["moments"].guarantee) == ("sums", "epsilon 8")
-    assert rows["rescene"].leaves_text == "images, 97 % near-copies"
+    assert (rows["moments"].leaves_text, rows["moments"].guarantee) == ("noised sums", "epsilon 8")
+    assert rows["rescene"].leaves_text == "condensed images, 97 % near-copies"
 
 
 def test_problems_are_kept_apart_and_other_settings_are_other_rows(kept):
@@ -86,17 +91,21 @@ def test_problems_are_kept_apart_and_other_settings_are_other_rows(kept):
 
 def test_the_papers_reading_and_the_verification_come_from_outside(kept):
     place = {(kept / "a1").resolve(): InPaper("paper's", "41.00")}
-    row = next(row for row in rows_of(kept, in_paper=place, verified={"fedavg": "official code"}) if row.n == 2)
-    assert (row.reading, row.paper_aa, row.verified) == ("paper's", "41.00", "official code")
-    assert rows_of(kept)[0].verified == "not verified"
+    compared = (Verified("official code", "tests/x.py::test_y", "1e-6, a step"),)
+    row = next(row for row in rows_of(kept, compared, in_paper=place) if row.n == 2)
+    assert (row.reading, row.paper_aa, row.verified) == ("paper's", "41.00", compared)
+    html, table = page_of([row], kept), csv_of([row], kept)
+    told = "official code: 1e-6, a step (tests/x.py::test_y)"
+    assert "<summary>official code</summary>" in html and told in html and told in table
+    assert "not verified" in page_of(rows_of(kept), kept)
 
 
 def test_the_page_holds_everything_without_its_script_and_fetches_nothing(kept, tmp_path):
-    html = page_of(rows_of(kept), tmp_path / "board", tmp_path)
+    html = page_of(rows_of(kept), tmp_path)
     body = re.sub("<script>.*?</script>", "", html, flags=re.DOTALL)
     assert body.count("<tr data-data=") == 3 and "42.00" in body and "± 2.83" in body
-    assert 'href="../results/a0"' in body and ">results/a0<" in body
-    assert "<i>Pictures" not in body and "&lt;i&gt;Pictures&lt;/i&gt;" in body
+    assert ">results/a0<" in body and re.findall('href="([^"]*)"', body) == ["leaderboard.csv"]  # the site holds no run
+    assert "<i>Pictures" not in body and "&lt;i&gt;Pictures" in body
     assert not re.search("https?://", html) and "default-src 'none'" in html
 
 

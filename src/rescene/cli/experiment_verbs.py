@@ -48,7 +48,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from rescene.core.hyperparameters import hyper
-from rescene.core.method_style import Uploads
+from rescene.core.method_style import UploadKind
 from rescene.core.verification import Verified
 from rescene.functional import weighted_average
 from rescene.methods import Method, ModelState, register
@@ -62,7 +62,8 @@ class {title}(Method):
     title: ClassVar[str] = "{title}"
     paper: ClassVar[str] = "yours"
     leaves_site: ClassVar[str] = "model weights and the number of local images"
-    uploads: ClassVar[Uploads] = "weights"  # the kind of what leaves, for tables: images, weights, sums or nothing
+    leaves_in_short: ClassVar[str] = "weights"
+    uploads: ClassVar[UploadKind] = "weights"  # the kind of what leaves, for tables: images, weights, sums or nothing
     # what it was compared with, for example Verified("hand computation", "test_{name}.py::test_a_step", "1e-6, a step")
     verified: ClassVar[tuple[Verified, ...]] = ()
 
@@ -283,7 +284,7 @@ def explain(method: MethodName, as_json: AsJson = False, plugin: Plugin = None) 
 
 def explain_method(name: str) -> tuple[dict[str, str], list[dict[str, Any]]]:
     """Facts about a method, and a row for each of its hyperparameters."""
-    from rescene.core.verification import NOT_VERIFIED
+    from rescene.core.verification import NOT_VERIFIED, in_full
     from rescene.methods import method_class
     from rescene.methods.nominal_cost import compute_facts
 
@@ -293,7 +294,7 @@ def explain_method(name: str) -> tuple[dict[str, str], list[dict[str, Any]]]:
         "paper": method.paper,
         "leaves the site": method.leaves_site,
         "client remembers": method.remembers,
-        "verified": "; ".join(f"{v.against}: {v.close} ({v.where})" for v in method.verifications()) or NOT_VERIFIED,
+        "verified": "; ".join(in_full(method.verifications())) or NOT_VERIFIED,
         **compute_facts(method.compute),
         "about": (sys.modules[method.__module__].__doc__ or "").strip(),
     }

@@ -8,7 +8,7 @@ import platform
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -77,18 +77,28 @@ def demo(
 @verb
 def list_things(
     what: Annotated[str, typer.Argument(help="methods, recipes, datasets, models or buffers")],
+    verified: Annotated[
+        bool, typer.Option("--verified", help="of methods: what each was compared with, how close, and where")
+    ] = False,
     as_json: AsJson = False,
     plugin: Plugin = None,
 ) -> None:
     """List what you can choose: methods, recipes, datasets, models or buffers."""
     load_plugins(plugin)
+    if verified and what != "methods":
+        raise ConfigError("E109", f"--verified says nothing of {what}", fix="rescene list methods --verified")
     if what not in LISTS:
         close = did_you_mean(what, LISTS)
         raise ConfigError(
             "E109", f"cannot list {what!r}" + (f"; did you mean {close}?" if close else ""), why=", ".join(LISTS)
         )
     rows = LISTS[what]()
-    print_rows(rows if as_json else map(_short, rows), as_json)
+    if as_json:
+        print_rows(rows, as_json)
+    elif what == "methods":
+        _print_methods(rows, verified)
+    else:
+        print_rows(rows)
     if what == "recipes" and not as_json:
         print("The paper's tables are recipes of many cells: rescene paper list")
 
@@ -105,6 +115,7 @@ def _methods() -> list[Row]:
             "title": c.title,
             "paper": c.paper,
             "leaves the site": c.leaves_site,
+            "leaves the site, in short": c.leaving_in_short(None),
             "client remembers": c.remembers,
             "verified": [asdict(one) for one in c.verifications()],
         }
@@ -112,11 +123,24 @@ def _methods() -> list[Row]:
     ]
 
 
-def _short(row: Row) -> Row:
-    """For a table: of what a method was verified against the kinds alone. ``method explain`` and --json have the rest."""
-    from rescene.core.verification import Verified, in_short
+def _print_methods(rows: Sequence[Row], verified: bool) -> None:
+    """A table with the short words, or what each method was compared with: a block for each, because names of tests are long."""
+    from rescene.core.verification import NOT_VERIFIED, Verified, in_short
 
-    return row | {"verified": in_short([Verified(**one) for one in row["verified"]])} if "verified" in row else row
+    if not verified:
+        shown = [
+            {key: row[key] for key in ("name", "title", "paper")}
+            | {"leaves the site": row["leaves the site, in short"]}
+            | {"verified against": in_short([Verified(**one) for one in row["verified"]])}
+            for row in rows
+        ]
+        print_rows(shown)
+        print("How close and where: rescene list methods --verified. All of one method: rescene method explain NAME")
+        return
+    for row in rows:
+        print(f"{row['name']}" if row["verified"] else f"{row['name']}: {NOT_VERIFIED}")
+        for one in row["verified"]:
+            print(f"  {one['against']}: {one['close']}\n    {one['where']}")
 
 
 def _recipes() -> list[Row]:

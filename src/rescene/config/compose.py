@@ -57,14 +57,27 @@ class Resolved:
 
         A plan's tasks and sites that left do not count: a federation that changes like that is the same federation.
         """
-        left_out: dict[str, Any] = {"device": True, "sites": {"tasks"} if self.recipe.sites else True}
-        told = self.recipe.model_dump(mode="json", exclude=left_out | {"federation": {"exclude"}})
-        for (section, key), before in NEWER.items():
-            if told[section].get(key) == before:
-                told[section].pop(key, None)
+        return record_digest(self.recipe.model_dump(mode="json"))
+
+
+def record_digest(record: Mapping[str, Any]) -> str:
+    """The same of a whole recipe as sections, such as config.yaml of a run holds it.
+
+    A record of an older version lacks keys and keeps the hash that it had then: only what it says is hashed.
+    """
+    told: dict[str, Any] = {key: dict(part) if isinstance(part, Mapping) else part for key, part in record.items()}
+    told.pop("device", None)
+    plan = told.pop("sites", None)
+    if plan:
+        told["sites"] = {key: value for key, value in plan.items() if key != "tasks"}
+    sections = {key: part for key, part in told.items() if isinstance(part, dict)}
+    sections.get("federation", {}).pop("exclude", None)
+    for (section, key), before in NEWER.items():
+        if sections.get(section, {}).get(key) == before:
+            sections.get(section, {}).pop(key, None)
+    if "method" in sections:
         told["method"]["name"] = name_then(told["method"])
-        text = json.dumps(told, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:8]
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def recipe_names() -> list[str]:

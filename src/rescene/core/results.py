@@ -366,11 +366,15 @@ class RoundRecord:
 
 @dataclass(frozen=True)
 class TaskRecord:
-    """The end of a task in metrics.jsonl: accuracy on each task so far, and on everything."""
+    """The end of a task in metrics.jsonl: accuracy on each task so far and on everything, work and bytes since the run began."""
 
     task: int
     accuracy: Numbers = ()
     aa: float | None = None
+    client_flops: float | None = None
+    server_flops: float | None = None
+    uplink_bytes_so_far: float | None = None
+    downlink_bytes_so_far: float | None = None
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,15 @@ class Verified:
                 )
 
 
+def in_full(found: Sequence[Verified]) -> list[str]:
+    """Each comparison in words: with what, how close, and where.
+
+    >>> in_full([Verified("official code", "tests/test_a.py::test_b", "1e-9")])
+    ['official code: 1e-9 (tests/test_a.py::test_b)']
+    """
+    return [f"{one.against}: {one.close} ({one.where})" for one in found]
+
+
 def in_short(found: Sequence[Verified]) -> str:
     """Each kind once, strongest first, or that there is none.
 

@@ -49,9 +49,10 @@ class CostLedger:
         self.server_state_bytes = max(self.server_state_bytes, num_bytes(server))
         self.client_state_bytes = max(self.client_state_bytes, model_bytes + largest_client)
 
-    def work(self) -> dict[str, int]:
-        """Floating-point operations so far."""
-        return {f"{side}_flops": self.meter.flops[side] for side in ("client", "server")}
+    def so_far(self) -> dict[str, int]:
+        """Floating-point operations and bytes of all messages since the run began, as the row of each task tells them."""
+        work = {f"{side}_flops": self.meter.flops[side] for side in ("client", "server")}
+        return work | {f"{way}_bytes_so_far": self.sums[f"{way}_bytes"] for way in ("uplink", "downlink")}
 
     def facts(self) -> dict[str, Any]:
         """A copy: the run counts on while a checkpoint is written."""

@@ -7,7 +7,7 @@ import io
 import json
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from safetensors.torch import save
 
 from rescene import functional as fn
+from rescene.config import Recipe
 from rescene.core.errors import ResceneWarning
 from rescene.core.results import rounded
 from rescene.core.versions import MODEL, RESULTS
@@ -73,7 +74,7 @@ def results_of(experiment: Experiment, facts: dict[str, Any], ledger: CostLedger
             "cost": {"measured": ledger.measured(), "nominal": nominal_cost(experiment)},
             "leakage": leakage,
             "theory": theory_record(experiment, facts["theory"]),
-            "privacy": _privacy(experiment, leakage),
+            "privacy": privacy_record(experiment.recipe, experiment.method, len(tasks), leakage),
             "events_summary": {
                 "client_failures": facts["num_client_failures"],
                 "image_fallbacks": facts["num_fallbacks"],
@@ -251,11 +252,11 @@ def _leakage(per_task: list[dict[str, Any]]) -> dict[str, Any] | None:
     }
 
 
-def _privacy(experiment: Experiment, leakage: dict[str, Any] | None) -> dict[str, Any]:
-    """What is guaranteed over the whole run, and in plain words what is not."""
-    promise = experiment.recipe.promise(len(experiment.tasks))
+def privacy_record(recipe: Recipe, method: Method, num_tasks: int, leakage: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What is guaranteed over the whole run, and in plain words what is not. It follows from the recipe and what was measured."""
+    promise = recipe.promise(num_tasks)
     if promise is None:
-        return {"private": False, "statement": _statement(experiment.method, leakage)}
+        return {"private": False, "statement": _statement(method, leakage)}
     words = promise.statement()
     if leakage is not None:
         images = "images that the server drew" if promise.mechanism.sends_sums else "uploaded images"
@@ -263,7 +264,7 @@ def _privacy(experiment: Experiment, leakage: dict[str, Any] | None) -> dict[str
     return {
         "private": promise.formal,
         "statement": words,
-        "leaves_site": experiment.method.leaving(promise.mechanism),
+        "leaves_site": method.leaving(promise.mechanism),
         "images": "drawn" if promise.mechanism.sends_sums else "uploaded",
         "mechanism": promise.mechanism.kind,
         "noise_multiplier": promise.mechanism.sigma,
@@ -279,7 +280,7 @@ def _privacy(experiment: Experiment, leakage: dict[str, Any] | None) -> dict[str
     }
 
 
-def _statement(method: Method, leakage: dict[str, Any] | None) -> str:
+def _statement(method: Method, leakage: Mapping[str, Any] | None) -> str:
     if leakage is None:
         simulated = "Simulation, exact sums. " if method.additive else ""
         return f"{simulated}{NO_GUARANTEE} What leaves a site: {method.leaves_site}."
@@ -288,7 +289,7 @@ def _statement(method: Method, leakage: dict[str, Any] | None) -> str:
     return f"{NO_GUARANTEE} {words} {method.leakage_note()}".rstrip()
 
 
-def _traced(leakage: dict[str, Any]) -> str:
+def _traced(leakage: Mapping[str, Any]) -> str:
     """What stands beside the near-copies; nothing where no image was left to compare with."""
     if "traced" not in leakage:
         return ""

@@ -275,7 +275,7 @@ class Withdrawal:
             new = self._measured(client)
             if step.ends:
                 row = self.run.record(step.task, new["found"] or summed([], e.tasks[: step.task.index + 1]))
-                self.run.write_row(row | self.federation.ledger.work())
+                self.run.write_row(row | self.federation.ledger.so_far())
             self._write_down(client, name, saved.step, held, before, old, new)
             self._close(saved.step)
 

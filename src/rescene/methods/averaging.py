@@ -80,6 +80,7 @@ class AveragingMethod(Method):
     """
 
     leaves_site: ClassVar[str] = "model weights and the number of local images"
+    leaves_in_short: ClassVar[str] = "weights"
     compute: ClassVar[tuple[str, str] | None] = ("O(R K E D_loc F)", "O(R K P)")
 
     weighting: Literal["size", "uniform"] = hyper("size", "n_k", "[ours]", "weight of a client: its images, or equal")

@@ -53,6 +53,7 @@ Uploads = Mapping[
     int, Payload
 ]  # by client, in ascending order whatever the order of arrival; a failed client is absent
 Model = dict[str, Tensor]
+NOT_SAID = "not said"  # by a method in short words, what leaves its sites
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,6 +146,9 @@ class Method(Hyperparameters):
     cost_unit: ClassVar[bool] = False  # costs of other methods are also shown as multiples of its own
     paper: ClassVar[str]
     leaves_site: ClassVar[str]  # by default; see leaving()
+    leaves_in_short: ClassVar[str] = (
+        ""  # the same in two or three words, for tables and filters; see leaving_in_short()
+    )
     remembers: ClassVar[str] = "nothing"
     paints: ClassVar[bool] = False  # pictures of its own, with three channels
     mechanisms: ClassVar[tuple[str, ...]] = ("none",)  # privacy mechanisms that cover everything it sends
@@ -191,6 +195,12 @@ class Method(Hyperparameters):
     def leaving(cls, mechanism: Mechanism | None) -> str:
         """What leaves a site behind this mechanism."""
         return cls.leaves_site
+
+    @classmethod
+    def leaving_in_short(cls, mechanism: Mechanism | None) -> str:
+        """The same in two or three words. A class that writes ``leaves_site`` anew inherits no short words: it sends something else."""
+        says = next((own for own in cls.__mro__ if {"leaves_site", "leaves_in_short"} & vars(own).keys()), cls)
+        return vars(says).get("leaves_in_short") or NOT_SAID
 
     def check_network(self, arch: Arch) -> None:
         """Refuse a network that the method cannot use, by a ConfigError before the run. The default takes every network."""

@@ -66,6 +66,7 @@ class CFeD(PaintingMethod):
         ),
     )
     leaves_site: ClassVar[str] = "model weights and the number of pictures they learned from"
+    leaves_in_short: ClassVar[str] = "weights"
     compute: ClassVar[tuple[str, str] | None] = ("O(R K E (D_loc + D_sur) F)", "O(R K P + R E D_sur F)")
     remembers: ClassVar[str] = "the global model of the previous task, as a teacher"
     mechanisms: ClassVar[tuple[str, ...]] = ("none", "dp-sgd", "paper-experiment")

@@ -67,6 +67,7 @@ class FedAF(SurrogateMethod):
         "a few condensed images per class with their labels, near-copies of real images by default; for each class the "
         "number of local images, their mean logits and their mean soft label"
     )
+    leaves_in_short: ClassVar[str] = "condensed images, mean logits"
     remembers: ClassVar[str] = "nothing between rounds; the received model between the two exchanges of a round"
 
     mechanisms: ClassVar[tuple[str, ...]] = ("none",)  # counts, mean logits and soft labels leave the site too

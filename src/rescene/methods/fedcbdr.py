@@ -46,7 +46,7 @@ from rescene.methods.nominal_cost import NominalReplay, Setting, image_bytes
 from rescene.methods.registry import register
 from rescene.methods.upload_schema import MOST, NOTHING, Dim, Form, Place, both, either, fields, labels, tensor
 from rescene.nets import Arch, body_cost
-from rescene.privacy.mechanism import SitePrivacy
+from rescene.privacy.mechanism import Mechanism, SitePrivacy
 from rescene.training import Batch, embed, repeatable, with_replay
 
 
@@ -87,6 +87,7 @@ class FedCBDR(AveragingMethod):
         "model weights and the number of images trained on; after each task the rotated second moments of the local "
         "features (form=svd: all features, rotated), and with a budget for all clients each image's label, score and key"
     )
+    leaves_in_short: ClassVar[str] = "weights, feature moments"
     compute: ClassVar[tuple[str, str] | None] = ("O(R K E (D_loc + D_mem) F + N D_loc F)", "O(R K P + N D_loc d^2)")
     remembers: ClassVar[str] = "real images of finished tasks: up to `budget` (150) of each class"
     mechanisms: ClassVar[tuple[str, ...]] = ("none", "dp-sgd", "paper-experiment")
@@ -105,6 +106,15 @@ class FedCBDR(AveragingMethod):
     new_weight: float = hyper(0.8, "w_new", "App. A", "weight of the current images' mean loss", ge=0)
     form: Literal["gram", "svd"] = hyper("gram", "-", "[ours]", "second moments, or features and singular vectors")
     reweight: bool = hyper(False, "-", "[ours]", "weigh each exemplar's loss by sqrt(1 / (n_c p))")
+
+    @classmethod
+    def leaving(cls, mechanism: Mechanism | None) -> str:
+        return AveragingMethod.leaves_site if mechanism is not None and mechanism.formal else cls.leaves_site
+
+    @classmethod
+    def leaving_in_short(cls, mechanism: Mechanism | None) -> str:
+        alone = mechanism is not None and mechanism.formal
+        return AveragingMethod.leaves_in_short if alone else super().leaving_in_short(mechanism)
 
     def client_round(self, payload: Payload, shard: Client, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
         memory = _memory(client_state, shard)

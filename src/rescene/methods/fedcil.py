@@ -90,6 +90,7 @@ class FedCIL(AdversarialTraining, PaintingMethod):
         "weights of the model and of a generator that paints pictures like the site's, the labels it holds, "
         "and the number of local images"
     )
+    leaves_in_short: ClassVar[str] = "weights, image generator"
     compute: ClassVar[tuple[str, str] | None] = ("O(R K E D_loc F)", "O(R S_con (K + B_syn) F)")
     remembers: ClassVar[str] = "its generators of this task and of the task before"
     unprotected: ClassVar[str] = "each local step also learns from painted images, and no mechanism covers a generator"

@@ -82,6 +82,7 @@ class FedCPrompt(AveragingMethod):
     leaves_site: ClassVar[str] = (
         "the prompts of the task, the head's weights of its classes, and the number of local images"
     )
+    leaves_in_short: ClassVar[str] = "prompts, head"
     late_verbs: ClassVar[tuple[str, ...]] = ("client_round",)
     remembers: ClassVar[str] = "the network that stays as it is"
     verified: ClassVar[tuple[Verified, ...]] = (

@@ -107,6 +107,7 @@ class FedWeIT(AveragingMethod):
         "base weights that its mask keeps, the mask, sparse weights of its own (sent on to other sites), attention, biases, norms "
         "and head, and the number of local images"
     )
+    leaves_in_short: ClassVar[str] = "weights, mask"
     compute: ClassVar[tuple[str, str] | None] = ("O(R K E D_loc F)", "O(R K P)")
     remembers: ClassVar[str] = "the base, its own mask and weights of every task, and what it received of other sites"
     verified: ClassVar[tuple[Verified, ...]] = (

@@ -77,6 +77,7 @@ class FOT(AveragingMethod):
     leaves_site: ClassVar[str] = (
         "model weights and the number of local images; after each task random combinations of the inputs of every layer"
     )
+    leaves_in_short: ClassVar[str] = "weights, input sketches"
     compute: ClassVar[tuple[str, str] | None] = ("O(R K E D_loc F + N D_loc F)", "O(R K P)")
 
     energy: float = hyper(

@@ -113,6 +113,7 @@ class GLFC(Inversion, AveragingMethod):
         "model weights and the number of local images; once per task, for one image per class, a gradient from which the "
         "server reconstructs that image on purpose"
     )
+    leaves_in_short: ClassVar[str] = "weights, recoverable images"
     compute: ClassVar[tuple[str, str] | None] = ("O(R K E (D_loc + D_mem) F)", "O(R K P + I K |C_{t-1}| F_enc)")
     remembers: ClassVar[str] = "real images of every class it has held, and the best model of the previous task"
 

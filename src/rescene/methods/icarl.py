@@ -86,6 +86,7 @@ class ICaRL(AveragingMethod):
         "model weights and the number of images trained on; after each task, for each class it remembers, the sum of its "
         "exemplars' features and their number"
     )
+    leaves_in_short: ClassVar[str] = "weights, feature sums"
     compute: ClassVar[tuple[str, str] | None] = ("O(R K E (D_loc + D_mem) F + N (D_loc + D_mem) F)", "O(R K P)")
     remembers: ClassVar[str] = "up to `memory` (2000) real images of finished tasks, and the model of the previous task"
     mechanisms: ClassVar[tuple[str, ...]] = ("none", "dp-sgd")
@@ -109,6 +110,10 @@ class ICaRL(AveragingMethod):
     @classmethod
     def leaving(cls, mechanism: Mechanism | None) -> str:
         return cls.leaves_site if mechanism is None else AveragingMethod.leaves_site
+
+    @classmethod
+    def leaving_in_short(cls, mechanism: Mechanism | None) -> str:
+        return super().leaving_in_short(None) if mechanism is None else AveragingMethod.leaves_in_short
 
     def init(self, net: nn.Module, rng: Rng) -> ServerState:
         return ServerState(model=weights_of(net), head=None, notes={})

@@ -63,6 +63,7 @@ class Joint(Method):
         ),
     )
     leaves_site: ClassVar[str] = "every training image with its label, unchanged"
+    leaves_in_short: ClassVar[str] = "all real images"
 
     def init(self, net: nn.Module, rng: Rng) -> JointState:
         return JointState(model=weights_of(net), collected=(), notes={})

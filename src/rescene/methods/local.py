@@ -60,6 +60,7 @@ class Local(Method):
         ),
     )
     leaves_site: ClassVar[str] = "nothing, were it not for the measurement, which fetches the weights of the one site"
+    leaves_in_short: ClassVar[str] = "nothing"
     remembers: ClassVar[str] = "its own model (held for it by the simulation)"
 
     site: int | None = hyper(None, "k", "[ours]", "the site to report; null draws one by the seed", ge=0)

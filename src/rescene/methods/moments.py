@@ -98,6 +98,7 @@ class Moments(Method):
     leaves_site: ClassVar[str] = (
         "for each class a count and a sum of features, and one second moment of all; exact, so only in a simulation"
     )
+    leaves_in_short: ClassVar[str] = "feature sums"
     remembers: ClassVar[str] = "which of its images it has told of"
     mechanisms: ClassVar[tuple[str, ...]] = ("none", "release")
     open_ended: ClassVar[bool] = True
@@ -122,6 +123,10 @@ class Moments(Method):
         if mechanism is None:
             return cls.leaves_site
         return "for each class a noised count and a noised sum of features, and one noised second moment; no image"
+
+    @classmethod
+    def leaving_in_short(cls, mechanism: Mechanism | None) -> str:
+        return super().leaving_in_short(None) if mechanism is None else "noised sums"
 
     def init(self, net: nn.Module, rng: Rng) -> MomentsState:
         return MomentsState(model=weights_of(net), parts=(), notes={})

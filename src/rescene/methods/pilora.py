@@ -85,6 +85,7 @@ class PILoRA(AveragingMethod):
     leaves_site: ClassVar[str] = (
         "the low-rank weights of the task, a prototype and the mean feature of each class, and the number of local images"
     )
+    leaves_in_short: ClassVar[str] = "low-rank weights, mean features"
     compute: ClassVar[tuple[str, str] | None] = ("O(R K E D_loc F)", "O(R K |C_t|)")
     remembers: ClassVar[str] = "the network that stays as it is, and the low-rank weights of earlier tasks"
     verified: ClassVar[tuple[Verified, ...]] = (

@@ -37,6 +37,7 @@ class RawUpload(ReSCENE):
     )
     compute: ClassVar[tuple[str, str] | None] = None
     leaves_site: ClassVar[str] = "real training images with their labels, unchanged"
+    leaves_in_short: ClassVar[str] = "real images"
     mechanisms: ClassVar[tuple[str, ...]] = ("none",)
 
     ipc: int = hyper(10, "IPC", "App. A", "real images sent per class and round, at most", ge=1)

@@ -70,6 +70,7 @@ class ReFed(AveragingMethod):
         ),
     )
     leaves_site: ClassVar[str] = "model weights and the number of images trained on"
+    leaves_in_short: ClassVar[str] = "weights"
     compute: ClassVar[tuple[str, str] | None] = ("O(R K E (D_loc + D_mem) F + N E_PIM D_pool F)", "O(R K P)")
     remembers: ClassVar[str] = "real images of earlier tasks: as many as its storage leaves beside the current ones"
     mechanisms: ClassVar[tuple[str, ...]] = ("none", "dp-sgd", "paper-experiment")

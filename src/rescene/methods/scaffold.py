@@ -72,6 +72,7 @@ class Scaffold(AveragingMethod):
     )
     own_orders: ClassVar[bool] = True
     leaves_site: ClassVar[str] = "model weights, the change of the site's mean gradient, and the number of local images"
+    leaves_in_short: ClassVar[str] = "weights, mean gradient"
     remembers: ClassVar[str] = "its mean gradient of the task (control variate)"
     mechanisms: ClassVar[tuple[str, ...]] = ("none", "dp-sgd")
 

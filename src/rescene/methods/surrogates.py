@@ -76,6 +76,7 @@ class SurrogateMethod(Condensation, Method):
         "a few condensed images per class with their labels; near-copies of real images by default "
         "(noised sums instead: privacy.mechanism=release privacy.send=sums)"
     )
+    leaves_in_short: ClassVar[str] = "condensed images"
 
     mechanisms: ClassVar[tuple[str, ...]] = ("none", "release", "per-example", "paper-experiment")
 
@@ -100,6 +101,14 @@ class SurrogateMethod(Condensation, Method):
         if self.start != "coloured":
             return ""
         return "They are drawn with a seed that the server knows, so it can solve for the images of small classes."
+
+    @classmethod
+    def leaving_in_short(cls, mechanism: Mechanism | None) -> str:
+        if _sends_sums(mechanism):
+            return "noised sums"
+        if mechanism is not None and mechanism.kind == "release":
+            return "images from noised sums"
+        return super().leaving_in_short(mechanism)
 
     def broadcast(self, state: Any, round: int, federation: Federation, rng: Rng) -> Payload:
         """The model, and the seed of the perturbation noise that all clients of the round share."""

@@ -81,6 +81,7 @@ class Composition:
         )
 
 
+@lru_cache
 def epsilon_of(sigma: float, composition: Composition, delta: float) -> float:
     """Epsilon at ``delta`` after everything a record enters; infinite without noise."""
     return total_epsilon([(sigma, composition)], delta)
@@ -98,6 +99,7 @@ def total_epsilon(parts: Sequence[tuple[float, Composition]], delta: float) -> f
     return grid + _curve(tuple(parts))(delta * math.exp(-_SAMPLER_COST - grid))
 
 
+@lru_cache
 def replaced_epsilon(sigma: float, composition: Composition, delta: float, factor: float) -> float:
     """The same for neighbours one of whose records is replaced by another.
 

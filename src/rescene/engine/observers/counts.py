@@ -28,7 +28,7 @@ class CostWatch(Observer):
         self.ledger.states(run.state, self.federation.largest_state(), state_bytes(run.state.model))
 
     def end_task(self, run: RunView) -> None:
-        run.row.update(self.ledger.work())
+        run.row.update(self.ledger.so_far())
 
 
 COUNTED = ("num_fallbacks", "num_withheld", "num_declined", "num_suppressed")
