@@ -130,6 +130,6 @@ def test_behind_a_mechanism_less_may_leave():
 def test_a_plug_in_that_says_nothing_is_not_verified(tmp_path):
     CliRunner().invoke(app, ["method", "new", "silent_idea", "--in", str(tmp_path)])
     text = (tmp_path / "silent_idea.py").read_text()
-    assert "    uploads: ClassVar[Uploads] =" in text and "    verified: ClassVar[tuple[Verified, ...]] = ()" in text
+    assert "    uploads: ClassVar[UploadKind] =" in text and "    verified: ClassVar[tuple[Verified, ...]] = ()" in text
     told = CliRunner().invoke(app, ["method", "explain", "silent_idea", "--plugin", str(tmp_path / "silent_idea.py")])
     assert f"verified: {NOT_VERIFIED}" in told.output, told.output
