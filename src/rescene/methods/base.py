@@ -13,7 +13,7 @@ a simple one writes two (``client_round`` and ``server_round``). The engine deci
         state = method.end_task(state, task, federation, rng)
 
 What crosses the wire and what is remembered are trees of tensors and plain values (see ``rescene.core.record``); verbs never
-change their arguments. The engine accounts for a method by the names of what it finds in states and uploads:
+change their arguments. The engine accounts for a method by the names of what it finds in states and uploads::
 
     model       in a state: the global model
     images      pictures that travel, normalised, with their ``labels``
