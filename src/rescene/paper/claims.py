@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from importlib.resources import files
 from typing import Any
 
-from rescene.core.documents import parse_yaml
 from rescene.functional import old_and_recent
 from rescene.paper.compare import Line, band, compare, explanation, lies_in
-from rescene.paper.numbers import printed
+from rescene.paper.numbers import packaged, printed
 from rescene.paper.recipes import paper_recipe
 from rescene.paper.store import NOMINAL, Store
 
@@ -84,9 +81,9 @@ def _is_alike(line: Line) -> bool:
     return line.reading in ("", PLAIN) and line.augments_replay in (None, AUGMENTED_REPLAY)
 
 
-@lru_cache
 def _claims() -> dict[str, Spec]:
-    return dict(parse_yaml((files("rescene.paper") / "claims.yaml").read_text(encoding="utf-8"), "claims.yaml"))
+    found: dict[str, Spec] = packaged("claims.yaml")
+    return found
 
 
 def _of_cell(own: dict[str, float], metric: str) -> float | None:

@@ -10,6 +10,9 @@ import csv
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
+from typing import Any
+
+from rescene.core.documents import parse_yaml
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,12 @@ def cell_name(data: str, beta: str, method: str, setting: str = "") -> str:
     'cifar10/0.5/rescene/B=500'
     """
     return "/".join(part for part in (data, beta, method, setting) if part)
+
+
+@lru_cache
+def packaged(name: str) -> Any:
+    """A YAML file of this package, read once; nobody changes it."""
+    return parse_yaml((files("rescene.paper") / name).read_text(encoding="utf-8"), name)
 
 
 def table_names() -> list[str]:

@@ -18,13 +18,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatch
-from functools import cache, lru_cache
-from importlib.resources import files
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from rescene.config import Resolved, resolve
-from rescene.core.documents import parse_yaml
 from rescene.core.errors import ResceneError
 from rescene.core.files import write_atomically
 from rescene.core.json_files import json_object
@@ -32,6 +30,7 @@ from rescene.core.results import read_status
 from rescene.core.run_state import is_done, state_of
 from rescene.engine.cost_ledger import nominal_cost
 from rescene.paper.costs import without_pictures
+from rescene.paper.numbers import packaged
 from rescene.paper.recipes import FAST_LABEL, PaperCell, paper_recipe
 from rescene.paper.store import FAMILY, Store, Stored
 
@@ -86,9 +85,8 @@ def _cells(line: dict[str, Any]) -> Iterator[tuple[str, PaperCell]]:
                 yield ", ".join(filter(None, words)), form.read_as(reading) if reading else form
 
 
-@lru_cache
 def _queue() -> tuple[dict[str, Any], ...]:
-    return tuple(parse_yaml((files("rescene.paper") / "queue.yaml").read_text(encoding="utf-8"), "queue.yaml"))
+    return tuple(packaged("queue.yaml"))
 
 
 # on another data set the formulas count memories that are never full, up to five times the work (results/cost/README.md)

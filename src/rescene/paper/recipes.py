@@ -7,16 +7,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import cache, cached_property, lru_cache
-from importlib.resources import files
 from typing import Any
 
 from rescene.config import Resolved, resolve
-from rescene.core.documents import parse_yaml
 from rescene.core.errors import ConfigError, ResceneError, did_you_mean
 from rescene.data import available
 from rescene.methods import method_class
 from rescene.methods.surrogates import SurrogateMethod
-from rescene.paper.numbers import cell_name, printed
+from rescene.paper.numbers import cell_name, packaged, printed
 from rescene.paper.store import identity
 
 SEEDS = (0, 1, 2)  # Sec. 4.1
@@ -164,7 +162,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 def recipe_names(lite: bool = True) -> list[str]:
     """All recipes, in the paper's order; the lite forms after them."""
-    names = list(_specs())
+    names = list(packaged("recipes.yaml"))
     return names + [name + LITE for name in names] if lite else names
 
 
@@ -187,7 +185,7 @@ def paper_recipe(name: str) -> PaperRecipe:
     name = name.removeprefix("paper/")
     check_name(name)
     table, lite = name.removesuffix(LITE), name.endswith(LITE)
-    spec = _specs()[table]
+    spec = packaged("recipes.yaml")[table]
     wanted = [(n.data, n.beta, n.method, n.setting) for n in printed(table)]
     for block in spec.get("extra", ()):
         wanted += [(*place, "") for place in itertools.product(block["data"], block["beta"], block["method"])]
@@ -196,28 +194,16 @@ def paper_recipe(name: str) -> PaperRecipe:
     return PaperRecipe(name, table, spec["title"], spec["place"], SEEDS[:1] if lite else SEEDS, cells, spec)
 
 
-@lru_cache
-def _specs() -> dict[str, Any]:
-    text = (files("rescene.paper") / "recipes.yaml").read_text(encoding="utf-8")
-    return dict(parse_yaml(text, "recipes.yaml"))
-
-
-@lru_cache
-def _readings() -> dict[str, dict[str, list[str]]]:
-    return dict(parse_yaml((files("rescene.paper") / "readings.yaml").read_text(encoding="utf-8"), "readings.yaml"))
-
-
 def readings(method: str) -> dict[str, list[str]]:
     """Other ways to read the paper, as overrides of the method's rows, by their labels."""
-    return _readings().get(method, {})
+    found: dict[str, list[str]] = packaged("readings.yaml").get(method, {})
+    return found
 
 
 def our_cells() -> Iterator[PaperCell]:
     """Methods of ours in the setting of the paper's main table (ours.yaml), data set by data set and beta by beta."""
-    text = (files("rescene.paper") / "ours.yaml").read_text(encoding="utf-8")
-    listed = parse_yaml(text, "ours.yaml")
     for data, beta in dict.fromkeys((cell.data, cell.beta) for cell in paper_recipe("main").cells):
-        for method, settings in listed.items():
+        for method, settings in packaged("ours.yaml").items():
             for setting, row in settings.items():
                 base, beta_key = row["recipe"].format(data=data), f"federation.beta={beta}"
                 for read in ((), ("data.name=auto",)):  # by the data set's name, or from a folder of images
