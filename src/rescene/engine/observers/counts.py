@@ -31,7 +31,19 @@ class CostWatch(Observer):
         run.row.update(self.ledger.so_far())
 
 
+MORE_IMAGES = "give each site more images of a class (federation.num_clients) or ask for fewer (method.ipc)"
 COUNTED = ("num_fallbacks", "num_withheld", "num_declined", "num_suppressed")
+
+
+def what_was_lost(withheld: int, sent: int) -> str:
+    """What the server missed in a round, because images stayed home; empty where at least half of them were sent.
+
+    >>> what_was_lost(5, 5), what_was_lost(6, 5), what_was_lost(6, 0)
+    ('', 'most surrogates stayed home, so the server learned little new', 'no surrogate left any site, so the server learned nothing new')
+    """
+    if not sent:
+        return "no surrogate left any site, so the server learned nothing new"
+    return "most surrogates stayed home, so the server learned little new" if withheld > sent else ""
 
 
 class UploadCounts(Observer):
@@ -47,9 +59,8 @@ class UploadCounts(Observer):
             setattr(facts, name, getattr(facts, name) + count)
         if withheld := counts["num_withheld"]:
             note("info", "I310", f"{withheld} surrogates were still real images of a small class and stayed home")
-            if not any(len(u.get("images", ())) for u in uploads.values()):
-                fix = "give each site more images of a class (federation.num_clients) or ask for fewer (method.ipc)"
-                note("warning", "W311", f"no surrogate left any site, so the server learned nothing new: {fix}")
+            if lost := what_was_lost(withheld, sum(len(u.get("images", ())) for u in uploads.values())):
+                note("warning", "W311", f"{lost}: {MORE_IMAGES}")
         if fallbacks := counts["num_fallbacks"]:
             note("warning", "W301", f"{fallbacks} surrogates became non-finite and fell back to their start image")
 
