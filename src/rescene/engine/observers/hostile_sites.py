@@ -105,7 +105,7 @@ def stamp(pixels: Tensor) -> Tensor:
 
 
 FOLDER = "quarantine"
-LIMIT = 2.0  # times as far from the others as chance explains; docs/poisoning.md says what it catches and costs
+LIMIT = 2.0  # times as far from the others as chance explains; docs/security.md says what it catches and costs
 
 
 class Screen(Observer):
