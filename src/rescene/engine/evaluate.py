@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from rescene.core.errors import DataError
 from rescene.core.record import record
-from rescene.core.results import rounded
+from rescene.core.results import SiteAccuracy, rounded
 from rescene.data import Dataset, Images, SiteOrders, Task
 from rescene.engine.experiment import Experiment
 from rescene.nets import Net
@@ -151,28 +151,25 @@ def _percent(right: Tensor) -> float:
     return 100.0 * int(right.sum()) / max(len(right), 1)
 
 
-def site_records(model: Mapping[str, Tensor], experiment: Experiment) -> dict[str, Any]:
-    """``sites``: name, images and percent right of each, over all classes; ``worst_site``. Nothing where test images have no site."""
+def site_accuracies(model: Mapping[str, Tensor], experiment: Experiment) -> tuple[SiteAccuracy, ...]:
+    """Name, images and percent right of each site, over all classes. Nothing where test images have no site."""
     held = _tested(experiment)
     if held is None:
-        return {}
+        return ()
     test, site = held
     num_seen = experiment.tasks[-1].num_seen
     net = experiment.arch.restore(model).to(experiment.device)
     scores = class_scores(net, test.pixels, experiment.dataset.transform.normalise)[:, :num_seen]
     right = scores.argmax(dim=1) == test.labels
-    rows: list[dict[str, Any]] = [
-        {
-            "name": name,
-            "train_size": sum(len(shards[k]) for shards in experiment.shards),
-            "test_size": int((site == k).sum()),
-            "accuracy": _percent_or_nan(right[site == k]),
-        }
+    return tuple(
+        SiteAccuracy(
+            name=name,
+            train_size=sum(len(shards[k]) for shards in experiment.shards),
+            test_size=int((site == k).sum()),
+            accuracy=_percent_or_nan(right[site == k]),
+        )
         for k, name in enumerate(experiment.dataset.sites)
-    ]
-    known = [row["accuracy"] for row in rows if not math.isnan(row["accuracy"])]
-    found: dict[str, Any] = rounded({"sites": rows, "worst_site": min(known, default=math.nan)})
-    return found
+    )
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,11 @@ from torch import Tensor
 
 from rescene.config import Resolved
 from rescene.core.errors import RunError
+from rescene.core.results import written
 from rescene.core.rng import torch_draws_from
 from rescene.data import Task
 from rescene.engine.checkpoint import reach, write_json
-from rescene.engine.evaluate import Evaluation, evaluate, site_records
+from rescene.engine.evaluate import Evaluation, evaluate
 from rescene.engine.in_process import InProcess
 from rescene.engine.observers import Guarded, RunView
 from rescene.engine.results_writer import results_of, save_model, write_tables
@@ -296,10 +297,10 @@ class Run:
         """The model first, then the tables: whatever happens later, the result of the training is safe."""
         path, e = self.folder.path, self.context.experiment
         save_model(self.folder, e, self.parts.state.model)
-        results = results_of(e, vars(self.context.facts), self.federation.ledger)
-        results |= site_records(self.parts.state.model, e)
-        write_tables(self.folder.directory("csv"), results, path / "metrics.jsonl")
+        found = results_of(e, self.context.facts, self.federation.ledger, self.parts.state.model)
+        write_tables(self.folder.directory("csv"), found, path / "metrics.jsonl")
         write_json(path / "timing.json", self.context.timer.report())
+        results = written(found)
         write_json(path / "results.json", results)
         self.folder.status(**status_of(self.parts, "done", self.parts.done))
         self.context.tell("done", results=results)

@@ -7,8 +7,9 @@ from typing import Any
 
 from rescene.core.errors import RunError
 from rescene.core.record import to_device
+from rescene.core.results import Grown, Moved
 from rescene.engine.checkpoint import Saved
-from rescene.engine.run_context import plain, restored, warnings_to
+from rescene.engine.run_context import plain, restored, saved, warnings_to
 from rescene.engine.run_setup import RunParts
 
 
@@ -20,7 +21,7 @@ def commit(run: RunParts, number: int) -> None:
         clients = {str(k): state for k, state in sorted(run.federation.client_states.items())}
         tree = {"state": run.state, "clients": clients, **_under_way(run), **run.observers.states()}
         facts = {
-            "facts": plain(vars(context.facts)),
+            "facts": saved(context.facts),
             "ledger": run.federation.ledger.facts(),
             "lengths": folder.lengths(),
             "timing": context.timer.report(),
@@ -91,7 +92,7 @@ def adopt(run: RunParts, saved: Saved, elsewhere: bool) -> None:
     step = run.steps[saved.step - 1]
     context.place = (step.task.index, -1 if step.round is None else step.round)
     if changed:
-        context.facts.elsewhere.append({"step": saved.step, "changed": changed})
+        context.facts.elsewhere.append(Moved(saved.step, dict(changed)))
         told = f"went on elsewhere after step {saved.step}, not bit for bit: {'; '.join(_changes(changed))}"
         context.note_later("warning", "W403", told)
 
@@ -123,7 +124,7 @@ def _fit_plan(run: RunParts, done: int) -> None:
     num_tasks, at_sites = len(run.experiment.tasks), run.experiment.recipe.sites is not None
     grew = bool(facts.matrix) and len(facts.matrix[-1]) < num_tasks
     if grew and not at_sites:
-        facts.continued.append({"after_task": len(facts.matrix) - 1, "num_tasks": num_tasks})
+        facts.continued.append(Grown(after_task=len(facts.matrix) - 1, num_tasks=num_tasks))
         told = f"{num_tasks - len(facts.matrix)} task(s) were added to a finished run of {len(facts.matrix)}"
         run.context.note_later("info", "I402", told)
     facts.matrix = [row + [math.nan] * (num_tasks - len(row)) for row in facts.matrix]

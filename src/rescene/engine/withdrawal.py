@@ -23,6 +23,7 @@ from rescene.config import Resolved
 from rescene.core.errors import ConfigError, DataError, RunError, command
 from rescene.core.files import replacing
 from rescene.core.record import to_device
+from rescene.core.results import Forgotten
 from rescene.data import Task
 from rescene.engine.checkpoint import Saved, save_atomically
 from rescene.engine.evaluate import summed
@@ -343,40 +344,40 @@ class Withdrawal:
         lost = sorted({label for _, label, _ in own.images} - {label for _, label, _ in left})
         again = sums_again(self.context.resolved)
         epochs = 0 if method.additive else held * self.context.experiment.recipe.train.server_epochs
-        record = {
-            "client": client,
-            "name": name,
-            "step": step,
-            "task": self.context.place[0],
-            "num_images": None if again else sum(own.images.values()),
-            "bytes": own.num_bytes,
-            "num_images_left": sum(left.values()),
-            "removed": self._rows(own.images),
-            "classes_lost": [classes[label] for label in lost],
-            "epochs": epochs,
-            "exact": method.additive,
-            "accuracy_before": old["found"].overall if old["found"] else None,
-            "accuracy_after": new["found"].overall if new["found"] else None,
-            "per_task_before": old["found"].per_task if old["found"] else None,
-            "per_task_after": new["found"].per_task if new["found"] else None,
-            "own_images_before": old["own"],
-            "own_images_after": new["own"],
-            "remains": list(_remains(method, again)),
+        record = Forgotten(
+            client=client,
+            name=name or "",
+            step=step,
+            task=self.context.place[0],
+            num_images=None if again else sum(own.images.values()),
+            bytes=own.num_bytes,
+            num_images_left=sum(left.values()),
+            removed=tuple(self._rows(own.images)),
+            classes_lost=tuple(classes[label] for label in lost),
+            epochs=epochs,
+            exact=method.additive,
+            accuracy_before=old["found"].overall if old["found"] else None,
+            accuracy_after=new["found"].overall if new["found"] else None,
+            per_task_before=tuple(old["found"].per_task) if old["found"] else (),
+            per_task_after=tuple(new["found"].per_task) if new["found"] else (),
+            own_images_before=old["own"],
+            own_images_after=new["own"],
+            remains=_remains(method, again),
             **(self._charged() if again else {}),
-        }
+        )
         self.context.facts.forgotten.append(record)
         if self.parts.leakage.samples:
             self.parts.leakage.save_gallery()
         done = (
             "sums over the other sites were taken anew, with fresh noise, and their images charged again"
             if again
-            else f"its sums over {record['num_images']} images were subtracted, and the model solved anew"
+            else f"its sums over {record.num_images} images were subtracted, and the model solved anew"
             if method.additive
-            else f"{record['num_images']} of its images were removed, and the model trained anew"
+            else f"{record.num_images} of its images were removed, and the model trained anew"
         )
         self.context.note("info", "I402", f"site {name or client} left: {done}", client=client)
         if lost:
-            names = ", ".join(record["classes_lost"])
+            names = ", ".join(record.classes_lost)
             self.context.note("warning", "W404", f"nobody else sent images of {names}: the model has lost them")
 
     def _charged(self) -> dict[str, Any]:
