@@ -4,7 +4,17 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from rescene.core.json_files import LEFT_OUT, NULL, beside, json_lines, record_file, record_of, records_of, row_of
+from rescene.core.json_files import (
+    LEFT_OUT,
+    NULL,
+    as_json,
+    beside,
+    json_lines,
+    record_file,
+    record_of,
+    records_of,
+    row_of,
+)
 
 
 @dataclass(frozen=True)
@@ -45,11 +55,11 @@ class Written:
 
 
 def test_a_record_is_written_as_its_fields_say():
-    assert row_of(Written()) == {"name": "", "seconds": None}
+    assert as_json(Written()) == {"name": "", "seconds": None}
     part = {"name": "x", "size": 2}
     row = {"name": "", "parts": [part], "best": None, "seconds": {"a": 1.0}}
-    assert row_of(Written(parts=(Part("x", 2),), seconds={"a": 1.0})) == row
-    assert record_of(Written, row_of(Written(best=Part("x", 2))), []) == Written(), (
+    assert as_json(Written(parts=(Part("x", 2),), seconds={"a": 1.0})) == row
+    assert record_of(Written, as_json(Written(best=Part("x", 2))), []) == Written(), (
         "without parts nobody writes the best"
     )
 

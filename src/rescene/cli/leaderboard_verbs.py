@@ -114,9 +114,9 @@ def _expected(run: RunRecord, told: Row, recipe: Recipe, code: str) -> Expected:
     from dataclasses import asdict
 
     from rescene.config.compose import record_digest
-    from rescene.core.json_files import row_of
+    from rescene.core.json_files import as_json
     from rescene.core.recipe_keys import flatten
-    from rescene.core.results import rounded
+    from rescene.core.results import DIGITS
     from rescene.engine.results_writer import privacy_of
     from rescene.report.submission import Expected, refuse_damaged
 
@@ -131,7 +131,7 @@ def _expected(run: RunRecord, told: Row, recipe: Recipe, code: str) -> Expected:
         digest=record_digest(told),
         missing=tuple(sorted(flatten(recipe.model_dump(mode="json")).keys() - flatten(told).keys())),
         style=asdict(method.style()),
-        privacy=rounded(row_of(privacy)),
+        privacy=as_json(privacy, DIGITS),
         code=code,
     )
 

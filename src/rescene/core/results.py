@@ -17,18 +17,19 @@ from rescene.core.json_files import (
     LEFT_OUT,
     NULL,
     Row,
+    as_json,
     beside,
     json_lines,
     noted,
     record_file,
     record_of,
     records_of,
-    row_of,
 )
 from rescene.core.run_state import read_object
 from rescene.core.versions import RESULTS, as_it_was, refuse_newer
 
 Numbers = tuple[float | None, ...]
+DIGITS = 10  # decimals of a number in results.json
 
 
 @dataclass(frozen=True)
@@ -647,20 +648,5 @@ def _upgraded(row: Row, config: Row) -> Row:
 
 
 def written(results: Results) -> Row:
-    """What results.json holds of a run."""
-    return {"schema": RESULTS, **rounded(row_of(results))}
-
-
-def rounded(value: Any) -> Any:
-    """Values as they are written: ten decimals, and null for NaN. The same bits give the same text.
-
-    >>> rounded({"aa": 33.333333333333336, "bwt": float("nan"), "rows": (1, 2)})
-    {'aa': 33.3333333333, 'bwt': None, 'rows': [1, 2]}
-    """
-    if isinstance(value, dict):
-        return {key: rounded(own) for key, own in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [rounded(own) for own in value]
-    if isinstance(value, float):
-        return round(value, 10) if math.isfinite(value) else None
-    return value
+    """What results.json holds of a run. The same bits give the same text."""
+    return {"schema": RESULTS, **as_json(results, DIGITS)}

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rescene.core.errors import DataError
+from rescene.core.json_files import as_json
 from rescene.core.record import record
-from rescene.core.results import SiteAccuracy, rounded
+from rescene.core.results import DIGITS, SiteAccuracy
 from rescene.data import Dataset, Images, SiteOrders, Task
 from rescene.engine.experiment import Experiment
 from rescene.nets import Net
@@ -67,7 +68,7 @@ def _in_own_orders(found: Evaluation, scores: Tensor, truth: Tensor, orders: Sit
     groups = {own for k in sites for own in (*orders.steps[k][:num_steps], orders.met(k, num_steps - 1))}
     right = {classes: _on_classes(scores, truth, classes) for classes in groups}
     per_task, within = (
-        [_mean([right[orders.steps[k][t]][kind] for k in sites]) for t in range(num_steps)] for kind in (0, 1)
+        [mean_of_known([right[orders.steps[k][t]][kind] for k in sites]) for t in range(num_steps)] for kind in (0, 1)
     )
     return replace(
         found,
@@ -87,7 +88,8 @@ def _on_classes(scores: Tensor, truth: Tensor, classes: tuple[int, ...]) -> tupl
     return _percent(scores.argmax(dim=1) == truth), _percent(labels[scores[:, labels].argmax(dim=1)] == truth)
 
 
-def _mean(values: Sequence[float]) -> float:
+def mean_of_known(values: Sequence[float]) -> float:
+    """The mean without NaN; NaN if nothing is left."""
     known = [value for value in values if not math.isnan(value)]
     return sum(known) / len(known) if known else math.nan
 
@@ -199,7 +201,7 @@ def tuned_records(net: Net, experiment: Experiment, tuning: Tuning) -> list[dict
         head = tuned_head(features, own.labels, shared, tuning) if len(own) else shared
         after = _percent_or_nan(_answers(seen, *head) == held_out.labels)
         row = {"site": name, "train": len(own), "test": len(held_out), "shared head": before, "tuned head": after}
-        rows.append(rounded(row | {"gain": after - before}))
+        rows.append(as_json(row | {"gain": after - before}, DIGITS))
     return rows
 
 

@@ -10,15 +10,16 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from safetensors.torch import save
 
 from rescene import functional as fn
 from rescene.config import Recipe
 from rescene.core.errors import ResceneWarning
-from rescene.core.json_files import row_of
+from rescene.core.json_files import as_json
 from rescene.core.results import (
+    DIGITS,
     Cost,
     CostFigures,
     EventCounts,
@@ -29,14 +30,13 @@ from rescene.core.results import (
     ScreenRecord,
     SiteOrder,
     TaskFacts,
-    rounded,
 )
 from rescene.core.versions import MODEL
 from rescene.data import Task
 from rescene.data.derived_sets import VALIDATION_WORDS
 from rescene.engine.checkpoint import save_atomically, write_json
 from rescene.engine.cost_ledger import CostLedger, nominal_cost
-from rescene.engine.evaluate import site_accuracies
+from rescene.engine.evaluate import mean_of_known, site_accuracies
 from rescene.engine.experiment import Experiment
 from rescene.engine.observers.counts import stream_of
 from rescene.engine.observers.theory_watch import theory_of, theory_tables
@@ -67,9 +67,11 @@ def results_of(experiment: Experiment, facts: Facts, ledger: CostLedger, model: 
         old=old,
         recent=recent,
         worst_task=min(matrix[-1]),
-        worst_site=min((own for site in sites if _known(own := site.accuracy)), default=math.nan),
+        worst_site=min(
+            (a for site in sites if (a := site.accuracy) is not None and math.isfinite(a)), default=math.nan
+        ),
         sites=sites,
-        balanced_accuracy=fn.balanced_accuracy(facts.confusion) if facts.confusion else _mean(facts.recall),
+        balanced_accuracy=fn.balanced_accuracy(facts.confusion) if facts.confusion else mean_of_known(facts.recall),
         within_task=tuple(facts.within_task),
         incremental_accuracy=tuple(facts.incremental),
         accuracy_matrix=tuple(map(tuple, matrix)),
@@ -132,7 +134,7 @@ def _own_orders(experiment: Experiment, by_site: list[list[float]]) -> tuple[Sit
 
 def write_tables(folder: Path, results: Results, metrics: Path) -> None:
     """The same numbers as CSV: accuracy matrix, rounds, cost, confusion, theory."""
-    matrix, confusion = rounded(results.accuracy_matrix), results.confusion
+    matrix, confusion = as_json(results.accuracy_matrix, DIGITS), results.confusion
     header = ["after_task", *(f"task_{j}" for j in range(len(results.tasks)))]
     _write_csv(folder / "accuracy_matrix.csv", header, ([i, *row] for i, row in enumerate(matrix)))
     names = [name for task in results.tasks for name in task.classes][: len(confusion)]
@@ -143,7 +145,7 @@ def write_tables(folder: Path, results: Results, metrics: Path) -> None:
     _write_csv(folder / "rounds.csv", list(keys), ([row[key] for key in keys] for row in rounds))
     turns = ([row["task"], row["round"], client] for row in rounds for client in row["participants"])
     _write_csv(folder / "participation.csv", ["task", "round", "client"], turns)
-    measured, nominal = (rounded(row_of(figures)) for figures in (results.cost.measured, results.cost.nominal))
+    measured, nominal = (as_json(figures, DIGITS) for figures in (results.cost.measured, results.cost.nominal))
     costs = ([key, value, nominal.get(key)] for key, value in measured.items())
     _write_csv(folder / "cost.csv", ["quantity", "measured", "nominal"], costs)
     for name, (header, table) in theory_tables(results.theory).items():
@@ -203,15 +205,6 @@ def _at_sites(experiment: Experiment, recall: list[float], sites_tell: bool) -> 
         "accuracy_by_class": by_class,
         "not_measured": missing | {"confusion": "not measured: sites tell counts and right answers only"},
     }
-
-
-def _known(value: float | None) -> TypeGuard[float]:
-    return value is not None and math.isfinite(value)
-
-
-def _mean(values: Sequence[float]) -> float:
-    known = [value for value in values if math.isfinite(value)]
-    return sum(known) / len(known) if known else math.nan
 
 
 def leakage_of(tasks: Sequence[Leakage]) -> Leakage | None:

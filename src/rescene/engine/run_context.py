@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rescene.core.errors import ResceneWarning
-from rescene.core.json_files import json_lines, record_of, row_of
+from rescene.core.json_files import json_lines, record_of
 from rescene.core.results import ClassTheory, Forgotten, Grown, Leakage, Moved, Quarantined
 
 if TYPE_CHECKING:
@@ -67,14 +67,8 @@ RECORDS: dict[str, type[Any]] = {
 }  # kinds of the records among the facts
 
 
-def saved(facts: Facts) -> dict[str, Any]:
-    """The facts as a checkpoint has them: records are rows, and NaN is null."""
-    row: dict[str, Any] = plain(row_of(facts))
-    return row
-
-
 def restored(facts: dict[str, Any]) -> Facts:
-    """Inverse of :func:`saved`."""
+    """From a checkpoint, in which records are rows and NaN is null."""
 
     def back(value: Any) -> Any:
         return [back(v) for v in value] if isinstance(value, list) else math.nan if value is None else value
@@ -93,15 +87,6 @@ def notes_of(state: Any, uploads: Any) -> dict[str, float]:
             gathered.setdefault(key, []).append(float(value))
     means = {key: sum(values) / len(values) for key, values in gathered.items()}
     return {key: value for key, value in (means | getattr(state, "notes", {})).items() if math.isfinite(value)}
-
-
-def plain(value: Any) -> Any:
-    """NaN as null, so that JSON stays JSON."""
-    if isinstance(value, dict):
-        return {key: plain(v) for key, v in value.items()}
-    if isinstance(value, list):
-        return [plain(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 Progress = Callable[[dict[str, Any]], None]

@@ -28,11 +28,10 @@ from rescene.data import Task
 from rescene.engine.checkpoint import Saved, save_atomically
 from rescene.engine.evaluate import summed
 from rescene.engine.experiment import Experiment
-from rescene.engine.in_process import ledger_in
 from rescene.engine.loop import Run
-from rescene.engine.resume import adopt, status_of
 from rescene.engine.run_context import Progress
 from rescene.engine.run_folder import APPENDED, RunFolder
+from rescene.engine.transport import ledger_in
 from rescene.methods.base import Kept, Method, Model
 from rescene.nets import grow_head
 from rescene.privacy.ledger_file import Declined
@@ -260,7 +259,7 @@ class Withdrawal:
     def forget(self, source: RunFolder, saved: Saved, client: int, name: str | None) -> None:
         parts, e = self.parts, self.context.experiment
         _copy_history(source, parts.folder, saved, client)
-        adopt(parts, saved, elsewhere=True)
+        parts.adopt(saved, elsewhere=True)
         self._start(done=saved.step)
         step, before = parts.steps[saved.step - 1], parts.state
         held = sum(one.round is not None for one in parts.steps[: saved.step])
@@ -319,7 +318,7 @@ class Withdrawal:
         if step == len(self.parts.steps):
             self.run.finish()
         else:
-            self.parts.folder.status(**status_of(self.parts, "interrupted", step))
+            self.parts.tell_status("interrupted")
 
     def _fresh(self) -> Model:
         """The weights the run began with, with a head for the classes it knows by now."""

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rescene.core.json_files import Row, row_of
-from rescene.core.results import ClassTheory, Theory, rounded
+from rescene.core.json_files import Row, as_json
+from rescene.core.results import DIGITS, ClassTheory, Theory
 from rescene.core.rng import seeded_generator
 from rescene.data import Task
 from rescene.engine.experiment import Experiment
@@ -27,7 +27,7 @@ from rescene.training import embed
 
 REAL_PER_CLASS = 100  # real images per class behind the figures of each round; the task-end mean takes all of them
 SKETCH_SIZE = 2**17  # distances of models are exact up to so many weights, and within about 1 % above
-_DIGITS = 8
+_DECIMALS = 8
 _STALE = ("matching_error", "surrogate_drift", "real_drift", "model_distance")
 
 
@@ -117,7 +117,7 @@ class TheoryWatch(Observer):
                 "sampling_error": float((mu_sampled[i] - mu[i].cpu()).norm()),
             }
             row["rounds"]["num_kept"] = [int((kept.rounds[stored] == r).sum()) for r in row["rounds"]["round"]]
-            found.append(ClassTheory(**_short(_with_staleness(row, stale))))
+            found.append(ClassTheory(**as_json(_with_staleness(row, stale), _DECIMALS)))
         return found
 
     def state(self) -> dict[str, dict[str, Tensor]]:
@@ -171,7 +171,7 @@ def theory_tables(theory: Theory) -> dict[str, tuple[list[str], list[list[Any]]]
     """The record as two tables, (header, rows) by name: one row per class, and one per class and round."""
     if not theory.classes:
         return {}
-    classes = [rounded(row_of(one)) for one in theory.classes]
+    classes = [as_json(one, DIGITS) for one in theory.classes]
     names, columns = [key for key in classes[0] if key != "rounds"], list(classes[0]["rounds"])
     rounds = [
         [row["task"], row["class"], *cells]
@@ -214,11 +214,3 @@ def _with_staleness(row: Row, stale: Sequence[Staleness | None]) -> Row:
     columns = {key: [getattr(one, key) if one else None for one in stale] for key in _STALE}
     bounds = [one.bound(smoothness) if one and smoothness is not None else None for one in stale]
     return row | {"smoothness": smoothness, "rounds": row["rounds"] | columns | {"staleness_bound": bounds}}
-
-
-def _short(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _short(v) for key, v in value.items()}
-    if isinstance(value, list):
-        return [_short(v) for v in value]
-    return round(value, _DIGITS) if isinstance(value, float) else value
