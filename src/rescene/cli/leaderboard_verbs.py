@@ -114,16 +114,16 @@ def _expected(run: RunRecord, told: Row, recipe: Recipe, code: str) -> Expected:
     from dataclasses import asdict
 
     from rescene.config.compose import record_digest
-    from rescene.core.json_files import json_object
+    from rescene.core.json_files import as_json
     from rescene.core.recipe_keys import flatten
-    from rescene.core.results import rounded
-    from rescene.engine.results_writer import privacy_record
+    from rescene.core.results import DIGITS
+    from rescene.engine.results_writer import privacy_of
     from rescene.report.submission import Expected, refuse_damaged
 
-    method, leakage = recipe.build_method(), json_object(run.folder / "results.json", []).get("leakage")
+    method = recipe.build_method()
     try:
-        privacy = privacy_record(recipe, method, len(run.tasks), leakage)
-    except (KeyError, TypeError, ValueError):  # a sentence of it tells of near-copies
+        privacy = privacy_of(recipe, method, len(run.tasks), run.results.leakage)
+    except ValueError:  # a sentence of it tells of near-copies
         refuse_damaged(run.folder, ["results.json: leakage could not be read"])
         raise
     return Expected(
@@ -131,7 +131,7 @@ def _expected(run: RunRecord, told: Row, recipe: Recipe, code: str) -> Expected:
         digest=record_digest(told),
         missing=tuple(sorted(flatten(recipe.model_dump(mode="json")).keys() - flatten(told).keys())),
         style=asdict(method.style()),
-        privacy=rounded(privacy),
+        privacy=as_json(privacy, DIGITS),
         code=code,
     )
 

@@ -24,8 +24,8 @@ from rich.text import Text
 
 from rescene.cli.terminal import console, position
 from rescene.core.errors import ConfigError
-from rescene.engine.look_log import LookLog, LookWords, clock
 from rescene.lens import looks_to
+from rescene.lens.look_progress import LookLog, LookWords, clock
 from rescene.report import write_report
 from rescene.report.load import is_run
 
