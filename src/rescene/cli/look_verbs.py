@@ -129,8 +129,7 @@ def table(
     plugin: Plugin = None,
 ) -> None:
     """Compare runs in a table: mean and deviation over seeds, leakage beside accuracy."""
-    from rescene.report.table_formats import render
-    from rescene.report.tables import compare
+    from rescene.report.tables import compare, render
 
     kind = format_for(kind, out)
     runs = retitled(loaded(folders), [*_plugin_titles(plugin), *(rename or ())])

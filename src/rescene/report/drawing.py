@@ -23,7 +23,7 @@ from rescene.core.json_files import Row
 from rescene.core.method_style import BROWN, INK, SLATE, YELLOW, MethodStyle
 from rescene.report.formatting import data_uri, visible
 from rescene.report.groups import RunGroup
-from rescene.report.table_formats import csv_text
+from rescene.report.tables import csv_text
 
 # Neutral colours of the figures, beside INK. On the page they become the theme's variables.
 MUTED, GRID, CARD = "#6a7180", "#dfe2e8", "#ffffff"

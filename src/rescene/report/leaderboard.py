@@ -23,7 +23,7 @@ from rescene.report.formatting import NONE, bytes_text, count, flops_text, perce
 from rescene.report.groups import RunGroup, Spread, group_runs
 from rescene.report.load import RunRecord
 from rescene.report.page import put_page, render_page
-from rescene.report.table_formats import csv_text
+from rescene.report.tables import csv_text
 
 PAPER_DATA = ("cifar10", "cifar100", "tinyimagenet", "office31")
 BEHIND = " behind "  # a network that sees pictures through a lens
