@@ -10,14 +10,11 @@ files. Numbers are compared with what they follow from: the accuracy matrix, the
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +24,20 @@ from rescene.core.json_files import Row, json_lines, json_object
 from rescene.core.method_style import MethodStyle
 from rescene.core.recipe_keys import flatten
 from rescene.core.verification import Verified, in_full, in_short
-from rescene.report.formatting import NONE, bytes_text, count, flops_text, percent, plain, server_work, site_work
+from rescene.report.formatting import (
+    NONE,
+    bytes_text,
+    count,
+    flops_text,
+    percent,
+    plain,
+    put_page,
+    render_page,
+    server_work,
+    site_work,
+)
 from rescene.report.groups import RunGroup, Spread, group_runs
 from rescene.report.load import RunRecord, load_run
-from rescene.report.page import put_page, render_page
 from rescene.report.tables import csv_text
 
 PAPER_DATA = ("cifar10", "cifar100", "tinyimagenet", "office31")
@@ -261,13 +268,11 @@ def write_leaderboard(rows: Sequence[BoardRow], out: Path, root: Path) -> list[P
 
 def page_of(rows: Sequence[BoardRow], root: Path) -> str:
     """The page. It names folders relative to ``root`` and does not link them: it also lies in the built site, where none is."""
-    script = (files("rescene.report") / "leaderboard.js").read_text("utf-8")
     names = ("data", "split", "setting", "leaves", "guarantee", "reading")
     told = [_shown(row, root) for row in rows]
     return render_page(
         "leaderboard.html.j2",
-        script=script,
-        script_hash=base64.b64encode(hashlib.sha256(f"\n{script}".encode()).digest()).decode(),
+        script="leaderboard.js",
         rows=told,
         filters={name: sorted({row[name] for row in told}) for name in names},
         num_runs=sum(row.n for row in rows),
