@@ -413,7 +413,7 @@ def _check_site(folder: Path, recipe: str, overrides: list[str], trial: bool, as
     from rescene.cli.progress import watch_looks
     from rescene.config import resolve
     from rescene.deploy.checks import check_site, row
-    from rescene.report.page import write_check
+    from rescene.report.galleries import write_check
 
     resolved = resolve(recipe, overrides)
     rows, found = check_site(folder, resolved.recipe), None
@@ -450,7 +450,7 @@ def _facts(trial: Trial) -> dict[str, str]:
 
 
 def _preview(trial: Trial) -> Any:
-    from rescene.report.page import Preview
+    from rescene.report.galleries import Preview
 
     return Preview(
         _facts(trial),

@@ -19,7 +19,7 @@ from rescene.data.inspection import contact_sheet, found_files, propose_settings
 from rescene.data.loading import detect
 from rescene.engine import pick_device
 from rescene.lens import seconds_to_look
-from rescene.report.page import write_inspection
+from rescene.report.galleries import write_inspection
 
 MOST_CLASSES = 40  # listed on a terminal; --json has them all
 SHEET = "contact-sheet"

@@ -20,9 +20,8 @@ from rescene.core.json_files import Row
 
 if TYPE_CHECKING:
     from rescene.config import Recipe
-    from rescene.report.leaderboard import BoardRow, MethodFacts
+    from rescene.report.leaderboard import BoardRow, Expected, MethodFacts
     from rescene.report.load import RunRecord
-    from rescene.report.submission import Expected
 
 leaderboard_app = typer.Typer(
     help="Compare all stored results on one page, and check a result before it is added.",
@@ -61,10 +60,10 @@ def leaderboard_rows(folders: list[Path]) -> list[BoardRow]:
     from rescene.report.leaderboard import entries
 
     facts: dict[Path, MethodFacts] = {}
-    code = source_hash()
-    runs = [run for run in loaded(folders) if _takes_part(run, code, facts)]
+    code, found = source_hash(), loaded(folders)
+    runs = [run for run in found if _takes_part(run, code, facts)]
     names = {old: new for folder in folders for old, new in _data_names(folder).items()}
-    rows = entries(runs, facts, places_in_paper(folders), names)
+    rows = entries(runs, facts, places_in_paper(folders, found), names)
     for left, counted in (pair for row in rows for pair in row.repeats):
         _left_out(left, f"it has the recipe and the seed of {counted}, which counts")
     return rows
@@ -72,8 +71,7 @@ def leaderboard_rows(folders: list[Path]) -> list[BoardRow]:
 
 def _takes_part(run: RunRecord, code: str, facts: dict[Path, MethodFacts]) -> bool:
     """Whether a run has a row: it is finished, and its files agree. What its method says of it is added to ``facts``."""
-    from rescene.report.leaderboard import shown
-    from rescene.report.submission import compare_files
+    from rescene.report.leaderboard import compare_files, shown
 
     if not shown(run):
         return False
@@ -97,7 +95,7 @@ def _recorded_recipe(folder: Path) -> tuple[Row, Recipe]:
 
     from rescene.config import Recipe, resolve
     from rescene.core.json_files import yaml_object
-    from rescene.report.submission import refuse_damaged, refuse_missing
+    from rescene.report.leaderboard import refuse_damaged, refuse_missing
 
     problems: list[str] = []
     refuse_missing(folder, ["config.yaml"])
@@ -118,7 +116,7 @@ def _expected(run: RunRecord, told: Row, recipe: Recipe, code: str) -> Expected:
     from rescene.core.recipe_keys import flatten
     from rescene.core.results import DIGITS
     from rescene.engine.results_writer import privacy_of
-    from rescene.report.submission import Expected, refuse_damaged
+    from rescene.report.leaderboard import Expected, refuse_damaged
 
     method = recipe.build_method()
     try:
@@ -177,7 +175,7 @@ def check(
 
 def _check_one(folder: Path, rounds: int, minutes: float, as_json: bool, name: bool) -> int:
     """Tell whether a folder is accepted; returns the exit status: 0, 5 if it is refused, else that of the error."""
-    from rescene.report.submission import REFUSALS
+    from rescene.report.leaderboard import REFUSALS
 
     try:
         told = check_submission(folder, rounds, minutes)
@@ -197,7 +195,7 @@ def _tell(row: Row, words: str, as_json: bool, refused: bool = False) -> None:
 def check_submission(folder: Path, rounds: int, minutes: float) -> list[str]:
     """What was checked, in sentences; ConfigError E541 to E547 with the difference if something does not agree."""
     from rescene.core.versions import source_hash
-    from rescene.report.submission import check_images, check_rounds, compare_files, read_submission
+    from rescene.report.leaderboard import check_images, check_rounds, compare_files, read_submission
 
     run = read_submission(folder)
     told = compare_files(run, _expected(run, *_recorded_recipe(folder), source_hash()))
@@ -218,7 +216,7 @@ def check_submission(folder: Path, rounds: int, minutes: float) -> list[str]:
 
 
 def _rounds_told(num: int, moved: Sequence[str]) -> str:
-    from rescene.report.submission import POINTS
+    from rescene.report.leaderboard import POINTS
 
     alike = f"sites alike, accuracies within {POINTS:g} points; here {'; '.join(moved)}"
     return f"rounds: {num} held again, {alike if moved else 'every number the same'}"

@@ -129,8 +129,7 @@ def table(
     plugin: Plugin = None,
 ) -> None:
     """Compare runs in a table: mean and deviation over seeds, leakage beside accuracy."""
-    from rescene.report.table_formats import render
-    from rescene.report.tables import compare
+    from rescene.report.tables import compare, render
 
     kind = format_for(kind, out)
     runs = retitled(loaded(folders), [*_plugin_titles(plugin), *(rename or ())])
@@ -148,8 +147,8 @@ def plot(
     out: Annotated[Path | None, typer.Option("--out", help="file.png, .pdf or .svg (default: <kind>.png)")] = None,
 ) -> None:
     """Draw a figure for a paper or a talk, and write the CSV behind it."""
-    from rescene.report.figure_files import KINDS, figure
     from rescene.report.groups import differing_settings, group_runs
+    from rescene.report.page import KINDS, figure
 
     if not kind:  # rescene plot frontier RUNS
         kind, *folders = str(folders[0]), *folders[1:]

@@ -153,7 +153,7 @@ def _numbered(answer: Prediction, kind: str) -> dict[str, str]:
 
 
 def _write_gallery(model: Model, answers: list[Prediction], out: Path) -> Path:
-    from rescene.report.page import GalleryAnswer, write_gallery
+    from rescene.report.galleries import GalleryAnswer, write_gallery
 
     shown = [GalleryAnswer("/".join(a.file.parts[-2:]), a.top, a.pixels.numpy()) for a in answers]
     return write_gallery(shown, model.path.name, model.classes, out)

@@ -52,7 +52,7 @@ def paper_list(
     """List the tables: their place in the paper, cells, finished runs, command."""
     with busy(READING):
         from rescene.paper.paper_tables import status_grid
-        from rescene.report.table_formats import render
+        from rescene.report.tables import render
 
         text = render(status_grid(_store(runs), lite), kind)
     print(text, end="")
@@ -108,7 +108,7 @@ def _run_table(
     from rescene.cli.running import print_plan, run_cells
     from rescene.paper import paper_recipe
     from rescene.paper.paper_tables import NOT_COMPARABLE, table_grid
-    from rescene.report.table_formats import render
+    from rescene.report.tables import render
     from rescene.sweeps.grid import read_seeds
 
     recipe = paper_recipe(name)
@@ -203,7 +203,7 @@ def paper_table(
     with busy(READING):
         from rescene.paper import paper_recipe
         from rescene.paper.paper_tables import table_grid
-        from rescene.report.table_formats import render
+        from rescene.report.tables import render
 
         text = render(table_grid(paper_recipe(name), _store(runs), only or (), commands=kind != "latex"), kind)
     put(text, out)
@@ -224,7 +224,7 @@ def paper_check(
         from rescene.paper.compare import findings
         from rescene.paper.pages import band_grid, claims_grid, failed
         from rescene.paper.recipes import check_name
-        from rescene.report.table_formats import render
+        from rescene.report.tables import render
 
         if name not in (also := ("claims", "all")):
             check_name(name.removeprefix("paper/"), also)

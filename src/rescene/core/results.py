@@ -614,11 +614,12 @@ def read_metrics(folder: Path, problems: list[str]) -> tuple[tuple[RoundRecord, 
 
 
 def read_results(path: Path, problems: list[str]) -> Results:
-    """results.json, converted once; parts that are damaged are noted. DataError E213 if the file cannot be read at all.
+    """results.json, converted once; parts that are damaged are noted. DataError E213 if the file cannot be read at all."""
+    return results_of_row(results_row(path), problems)
 
-    Records of earlier versions are upgraded here: keys that came later have their defaults, and the recipe gets the choices
-    that did not exist yet. A file of a later version is refused (E414).
-    """
+
+def results_row(path: Path) -> Row:
+    """results.json as it stands. E213 if the file cannot be read, E414 if a later version wrote it."""
     try:
         row = read_object(path)
     except (OSError, ValueError) as error:
@@ -626,11 +627,15 @@ def read_results(path: Path, problems: list[str]) -> Results:
         what = f"'{path.parent}' holds a damaged results.json"
         raise DataError("E213", what, where=str(path), why=str(error), fix=fix) from None
     refuse_newer(row.get("schema"), RESULTS, path)
-    return results_of_row(row, problems)
+    return row
 
 
 def results_of_row(row: Row, problems: list[str]) -> Results:
-    """What results.json holds, as a record."""
+    """What results.json holds, as a record; parts that are damaged are noted.
+
+    Records of earlier versions are upgraded here: keys that came later have their defaults, and the recipe gets the choices
+    that did not exist yet.
+    """
     damaged: list[str] = []
     config = row.get("config")
     found = record_of(Results, _upgraded(row, config) if isinstance(config, dict) else row, damaged)
