@@ -15,20 +15,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rescene.cli.shared_options import AsJson, Elsewhere, Overrides, Plugin, RecipeName, ServerGflops, load_plugins
+from rescene.cli.shared_options import (
+    AsJson,
+    Elsewhere,
+    Overrides,
+    Plugin,
+    RecipeName,
+    ServerGflops,
+    load_plugins,
+    verb_group,
+)
 from rescene.cli.start_verbs import print_verdict
-from rescene.cli.terminal import console, interruptible, position, print_rows, verb
+from rescene.cli.terminal import console, interruptible, position, print_rows
 from rescene.core.errors import ConfigError, ResceneError, command
 
 if TYPE_CHECKING:
     from rescene.deploy.federation_folder import FederationFolder
     from rescene.deploy.trial import Trial
 
-deploy_app = typer.Typer(
-    help="Run a federation across real sites, over Flower. Start with: rescene deploy rehearse",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
+deploy_app = verb_group("Run a federation across real sites, over Flower. Start with: rescene deploy rehearse")
 FolderArgument = Annotated[Path, typer.Argument(help="folder of the federation")]
 Wait = Annotated[
     bool, typer.Option("--wait", help="stay in the foreground and stop everything at the end (for systemd)")
@@ -45,7 +50,6 @@ NOTHING_YET = """\
 
 
 @deploy_app.command()
-@verb
 def init(
     name: Annotated[Path, typer.Argument(help="new folder; its last part is the federation's name")],
     sites: Annotated[str, typer.Option("--sites", help="names of the sites, separated by commas")],
@@ -69,7 +73,6 @@ def init(
 
 
 @deploy_app.command()
-@verb
 def check(
     folder: Annotated[Path, typer.Argument(help="folder of the federation, or of one site")],
     overrides: Overrides = None,
@@ -102,7 +105,6 @@ def check(
 
 
 @deploy_app.command()
-@verb
 def server(folder: FolderArgument, wait: Wait = False) -> None:
     """Start the server, and register the keys of the sites."""
     from rescene.deploy.control import start_server
@@ -114,7 +116,6 @@ def server(folder: FolderArgument, wait: Wait = False) -> None:
 
 
 @deploy_app.command()
-@verb
 def site(folder: Annotated[Path, typer.Argument(help="the site's own folder")], wait: Wait = False) -> None:
     """Start this site. It answers the server until it is stopped."""
     from rescene.deploy.control import start_site
@@ -125,7 +126,6 @@ def site(folder: Annotated[Path, typer.Argument(help="the site's own folder")], 
 
 
 @deploy_app.command()
-@verb
 def run(
     folder: FolderArgument,
     recipe: Annotated[str, typer.Argument(help="shipped recipe or file")],
@@ -175,7 +175,6 @@ def run(
 
 
 @deploy_app.command("add-classes")
-@verb
 def add_classes(
     folder: FolderArgument,
     classes: Annotated[str, typer.Argument(help="names of the new classes, separated by commas")],
@@ -201,7 +200,6 @@ def add_classes(
 
 
 @deploy_app.command("remove-classes")
-@verb
 def remove_classes(
     folder: FolderArgument, classes: Annotated[str, typer.Argument(help="comma-separated names, such as mistyped ones")]
 ) -> None:
@@ -218,7 +216,6 @@ def remove_classes(
 
 
 @deploy_app.command("close-task")
-@verb
 def close_task(folder: FolderArgument) -> None:
     """End the current task early, after the round that is under way. A task has at least one round."""
     from rescene.deploy.federation_folder import FederationFolder
@@ -231,7 +228,6 @@ def close_task(folder: FolderArgument) -> None:
 
 
 @deploy_app.command()
-@verb
 def status(folder: FolderArgument, as_json: AsJson = False, serve: Serve = False, port: Port = 8765) -> None:
     """Show which sites are connected, which runs are going, and which sites they wait for."""
     from rescene.deploy.control import status_rows
@@ -247,7 +243,6 @@ def status(folder: FolderArgument, as_json: AsJson = False, serve: Serve = False
 
 
 @deploy_app.command()
-@verb
 def stop(folder: Annotated[Path, typer.Argument(help="folder of the federation, or of one site")]) -> None:
     """Stop every process that was started from this folder."""
     from rescene.deploy.processes import stop as stop_all
@@ -258,7 +253,6 @@ def stop(folder: Annotated[Path, typer.Argument(help="folder of the federation, 
 
 
 @deploy_app.command("recover-ledger")
-@verb
 def recover_ledger(folder: Annotated[Path, typer.Argument(help="the site's own folder")]) -> None:
     """Charge everything that a site may have released, after its privacy ledger was lost or restored from a backup."""
     from rescene.deploy.site import Site
@@ -272,7 +266,6 @@ def recover_ledger(folder: Annotated[Path, typer.Argument(help="the site's own f
 
 
 @deploy_app.command()
-@verb
 def rehearse(
     overrides: Overrides = None,
     recipe: Annotated[str, typer.Option("--recipe", help="shipped recipe or file")] = "smoke",
@@ -294,7 +287,6 @@ def rehearse(
 
 
 @deploy_app.command()
-@verb
 def quarantine(
     folder: Annotated[Path, typer.Argument(help="run folder of a run with federation.screen=features")],
     admit: Annotated[
@@ -309,7 +301,6 @@ def quarantine(
     quarantined(folder, list(admit or []), sheet, as_json)
 
 
-@verb
 def scale(
     recipe: RecipeName,
     overrides: Overrides = None,

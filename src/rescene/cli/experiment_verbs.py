@@ -25,18 +25,13 @@ from rescene.cli.shared_options import (
     ServerGflops,
     complete_override,
     load_plugins,
+    verb_group,
 )
-from rescene.cli.terminal import interruptible, print_rows, verb
+from rescene.cli.terminal import interruptible, print_rows
 from rescene.core.errors import ConfigError, command
 
-method_app = typer.Typer(
-    help="Explain a method, or start one of your own.", no_args_is_help=True, rich_markup_mode=None
-)
-lens_app = typer.Typer(
-    help="List the lenses, make one from procedural pictures, or take a network of your own.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
+method_app = verb_group("Explain a method, or start one of your own.")
+lens_app = verb_group("List the lenses, make one from procedural pictures, or take a network of your own.")
 SKELETON = '''"""{title}: one line on the idea.
 
     server: broadcast theta
@@ -104,7 +99,6 @@ def test_conforms(check):
 '''
 
 
-@verb
 def run(
     recipe: RecipeName,
     overrides: Overrides = None,
@@ -128,7 +122,6 @@ def run(
     interruptible(lambda: run_one(resolved, out, quiet, as_json, log=log, elsewhere=elsewhere))
 
 
-@verb
 def sweep(
     recipe: RecipeName,
     overrides: Annotated[
@@ -178,7 +171,6 @@ def sweep(
         interruptible(lambda: 4 if run_sweep(recipe, asked, seeds, out, how) else 0)
 
 
-@verb
 def resume(
     folder: Annotated[Path, typer.Argument(help="run folder to continue")],
     log: Log = "",
@@ -200,7 +192,6 @@ def resume(
     )
 
 
-@verb
 def continue_run(
     folder: Annotated[Path, typer.Argument(help="finished run folder")],
     growth: Annotated[
@@ -232,7 +223,6 @@ def continue_run(
     )
 
 
-@verb
 def rerun(
     folder: Annotated[Path, typer.Argument(help="finished run folder")],
     out: Annotated[Path | None, typer.Option("--out", help="folder for the repetition (default: RUN-again)")] = None,
@@ -247,7 +237,6 @@ def rerun(
     interruptible(lambda: 0 if repeat(folder, out, quiet, as_json) else 5)
 
 
-@verb
 def cost(
     recipe: RecipeName,
     overrides: Overrides = None,
@@ -268,7 +257,6 @@ def cost(
 
 
 @method_app.command("explain")
-@verb
 def explain(method: MethodName, as_json: AsJson = False, plugin: Plugin = None) -> None:
     """Say what a method does, what leaves the site, and its hyperparameters with their place in the paper."""
     load_plugins(plugin)
@@ -302,7 +290,6 @@ def explain_method(name: str) -> tuple[dict[str, str], list[dict[str, Any]]]:
 
 
 @method_app.command("new")
-@verb
 def new_method(
     name: Annotated[str, typer.Argument(help="lower-case name")],
     folder: Annotated[Path, typer.Option("--in", help="folder for the method and its test")] = Path("."),
@@ -328,7 +315,6 @@ def new_method(
 
 
 @lens_app.command("list")
-@verb
 def lens_list(
     lenses: Annotated[
         list[str] | None, typer.Argument(help="names or files; without one, the lenses of the package")
@@ -342,7 +328,6 @@ def lens_list(
 
 
 @lens_app.command("seen")
-@verb
 def lens_seen(
     clear: Annotated[bool, typer.Option("--clear", help="remove all of it; the next run computes it again")] = False,
     as_json: AsJson = False,
@@ -360,7 +345,6 @@ def lens_seen(
 
 
 @lens_app.command("take")
-@verb
 def lens_take(
     source: Annotated[str, typer.Argument(help="timm:NAME@CHECKPOINT, FILE.onnx or FILE.pt2")],
     out: Annotated[Path, typer.Option("--out", help="safetensors file to write")],
@@ -389,7 +373,6 @@ def _check_out(out: Path) -> None:
 
 
 @lens_app.command("make")
-@verb
 def lens_make(
     out: Annotated[Path, typer.Option("--out", help="safetensors file to write")],
     seed: Annotated[int, typer.Option(help="seed of everything random")] = 0,

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rescene.cli.look_verbs import loaded
-from rescene.cli.shared_options import AsJson, Plugin, load_plugins
-from rescene.cli.terminal import busy, interruptible, verb, writing
+from rescene.cli.shared_options import AsJson, Plugin, load_plugins, verb_group
+from rescene.cli.terminal import busy, interruptible, writing
 from rescene.core.errors import ResceneError, ResceneWarning
 from rescene.core.json_files import Row
 
@@ -24,15 +24,10 @@ if TYPE_CHECKING:
     from rescene.report.load import RunRecord
     from rescene.report.submission import Expected
 
-leaderboard_app = typer.Typer(
-    help="Compare all stored results on one page, and check a result before it is added.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
+leaderboard_app = verb_group("Compare all stored results on one page, and check a result before it is added.")
 
 
 @leaderboard_app.command("write")
-@verb
 def write(
     folders: Annotated[list[Path] | None, typer.Argument(help="folders that hold runs (default: results)")] = None,
     out: Annotated[Path, typer.Option("--out", help="folder for index.html and leaderboard.csv")] = Path(
@@ -154,7 +149,6 @@ def _data_names(folder: Path) -> dict[str, str]:
 
 
 @leaderboard_app.command("check")
-@verb
 def check(
     folders: Annotated[list[Path], typer.Argument(help="folders of finished runs")],
     rounds: Annotated[int, typer.Option("--rounds", min=0, help="rounds to run again; 0: compare files only")] = 1,

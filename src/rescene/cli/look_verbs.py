@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rescene.cli.shared_options import AsJson, Overrides, Plugin, RecipeOrRun, load_plugins, recipe_of
-from rescene.cli.terminal import busy, print_rows, verb, writing
+from rescene.cli.terminal import busy, print_rows, writing
 from rescene.core.errors import ConfigError, ResceneError, RunError, command
 from rescene.core.json_files import Row
 
@@ -24,7 +24,6 @@ Runs = Annotated[list[Path], typer.Argument(help="run folders, or folders that h
 _FORMATS = {".txt": "text", ".md": "markdown", ".tex": "latex", ".csv": "csv", ".html": "html", ".json": "json"}
 
 
-@verb
 def runs(
     folder: Annotated[Path | None, typer.Argument(help="where to look (default: $RESCENE_RUNS or runs)")] = None,
     prune: Annotated[
@@ -44,7 +43,6 @@ def runs(
         show_runs(root, as_json)
 
 
-@verb
 def show(
     recipe: RecipeOrRun,
     overrides: Overrides = None,
@@ -61,7 +59,6 @@ def show(
         print_rows({"key": key, **row} for key, row in found.items())
 
 
-@verb
 def sites(
     folder: Annotated[Path, typer.Argument(help="finished run folder with federation.partition=sites")],
     tune: Annotated[
@@ -77,7 +74,6 @@ def sites(
         print(f"with a head of its own for each site: {command('sites', folder, '--tune')}")
 
 
-@verb
 def report(
     folders: Annotated[list[Path], typer.Argument(help="run folders, or a folder that holds some")],
     out: Annotated[Path | None, typer.Option("--out", help="HTML file (default: report.html beside the runs)")] = None,
@@ -110,7 +106,6 @@ def report(
         typer.launch(str(page))
 
 
-@verb
 def table(
     folders: Runs,
     by: Annotated[
@@ -137,7 +132,6 @@ def table(
     put(render(compare(runs, by, metric, across), kind), out)
 
 
-@verb
 def plot(
     folders: Annotated[
         list[Path], typer.Argument(help="run folders, or folders that hold some; the kind may come first")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rescene.cli.shared_options import AsJson, Plugin, Quiet, load_plugins
-from rescene.cli.terminal import print_rows, until_stopped, verb
+from rescene.cli.terminal import print_rows, until_stopped
 from rescene.core.errors import ConfigError, DataError, command
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ FORMATS = ("table", "json", "csv")
 Trust = Annotated[bool, typer.Option("--trust", help="open a .pt2 file, which can run code of the person who made it")]
 
 
-@verb
 def export(
     folder: Annotated[Path, typer.Argument(help="finished run folder")],
     to: Annotated[
@@ -51,7 +50,6 @@ def export(
     print(f"Try it: {command('predict', rows[0]['file'], 'IMAGES', *trust)}")
 
 
-@verb
 def predict(
     model: Annotated[Path, typer.Argument(help="finished run folder, or a .safetensors, .onnx or .pt2 file")],
     images: Annotated[list[Path], typer.Argument(help="image files, or folders that hold some")],
@@ -81,7 +79,6 @@ def predict(
         print(f"Gallery: {_write_gallery(opened, answers, gallery)}", file=sys.stderr)
 
 
-@verb
 def serve(
     model: Annotated[Path, typer.Argument(help="finished run folder, or a .safetensors, .onnx or .pt2 file")],
     host: Annotated[

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rescene.cli.look_verbs import format_for, loaded, put
-from rescene.cli.shared_options import AsJson, Jobs, Quiet
-from rescene.cli.terminal import busy, interruptible, print_rows, verb, writing
+from rescene.cli.shared_options import AsJson, Jobs, Quiet, verb_group
+from rescene.cli.terminal import busy, interruptible, print_rows, writing
 from rescene.core.errors import ConfigError
 from rescene.core.json_files import Row
 from rescene.core.run_state import read_object
@@ -24,11 +24,7 @@ if TYPE_CHECKING:
     from rescene.paper.queue_runner import QueueRow
     from rescene.sweeps.grid import SweepCell
 
-paper_app = typer.Typer(
-    help="Run the tables and figures of the paper, and see our numbers beside them.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
+paper_app = verb_group("Run the tables and figures of the paper, and see our numbers beside them.")
 Name = Annotated[str, typer.Argument(help="table of the paper (rescene paper list), with -lite for the small form")]
 Only = Annotated[
     list[str] | None, typer.Option("--only", help="cells by name or pattern, e.g. 'cifar10/*/rescene'; may be repeated")
@@ -43,7 +39,6 @@ Written = Annotated[Path | None, typer.Option("--out", help="file; its ending ch
 
 
 @paper_app.command("list")
-@verb
 def paper_list(
     runs: Runs = None,
     lite: Annotated[bool, typer.Option("--lite", help="also list the small forms")] = False,
@@ -59,7 +54,6 @@ def paper_list(
 
 
 @paper_app.command("run")
-@verb
 def paper_run(
     name: Annotated[
         str | None, typer.Argument(help="table of the paper (rescene paper list), with -lite for the small form")
@@ -190,7 +184,6 @@ def _tell_row(row: QueueRow) -> None:
 
 
 @paper_app.command("table")
-@verb
 def paper_table(
     name: Name,
     only: Only = None,
@@ -210,7 +203,6 @@ def paper_table(
 
 
 @paper_app.command("check")
-@verb
 def paper_check(
     name: Annotated[str, typer.Argument(help="a table, claims, or all")] = "all",
     everything: Annotated[bool, typer.Option("--all", help="also list the figures inside their band")] = False,
@@ -243,7 +235,6 @@ def paper_check(
 
 
 @paper_app.command("figure")
-@verb
 def paper_figure(
     name: Annotated[str, typer.Argument(help="old-recent or task-curves")],
     out: Annotated[
@@ -268,7 +259,6 @@ def paper_figure(
 
 
 @paper_app.command("readme")
-@verb
 def paper_readme(
     write: Annotated[
         Path, typer.Option("--write", help="document with <!-- rescene paper: results --> ... <!-- end -->")
@@ -285,7 +275,6 @@ def paper_readme(
 
 
 @paper_app.command("theory")
-@verb
 def theory(
     folder: Annotated[Path, typer.Argument(help="finished run, or a folder that holds some")], as_json: AsJson = False
 ) -> None:

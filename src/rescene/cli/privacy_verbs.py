@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rescene.cli.shared_options import AsJson, Overrides, Plugin, Quiet, RecipeOrRun, load_plugins, recipe_of
-from rescene.cli.terminal import interruptible, print_rows, verb
+from rescene.cli.terminal import interruptible, print_rows
 from rescene.core.errors import ConfigError, DataError, RunError
 from rescene.core.json_files import Row
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 WIDTH = 118  # of sentences
 
 
-@verb
 def privacy(
     recipe: RecipeOrRun = "",
     overrides: Overrides = None,
@@ -197,7 +196,6 @@ def _shown(row: Row, without: tuple[str, ...]) -> Row:
     return {key: value for key, value in found.items() if key not in without}
 
 
-@verb
 def audit(
     what: Annotated[str, typer.Argument(help="recipe, recipe file or run folder")] = "demo",
     overrides: Overrides = None,
@@ -237,7 +235,6 @@ def audit(
         raise typer.Exit(5)
 
 
-@verb
 def forget(
     folder: Annotated[Path, typer.Argument(help="run folder; also one of a federation's server")],
     client: Annotated[str, typer.Option("--client", help="the site that leaves: its number, or its name")],

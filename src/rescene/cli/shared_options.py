@@ -24,6 +24,11 @@ METHOD_KEYS = ("method", "method.name")
 _PACKAGES = ("rescene.config", "rescene.methods", "rescene.training")  # where recipes and methods declare their keys
 
 
+def verb_group(about: str) -> typer.Typer:
+    """An empty group of verbs, such as ``rescene data``."""
+    return typer.Typer(help=about, no_args_is_help=True, rich_markup_mode=None)
+
+
 def complete_recipe(incomplete: str) -> list[str]:
     """Shipped recipes; the shell itself completes files."""
     found = (_folder("rescene.config") / "recipes").glob("*.yaml")

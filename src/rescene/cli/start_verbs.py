@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rescene.cli.shared_options import AsJson, Overrides, Plugin, Quiet, load_plugins
-from rescene.cli.terminal import interruptible, print_rows, verb
+from rescene.cli.shared_options import AsJson, Overrides, Plugin, Quiet, load_plugins, verb_group
+from rescene.cli.terminal import interruptible, print_rows
 from rescene.core.errors import ConfigError, did_you_mean
 from rescene.core.json_files import Row
 
@@ -51,10 +51,9 @@ BUFFERS = {
     "keep-all": "everything: full accumulation",
     "none": "nothing is kept of finished tasks",
 }
-data_app = typer.Typer(help="Look at, prepare and check image data.", no_args_is_help=True, rich_markup_mode=None)
+data_app = verb_group("Look at, prepare and check image data.")
 
 
-@verb
 def demo(
     overrides: Overrides = None,
     out: Annotated[Path | None, typer.Option("--out", help="folder for the runs (default: runs/demo)")] = None,
@@ -74,7 +73,6 @@ def demo(
     interruptible(lambda: run_demo(list(overrides or []), out, quiet, privacy))
 
 
-@verb
 def list_things(
     what: Annotated[str, typer.Argument(help="methods, recipes, datasets, models or buffers")],
     verified: Annotated[
@@ -206,14 +204,12 @@ def columns_of(text: str) -> dict[str, str]:
 
 
 @data_app.command("list")
-@verb
 def data_list(as_json: AsJson = False) -> None:
     """List the known data sets and where they were found."""
     print_rows(_datasets(), as_json)
 
 
 @data_app.command("inspect")
-@verb
 def data_inspect(
     path: Annotated[str, typer.Argument(help="folder, file, or name of a known data set")],
     layout: Layout = "auto",
@@ -230,7 +226,6 @@ def data_inspect(
 
 
 @data_app.command("prepare")
-@verb
 def data_prepare(
     name: Annotated[str, typer.Argument(help="cifar10, cifar100, tinyimagenet, office31, folder, ...")],
     source: Annotated[Path, typer.Option("--from", help="archive or folder to read")],
@@ -247,7 +242,6 @@ def data_prepare(
 
 
 @data_app.command("verify")
-@verb
 def data_verify(
     name: Annotated[str, typer.Argument(help="name of a data set")],
     path: Annotated[Path | None, typer.Option("--path", help="where it is, if not in the usual places")] = None,
@@ -264,7 +258,6 @@ def data_verify(
 
 
 @data_app.command("draw")
-@verb
 def data_draw(
     what: Annotated[str, typer.Argument(help="leaves: the procedural pictures that the lens was made from")],
     out: Annotated[Path, typer.Option("--out", help="folder for the contact sheet")],
@@ -287,7 +280,6 @@ def data_draw(
     print(f"{path}: {len(pictures)} pictures of {side} x {side} pixels")
 
 
-@verb
 def doctor(
     speed: Annotated[bool, typer.Option("--speed", help="measure how fast this machine runs the basic steps")] = False,
     device: Annotated[str, typer.Option("--device", help="with --speed: auto, cpu, cuda or cuda:N")] = "auto",

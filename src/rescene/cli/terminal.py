@@ -1,4 +1,4 @@
-"""The way to the terminal: safe text, tables, errors as messages, interruption.
+"""The way to the terminal: safe text, tables, files, interruption.
 
 Names come from files, and a name may hold escape sequences that move the cursor, hide text or change the title of the
 window. Everything we print passes here, and such sequences become visible text.
@@ -6,9 +6,7 @@ window. Everything we print passes here, and such sequences become visible text.
 
 from __future__ import annotations
 
-import functools
 import json
-import os
 import re
 import signal
 import sys
@@ -17,11 +15,11 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
-from rescene.core.errors import ConfigError, ResceneError, ResceneWarning, for_people
+from rescene.core.errors import ConfigError, ResceneWarning
 from rescene.core.json_files import Row
 
 if TYPE_CHECKING:
@@ -199,29 +197,6 @@ def writing(path: Path) -> Iterator[None]:
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM, treated like Ctrl-C: the last committed round is safe."""
-
-
-def verb(function: Callable[..., None]) -> Callable[..., None]:
-    """Errors meant for people become a message and an exit code."""
-
-    @functools.wraps(function)
-    def guarded(*args: Any, **kwargs: Any) -> None:
-        try:
-            function(*args, **kwargs)
-        except Exception as error:
-            told = for_people(error)
-            if not isinstance(told, ResceneError):
-                raise
-            _stop(told)
-
-    return guarded
-
-
-def _stop(error: ResceneError) -> NoReturn:
-    if os.environ.get("RESCENE_DEBUG"):
-        raise error
-    print(error, file=sys.stderr)
-    raise typer.Exit(error.exit_code)
 
 
 def warnings_for_people() -> None:
