@@ -23,7 +23,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from rescene import __version__
-from rescene.cli.deploy_verbs import deploy_app, quarantine, scale
+from rescene.cli.deploy_verbs import deploy_app, export, predict, quarantine, scale, serve
 from rescene.cli.experiment_verbs import (
     continue_run,
     cost,
@@ -36,9 +36,7 @@ from rescene.cli.experiment_verbs import (
     run,
     sweep,
 )
-from rescene.cli.leaderboard_verbs import leaderboard_app
-from rescene.cli.look_verbs import plot, report, runs, show, sites, table
-from rescene.cli.model_verbs import export, predict, serve
+from rescene.cli.look_verbs import leaderboard_app, plot, report, runs, show, sites, table
 from rescene.cli.paper_verbs import paper_app, theory
 from rescene.cli.privacy_verbs import audit, forget, privacy
 from rescene.cli.shared_options import AsJson

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rescene.cli.look_verbs import format_for, loaded, put
-from rescene.cli.shared_options import AsJson, Jobs, Quiet, verb_group
+from rescene.cli.shared_options import AsJson, Quiet, verb_group
 from rescene.cli.terminal import busy, interruptible, print_rows, writing
 from rescene.core.errors import ConfigError
 from rescene.core.json_files import Row
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rescene.sweeps.grid import SweepCell
 
 paper_app = verb_group("Run the tables and figures of the paper, and see our numbers beside them.")
-Name = Annotated[str, typer.Argument(help="table of the paper (rescene paper list), with -lite for the small form")]
+TABLE = typer.Argument(help="table of the paper (rescene paper list), with -lite for the small form")
 Only = Annotated[
     list[str] | None, typer.Option("--only", help="cells by name or pattern, e.g. 'cifar10/*/rescene'; may be repeated")
 ]
@@ -35,7 +35,6 @@ Runs = Annotated[
 ]
 Format = Annotated[str, typer.Option("--format", help="text, markdown, latex, csv, html or json")]
 READING = "reading the stored results"
-Written = Annotated[Path | None, typer.Option("--out", help="file; its ending chooses the format")]
 
 
 @paper_app.command("list")
@@ -55,9 +54,7 @@ def paper_list(
 
 @paper_app.command("run")
 def paper_run(
-    name: Annotated[
-        str | None, typer.Argument(help="table of the paper (rescene paper list), with -lite for the small form")
-    ] = None,
+    name: Annotated[str | None, TABLE] = None,
     only: Only = None,
     seeds: Annotated[
         str | None, typer.Option("--seeds", help="seeds, separated by commas (default: 0,1,2 as in the paper)")
@@ -65,7 +62,7 @@ def paper_run(
     fast: Annotated[
         bool, typer.Option("--fast", help="E_srv=10 where the paper has 100: a tenth of the work of the server")
     ] = False,
-    jobs: Jobs = 1,
+    jobs: Annotated[int, typer.Option("--jobs", min=1, help="how many cells run at the same time on one GPU")] = 1,
     queue: Annotated[
         bool, typer.Option("--queue", help="run what is missing of all tables, most informative first")
     ] = False,
@@ -167,9 +164,8 @@ def _run_queue(
     rows = found.rows if plan else []
     if not plan:
 
-        def work() -> int:
+        def work() -> None:
             rows.extend(found.run())
-            return 0
 
         interruptible(work)
     print_rows([asdict(row) for row in rows], as_json)
@@ -185,11 +181,11 @@ def _tell_row(row: QueueRow) -> None:
 
 @paper_app.command("table")
 def paper_table(
-    name: Name,
+    name: Annotated[str, TABLE],
     only: Only = None,
     runs: Runs = None,
     kind: Format = "",
-    out: Written = None,
+    out: Annotated[Path | None, typer.Option("--out", help="file; its ending chooses the format")] = None,
 ) -> None:
     """Compare our numbers with the paper's, and give the command for what is missing."""
     kind = format_for(kind, out)

@@ -19,7 +19,7 @@ from rescene.accel.cuda_graph import Streams, attempt
 from rescene.api import Result, default_folder, execute, load
 from rescene.cli.costing import NO_FORECAST, Priced, big, duration, load_or_stand_in, plan_columns, plan_words, price
 from rescene.cli.progress import live_page, open_page, watch
-from rescene.cli.terminal import busy, print_rows
+from rescene.cli.terminal import accuracy_text, busy, print_rows, teller
 from rescene.config import Resolved, resolve
 from rescene.core.documents import parse_yaml
 from rescene.core.errors import ConfigError, ResceneError, command, for_people
@@ -150,7 +150,7 @@ def print_summary(
         statements[f"{name}: {record.privacy.statement}"] = None
         if unknown := record.not_measured.get("accuracy"):
             statements[f"{name}: accuracy {unknown}"] = None
-        per_task = {f"T{j}": _known(v) for j, v in enumerate(record.accuracy_matrix[-1], start=1)}
+        per_task = {f"T{j}": accuracy_text(v) for j, v in enumerate(record.accuracy_matrix[-1], start=1)}
         if len(per_task) > MOST_TASKS:
             per_task = {}
         upload = (result.upload_bytes or 0) / 1e6
@@ -161,11 +161,15 @@ def print_summary(
             {
                 "recipe" if names else "method": name,
                 **setting,
-                "AA": _known(record.aa),
-                "AIA": _known(record.aia),
+                "AA": accuracy_text(record.aa),
+                "AIA": accuracy_text(record.aia),
                 **per_task,
             }
-            | {"forgetting": _known(record.forgetting), "up/site/round": f"{upload:.2f} MB", "near-copies": copies}
+            | {
+                "forgetting": accuracy_text(record.forgetting),
+                "up/site/round": f"{upload:.2f} MB",
+                "near-copies": copies,
+            }
         )
     print_rows(rows)
     for statement in statements:
@@ -176,11 +180,6 @@ def print_summary(
 def title_of(result: Result) -> str:
     """What a run's method calls itself in tables; its name where the run is older than such titles."""
     return str(result.record.style.get("title") or result.record.method)
-
-
-def _known(value: float | None) -> str:
-    """An accuracy in percent; a dash where no site had an image to measure it on."""
-    return "-" if value is None else f"{value:.1f}"
 
 
 @dataclass(frozen=True)
@@ -221,19 +220,18 @@ def run_search(
     """Look for good settings on a validation part of the training images. Returns 0, or 1 if no trial gave a value."""
     root = out or default_folder(resolve(recipe, [])).parent.with_name(f"{Path(recipe).stem}-search")
     search = read_search(recipe, overrides, seeds, metric, root)
-    say = (lambda line: None) if how.quiet else (lambda line: print(line, file=sys.stderr, flush=True))
     hushed = replace(how, quiet=True)
 
     def run(cells: list[SweepCell]) -> Outcomes:
         return _outcomes(recipe, cells, hushed, None)
 
     at_once = len(_slots(how)) if how.gpus else how.jobs or 1
-    found = search_settings(search, num_trials, max(1, at_once // len(search.seeds)), run, say)
+    found = search_settings(search, num_trials, max(1, at_once // len(search.seeds)), run, teller(how.quiet))
     if how.as_json:
         print(json.dumps(found))
         return found["best"] is None
     best_first = sorted(found["trials"], key=lambda row: -1.0 if row[metric] is None else row[metric], reverse=True)
-    print_rows([row | {metric: _known(row[metric])} for row in best_first[:10]])
+    print_rows([row | {metric: accuracy_text(row[metric])} for row in best_first[:10]])
     print(f"Chosen on {found['chosen_on']}.")
     if found["test_command"]:
         print(f"Measure the best one on the test images, once: {found['test_command']}")
@@ -314,7 +312,7 @@ def _watched(
     with whole as live, closing(outcomes) as ended:  # type: ignore[type-var]
         for count, (number, outcome) in enumerate(ended, start=1):
             if not how.quiet:
-                words = f"AA {_known(outcome.record.aa)}" if isinstance(outcome, Result) else "failed"
+                words = f"AA {accuracy_text(outcome.record.aa)}" if isinstance(outcome, Result) else "failed"
                 print(f"[{count}/{len(cells)}] {names[number]}: {words}", file=sys.stderr, flush=True)
             if live is not None and count < len(cells):
                 live.perhaps()

@@ -95,6 +95,11 @@ def busy(what: str) -> Status:
     return console(stderr=True).status(f"{what} ...")
 
 
+def teller(quiet: bool) -> Callable[[str], None]:
+    """A function that prints a line on standard error at once, or one that prints nothing."""
+    return (lambda line: None) if quiet else (lambda line: print(line, file=sys.stderr, flush=True))
+
+
 def print_rows(rows: Iterable[Row], as_json: bool = False) -> None:
     """Print rows as one table, or as JSON.
 
@@ -171,6 +176,11 @@ def _text(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return ", ".join(str(item) for item in value)
     return str(value)
+
+
+def accuracy_text(value: float | None) -> str:
+    """An accuracy in percent; a dash where no site had an image to measure it on."""
+    return "-" if value is None else f"{value:.1f}"
 
 
 def position(task: int, num_tasks: int | None = None, round: int | None = None, num_rounds: int | None = None) -> str:
