@@ -1,4 +1,4 @@
-"""Real sites: a federation across them, what it would cost its server, and the use of a finished model."""
+"""Real sites: a federation across them (deploy, scale), and the use of a finished model (export, predict, serve)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,6 @@ Wait = Annotated[
 ]
 Serve = Annotated[bool, typer.Option("--serve", help="show the run live on a page of this machine")]
 Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="port of that page; 0: any free port")]
-Deadline = Annotated[float, typer.Option("--deadline", min=1, help="seconds to wait for the answers of a round")]
 ModelPath = Annotated[Path, typer.Argument(help="finished run folder, or a .safetensors, .onnx or .pt2 file")]
 Trust = Annotated[bool, typer.Option("--trust", help="open a .pt2 file, which can run code of the person who made it")]
 ANSWER_FORMATS = ("table", "json", "csv")
@@ -232,7 +231,9 @@ def run(
     out: Annotated[
         Path | None, typer.Option("--out", help="run folder (default: <federation>/server/runs/...)")
     ] = None,
-    deadline: Deadline = 3600.0,
+    deadline: Annotated[
+        float, typer.Option("--deadline", min=1, help="seconds to wait for the answers of a round")
+    ] = 3600.0,
     elsewhere: Elsewhere = False,
     serve: Serve = False,
     port: Port = 8765,

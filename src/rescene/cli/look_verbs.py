@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from rescene.report.load import RunRecord
     from rescene.report.submission import Expected
 
-Runs = Annotated[list[Path], typer.Argument(help="run folders, or folders that hold some")]
 _FORMATS = {".txt": "text", ".md": "markdown", ".tex": "latex", ".csv": "csv", ".html": "html", ".json": "json"}
 leaderboard_app = verb_group("Compare all stored results on one page, and check a result before it is added.")
 
@@ -106,7 +105,7 @@ def report(
 
 
 def table(
-    folders: Runs,
+    folders: Annotated[list[Path], typer.Argument(help="run folders, or folders that hold some")],
     by: Annotated[
         str, typer.Option("--by", help="settings that name the rows, e.g. beta,lr (default: those that differ)")
     ] = "",

@@ -29,13 +29,8 @@ QUARANTINE = {"name": "name", "client": "site", "class": "class", "images": "pic
 _HEADS = {"bytes": "size", "near_copies": "near-copies"}
 
 
-def run_rows(folder: Path) -> list[Row]:
-    """One row per run under a folder."""
-    return [_row(path) for path in find_runs(folder)]
-
-
 def _row(path: Path) -> Row:
-    """Of one run. If its results cannot be read, the row says so and shows what its status holds."""
+    """One run. If its results cannot be read, the row says so and shows what its status holds."""
     unreadable: list[str] = []
     status = read_status(path)
     results = results_of_row(json_object(path / "results.json", unreadable), [])
@@ -54,7 +49,7 @@ def _row(path: Path) -> Row:
 
 def show_runs(folder: Path, as_json: bool) -> None:
     """Print the runs under a folder, with their state, size and accuracy."""
-    rows = run_rows(folder)
+    rows = [_row(path) for path in find_runs(folder)]
     if as_json:
         print(json.dumps(rows))
         return
