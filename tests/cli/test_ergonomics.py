@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 
 import rescene
 from rescene.cli import progress
-from rescene.cli.app import app
-from rescene.cli.help import GROUPS, examples, leaves
+from rescene.cli.app import GROUPS, app, examples, leaves
 from rescene.cli.progress import Pace
 from rescene.cli.shared_options import complete_method, complete_recipe, recipe_keys
 from rescene.config import recipe_names, resolve
