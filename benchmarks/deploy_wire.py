@@ -142,7 +142,7 @@ def exchange(grid: Grid, post: flower.FlowerPost, layout: str, model: dict[str, 
 def engine(post: flower.FlowerPost) -> tuple[Any, Any]:
     """The federation of a real run, without the loop around it."""
     from rescene.config import resolve
-    from rescene.deploy.post_transport import PostTransport
+    from rescene.deploy.server import PostTransport
     from rescene.engine import prepare
     from rescene.engine.cost_ledger import CostLedger
     from rescene.engine.federation import RunFederation

@@ -22,7 +22,7 @@ from rescene.config.site_sections import PlannedTask, SitesSection
 from rescene.core.errors import DECLINED, DataError, RunError
 from rescene.deploy.exchange import HELLO, Letter, Patience, Undelivered
 from rescene.deploy.message_bytes import unpack_message
-from rescene.deploy.post_transport import PostTransport
+from rescene.deploy.server import PostTransport
 from rescene.deploy.site import Site
 from rescene.deploy.site_config import lens_of, local_images
 from rescene.engine import RunFolder

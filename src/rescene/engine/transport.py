@@ -1,6 +1,6 @@
 """How a question reaches the clients and how their answers come back: a protocol with two implementations.
 
-``engine.in_process.InProcess`` calls the clients' verbs in this process. ``deploy.post_transport.PostTransport`` sends
+``engine.in_process.InProcess`` calls the clients' verbs in this process. ``deploy.server.PostTransport`` sends
 letters to real sites. A transport only carries. Metering, quorum, checks and observation belong to ``engine.federation``
 and are the same for both.
 """
