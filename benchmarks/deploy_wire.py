@@ -163,9 +163,8 @@ def engine(post: flower.FlowerPost) -> tuple[Any, Any]:
 
 
 def run() -> None:
-    from rescene.deploy.control import LINK, flwr, runs, start_server, start_site
     from rescene.deploy.federation_folder import init
-    from rescene.deploy.processes import free_port, stop
+    from rescene.deploy.processes import LINK, flwr, free_port, runs, start_server, start_site, stop
 
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -17,14 +17,13 @@ from rescene.core.errors import ConfigError, DataError, RunError
 from rescene.data import Images
 from rescene.data.derived_sets import adopt
 from rescene.data.tasks import cut
-from rescene.deploy.control import progress
 from rescene.deploy.exchange import HELLO, Letter, Request
 from rescene.deploy.message_bytes import pack_message, unpack_message
+from rescene.deploy.operator import left_out_rows, progress, site_answers, task_rows
 from rescene.deploy.plan_file import Held, add_classes, close_task, read_plan, with_plan, write_plan
 from rescene.deploy.server import Roster, run_across
 from rescene.deploy.site import Site, SiteMemory
 from rescene.deploy.site_config import SiteSection, experiment_of, local_images
-from rescene.deploy.status import left_out_rows, site_answers, task_rows
 from rescene.engine import RunFolder, run
 from rescene.engine.evaluate import Tally, evaluate
 from rescene.engine.experiment import look_of, prepare

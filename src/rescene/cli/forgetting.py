@@ -13,8 +13,8 @@ from rescene.config import Resolved, resolve
 from rescene.core.errors import ConfigError, RunError, command, did_you_mean
 from rescene.core.json_files import Row
 from rescene.core.run_state import is_done, state_of
-from rescene.deploy.control import federation_of, leave, place_without
 from rescene.deploy.federation_folder import FederationFolder
+from rescene.deploy.operator import federation_of, leave, place_without
 from rescene.engine import RunFolder, prepare, use_all_cores
 from rescene.engine.checkpoint import write_json
 from rescene.engine.withdrawal import accuracy_on, check_can_forget, cost_in_words, sums_again

@@ -51,8 +51,8 @@ def reply_from(site: Site, message: Message) -> Message:
 def main(grid: Grid, context: Context) -> None:
     """Flower's entry point at the server: run the federation over this grid."""
     from rescene.config import resolve
-    from rescene.deploy.control import seats_of
     from rescene.deploy.federation_folder import FederationFolder
+    from rescene.deploy.processes import seats_of
     from rescene.deploy.server import Roster, run_across
     from rescene.engine import RunFolder, use_all_cores
 
