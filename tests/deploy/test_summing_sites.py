@@ -24,8 +24,7 @@ from rescene.deploy import summing
 from rescene.deploy.exchange import SUM_STEPS, Patience, Undelivered
 from rescene.deploy.keys import make_node_key, read_peers, write_peers
 from rescene.deploy.message_bytes import unpack_message
-from rescene.deploy.post_transport import PostTransport
-from rescene.deploy.server import run_across
+from rescene.deploy.server import PostTransport, Roster, run_across
 from rescene.engine import RunFolder
 from rescene.privacy.totals import added
 
@@ -57,7 +56,7 @@ def summing_sites(root, num=NUM):
 
 def across(folder, post, peers, patience=PATIENT, overrides=()):
     resolved = resolve("smoke", [*SUMS, *overrides])
-    return run_across(resolved, RunFolder(folder), post, patience, run=Hashed, peers=peers)
+    return run_across(resolved, RunFolder(folder), post, patience, Roster(peers=peers), run=Hashed)
 
 
 def steps(*quick):

@@ -184,7 +184,7 @@ def _print_checks(rows: list[dict[str, str]], facts: dict[str, str], as_json: bo
 @deploy_app.command()
 def server(folder: FolderArgument, wait: Wait = False) -> None:
     """Start the server, and register the keys of the sites."""
-    from rescene.deploy.control import start_server
+    from rescene.deploy.processes import start_server
 
     federation = FederationFolder.open(folder)
     _started(lambda: start_server(federation), federation.server, wait)
@@ -194,8 +194,7 @@ def server(folder: FolderArgument, wait: Wait = False) -> None:
 @deploy_app.command()
 def site(folder: SiteFolder, wait: Wait = False) -> None:
     """Start this site. It answers the server until it is stopped."""
-    from rescene.deploy.control import start_site
-    from rescene.deploy.processes import start_kept
+    from rescene.deploy.processes import start_kept, start_site
 
     _started(lambda: start_kept(folder.resolve(), lambda: start_site(folder)), folder, wait)
     print(f"site started, log in {folder / 'logs'}; stop it with: {command('deploy', 'stop', folder)}")
@@ -203,8 +202,7 @@ def site(folder: SiteFolder, wait: Wait = False) -> None:
 
 def _started(begin: Callable[[], list[Any]], folder: Path, wait: bool) -> None:
     """Start what ``begin`` starts. With ``wait``, stay until it ends or is interrupted, then stop all of it."""
-    from rescene.deploy.control import stay
-    from rescene.deploy.processes import running
+    from rescene.deploy.processes import running, stay
     from rescene.deploy.processes import stop as stop_all
 
     def work() -> None:
@@ -243,11 +241,9 @@ def run(
     from rescene.cli.progress import operator_page
     from rescene.cli.running import print_summary
     from rescene.config import resolve
-    from rescene.deploy.control import run as run_across
-    from rescene.deploy.control import without_left
     from rescene.deploy.exchange import Patience
-    from rescene.deploy.operator import watch_sites
-    from rescene.deploy.status import declined
+    from rescene.deploy.operator import declined, watch_sites, without_left
+    from rescene.deploy.operator import run as run_across
     from rescene.report import write_report
 
     federation = FederationFolder.open(folder)
@@ -334,7 +330,7 @@ def close_task(folder: FolderArgument) -> None:
 @deploy_app.command()
 def status(folder: FolderArgument, as_json: AsJson = False, serve: Serve = False, port: Port = 8765) -> None:
     """Show which sites are connected, which runs are going, and which sites they wait for."""
-    from rescene.deploy.control import status_rows
+    from rescene.deploy.operator import status_rows
 
     federation = FederationFolder.open(folder)
     print_rows(status_rows(federation), as_json)
@@ -403,7 +399,7 @@ def rehearse(
 def _rehearse(resolved: Any, out: Path, compare: bool) -> None:
     from rescene.api import execute, load
     from rescene.cli.running import print_summary
-    from rescene.deploy.operator import rehearse as run_rehearsal
+    from rescene.deploy.trial import rehearse as run_rehearsal
     from rescene.report import write_report
 
     places = [out / "across-sites", out / "in-one-process"][: 1 + compare]

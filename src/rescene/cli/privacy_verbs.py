@@ -379,7 +379,7 @@ def _withdraw(folder: Path, word: str, check: bool, charge: bool, out: Path | No
     """The run without a site, in a folder of its own; says what was done and what to do next."""
     from rescene.cli.progress import watch
     from rescene.config import resolve
-    from rescene.deploy.control import federation_of, leave, place_without
+    from rescene.deploy.operator import federation_of, leave, place_without
     from rescene.engine import RunFolder, use_all_cores
     from rescene.engine.withdrawal import check_can_forget, cost_in_words, forget, sums_again
     from rescene.report import write_report

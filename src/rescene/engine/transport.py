@@ -1,6 +1,6 @@
 """How a question reaches the clients and how their answers come back: the protocol, and the transport inside one process.
 
-``InProcess`` calls the verbs of simulated clients, for all of them in one pass where a method can. ``deploy.post_transport`` has the
+``InProcess`` calls the verbs of simulated clients, for all of them in one pass where a method can. ``deploy.server`` has the
 transport that sends letters to real sites. A transport only carries. Metering, quorum, checks and observation belong to
 ``engine.federation`` and are the same for both.
 

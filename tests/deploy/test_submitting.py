@@ -6,7 +6,7 @@ import pytest
 
 from rescene.config import resolve
 from rescene.core.errors import ConfigError, DataError, ResceneError, RunError
-from rescene.deploy import control
+from rescene.deploy import operator
 from rescene.deploy.federation_folder import FederationFolder
 from rescene.deploy.processes import Started
 
@@ -29,21 +29,21 @@ def test_a_run_that_ended_says_how_and_why(tmp_path, monkeypatch, details, ended
             raise answer
         return answer
 
-    monkeypatch.setattr(control, "runs", runs)
-    monkeypatch.setattr(control, "running", lambda folder: [Started(n, 1, "", "") for n in ("link", "executor")])
+    monkeypatch.setattr(operator, "runs", runs)
+    monkeypatch.setattr(operator, "running", lambda folder: [Started(n, 1, "", "") for n in ("link", "executor")])
     told = []
     federation = FederationFolder(tmp_path, "clinic", "127.0.0.1", 9000, ["north"])
-    assert control._watch(federation, 7, tmp_path, told.append, 0) == ended
+    assert operator._watch(federation, 7, tmp_path, told.append, 0) == ended
     assert told == ["starting"] and not answers
 
 
 def test_a_run_that_goes_on_with_new_classes_does_not_begin_with_the_end_of_the_last_ones(tmp_path, monkeypatch):
-    monkeypatch.setattr(control, "running", lambda folder: [Started(n, 1, "", "") for n in ("link", "executor")])
-    monkeypatch.setattr(control, "is_done", lambda out: True)
-    monkeypatch.setattr(control, "progress", lambda out, sites: "done: 3 of 3 steps, AA 81.1")
-    monkeypatch.setattr(control, "runs", lambda federation: [{"run-id": "7", "status": "finished:completed"}])
+    monkeypatch.setattr(operator, "running", lambda folder: [Started(n, 1, "", "") for n in ("link", "executor")])
+    monkeypatch.setattr(operator, "is_done", lambda out: True)
+    monkeypatch.setattr(operator, "progress", lambda out, sites: "done: 3 of 3 steps, AA 81.1")
+    monkeypatch.setattr(operator, "runs", lambda federation: [{"run-id": "7", "status": "finished:completed"}])
     told = []
-    control._watch(FederationFolder(tmp_path, "clinic", "127.0.0.1", 9000, ["north"]), 7, tmp_path, told.append, 0)
+    operator._watch(FederationFolder(tmp_path, "clinic", "127.0.0.1", 9000, ["north"]), 7, tmp_path, told.append, 0)
     assert told == ["starting"]
 
 
@@ -73,14 +73,14 @@ def submitted(tmp_path, monkeypatch, why, runs=None):
 
     details = f"ServerApp failed with exception: {why}" if why else ""
     listed = [{"run-id": "7", "status": "finished:failed", "status-details": details}]
-    monkeypatch.setattr(control, "require_flower", lambda: None)
-    monkeypatch.setattr(control, "flwr", flwr)
-    monkeypatch.setattr(control, "runs", runs or (lambda federation: listed))
-    monkeypatch.setattr(control, "running", lambda folder: [Started(n, 1, "", "") for n in ("link", "executor")])
+    monkeypatch.setattr(operator, "require_flower", lambda: None)
+    monkeypatch.setattr(operator, "flwr", flwr)
+    monkeypatch.setattr(operator, "runs", runs or (lambda federation: listed))
+    monkeypatch.setattr(operator, "running", lambda folder: [Started(n, 1, "", "") for n in ("link", "executor")])
     federation = FederationFolder(tmp_path, "clinic", "127.0.0.1", 9000, ["a", "b", "c"])
     federation.server.mkdir(parents=True)
     with pytest.raises(ResceneError) as caught:
-        control.run(federation, resolve("smoke", ["federation.num_clients=3"]), tmp_path / "run", look_s=0)
+        operator.run(federation, resolve("smoke", ["federation.num_clients=3"]), tmp_path / "run", look_s=0)
     return len(submissions), caught.value
 
 
@@ -93,7 +93,7 @@ def test_what_a_server_app_refuses_for_good_is_submitted_once_and_told_in_its_ow
 @pytest.mark.parametrize("why", PASSING)
 def test_what_may_pass_is_submitted_again(tmp_path, monkeypatch, why):
     count, error = submitted(tmp_path, monkeypatch, why)
-    assert count == control.SUBMISSIONS and error.code == "E351" and why in str(error)
+    assert count == operator.SUBMISSIONS and error.code == "E351" and why in str(error)
 
 
 def test_only_submissions_that_finish_no_step_count_and_a_link_that_was_away_is_waited_for(tmp_path, monkeypatch):
@@ -111,6 +111,6 @@ def test_only_submissions_that_finish_no_step_count_and_a_link_that_was_away_is_
         (out / "status.json").write_text(json.dumps({"done": given.pop(0)}))
         return "finished:failed", ""
 
-    monkeypatch.setattr(control, "_watch", watch)
+    monkeypatch.setattr(operator, "_watch", watch)
     count, error = submitted(tmp_path, monkeypatch, "", listed)
     assert (count, error.code, given, away) == (len(steps), "E351", [], [])
