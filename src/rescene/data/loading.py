@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from rescene.core.errors import ConfigError, DataError, ResceneWarning, did_you_mean
@@ -17,10 +18,22 @@ from rescene.data.catalog import CATALOG, cache_folder, places, prepared_name
 from rescene.data.images import Dataset
 from rescene.data.objects import is_own_dataset, own_dataset, own_datasets
 from rescene.data.reading import Options, fit_dataset
-from rescene.data.sources import READERS, cifar, fashion_mini, image_table, office31, tinyimagenet
+from rescene.data.sources import arrays, cifar, image_folder, image_table, published_sets
 from rescene.data.sources.cifar import CIFAR10, CIFAR100
 from rescene.data.sources.decode import shown
 from rescene.data.sources.image_folder import subfolders
+
+READERS: dict[str, Callable[[Path, Options], Dataset]] = {  # one for each form of data
+    "fashion-mini": published_sets.read_fashion_mini,
+    "cifar10": partial(cifar.read, cifar=CIFAR10),
+    "cifar100": partial(cifar.read, cifar=CIFAR100),
+    "tinyimagenet": published_sets.read_tinyimagenet,
+    "office31": published_sets.read_office31,
+    "folder": image_folder.read,
+    "csv": image_table.read_csv,
+    "parquet": image_table.read_parquet,
+    "npz": arrays.read,
+}
 
 
 def detect(path: Path) -> str:
@@ -50,7 +63,7 @@ def _detect_file(path: Path) -> str:
 def _detect_cifar(path: Path) -> str | None:
     shards = cifar.find_parquet(path)
     for files in shards.values():
-        return _cifar_of_columns(cifar.column_names(files[0]), image_table.class_names(files[0]))
+        return _cifar_of_columns(image_table.column_names(files[0]), image_table.class_names(files[0]))
     for known in (CIFAR10, CIFAR100):
         if cifar.find_archive(path, known):
             return known.name
@@ -69,12 +82,11 @@ def _cifar_of_columns(columns: list[str], names: dict[str, list[str]]) -> str | 
 
 
 def _detect_named(path: Path) -> str | None:
-    tiny = tinyimagenet.root(path)
+    tiny = published_sets.tinyimagenet_root(path)
     if (tiny / "wnids.txt").is_file() or (tiny / "val" / "val_annotations.txt").is_file():
         return "tinyimagenet"
-    if {folder.name for folder in subfolders(office31.root(path))} == set(office31.NUM_IMAGES):
-        return "office31"
-    return None
+    domains = {folder.name for folder in subfolders(published_sets.office31_root(path))}
+    return "office31" if domains == set(published_sets.OFFICE31_IMAGES) else None
 
 
 def _detect_tables(path: Path) -> str | None:
@@ -149,7 +161,7 @@ def load(
     if is_own_dataset(name):
         dataset = own_dataset(name, path, options)
     elif name == "fashion-mini" or (name == "auto" and path is None):
-        dataset = fashion_mini.read(fashion_mini.FILE, options)
+        dataset = _read_source("fashion-mini", published_sets.FASHION_MINI, options)
     elif path is not None:
         dataset = _load_path(name, _existing(path), options)
     else:
