@@ -86,7 +86,7 @@ def test_a_file_of_unknown_kind(tmp_path: Path) -> None:
 def office(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     """A small Office-31 that the reader takes for complete."""
     from rescene.data import loading
-    from rescene.data.reading import Options
+    from rescene.data.sources.listing import Options
     from rescene.data.sources.published_sets import read_office31
 
     for d, domain in enumerate(("amazon", "dslr", "webcam")):

@@ -14,8 +14,7 @@ from PIL import Image
 
 from rescene.core.errors import DataError
 from rescene.data import load, plan_tasks
-from rescene.data.reading import Options
-from rescene.data.sources.listing import draw_test
+from rescene.data.sources.listing import Options, draw_test
 from rescene.data.sources.published_sets import read_office31, read_tinyimagenet
 
 IDS = ("n03", "n01", "n02")

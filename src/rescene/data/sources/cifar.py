@@ -30,11 +30,10 @@ from torch import Tensor
 
 from rescene.core.errors import DataError
 from rescene.data.images import Channels, Dataset, Images, Transform
-from rescene.data.reading import Options
 from rescene.data.sources.decode import decode, shown
 from rescene.data.sources.image_folder import list_splits, subfolders, survey
 from rescene.data.sources.image_table import missing_shards, open_parquet
-from rescene.data.sources.listing import assemble
+from rescene.data.sources.listing import Options, assemble
 
 
 @dataclass(frozen=True)

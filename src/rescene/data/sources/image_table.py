@@ -16,10 +16,9 @@ from typing import Any
 from rescene.core.documents import parse_json
 from rescene.core.errors import ConfigError, DataError, command, did_you_mean
 from rescene.data.images import Dataset
-from rescene.data.reading import Options
 from rescene.data.sources.decode import EXTENSIONS, shown
 from rescene.data.sources.image_folder import TEST_NAMES
-from rescene.data.sources.listing import File, assemble, check_inside, class_order
+from rescene.data.sources.listing import File, Options, assemble, check_inside, class_order
 
 ROLES: dict[str, tuple[str, ...]] = {  # what a column is for, and how people call it; the first that is there counts
     "path": (

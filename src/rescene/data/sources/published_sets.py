@@ -16,9 +16,8 @@ from torch import Tensor
 
 from rescene.core.errors import DataError
 from rescene.data.images import Dataset, Images, measure
-from rescene.data.reading import Options
 from rescene.data.sources.image_folder import subfolders, survey
-from rescene.data.sources.listing import File, assemble
+from rescene.data.sources.listing import File, Options, assemble
 
 SIZE = 64  # of TinyImageNet and Office-31
 
