@@ -11,8 +11,7 @@ import torch
 import typer.testing
 
 from rescene.core.rng import Rng
-from rescene.data import Images, Task, Transform
-from rescene.data.sources import fashion_mini
+from rescene.data import Images, Task, Transform, loading
 from rescene.engine import continuation, experiment
 from rescene.lens import feature_cache as keeping
 from rescene.lens import lens
@@ -87,7 +86,7 @@ TINY = {"federation.num_clients": 3, "federation.per_round": 2, "tasks.limit": 2
 def images_are_read_and_looked_at_once():
     """Hundreds of runs and sites in this process see the embedded ones, and nobody writes into a data set."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fashion_mini, "read", functools.cache(fashion_mini.read))
+        patch.setitem(loading.READERS, "fashion-mini", functools.cache(loading.READERS["fashion-mini"]))
         patch.setattr(lens, "_looked", functools.lru_cache(maxsize=4)(lens._looked))  # two data sets
         yield
 

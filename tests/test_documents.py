@@ -15,7 +15,7 @@ from rescene.core.documents import MOST_VALUES, parse_json, parse_toml, parse_ya
 from rescene.core.errors import ConfigError, DataError, RunError
 from rescene.core.json_files import yaml_object
 from rescene.data import load
-from rescene.data.prepared import FORMAT
+from rescene.data.sources.array_files import FORMAT
 from rescene.deploy.federation_folder import FederationFolder
 from rescene.deploy.plan_file import read_plan
 from rescene.deploy.site import Site

@@ -21,7 +21,7 @@ from rescene.core.versions import RESULTS, refuse_newer
 from rescene.data import Dataset
 from rescene.data.objects import dataset_of
 from rescene.data.objects import enter_object as enter_dataset
-from rescene.data.reading import Options
+from rescene.data.sources.listing import Options
 from rescene.engine import RunFolder, use_all_cores
 from rescene.engine import run as run_engine
 from rescene.engine.experiment import load_data

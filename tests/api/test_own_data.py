@@ -10,7 +10,7 @@ from torch.utils.data import IterableDataset
 import rescene
 from rescene.core.errors import DataError
 from rescene.data.objects import dataset_of
-from rescene.data.reading import Options
+from rescene.data.sources.listing import Options
 
 X, Y, X_TEST, Y_TEST = arrays()
 

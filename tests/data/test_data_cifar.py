@@ -18,9 +18,9 @@ from PIL import Image
 
 from rescene.core.errors import DataError
 from rescene.data import load
-from rescene.data.reading import Options
 from rescene.data.sources import cifar
 from rescene.data.sources.cifar import CIFAR10, CIFAR100
+from rescene.data.sources.listing import Options
 
 SMALL10 = replace(CIFAR10, num_train=10, num_test=4)
 SMALL100 = replace(CIFAR100, num_train=10, num_test=4)

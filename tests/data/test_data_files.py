@@ -15,8 +15,7 @@ from PIL import Image
 
 from rescene.core.errors import ConfigError, DataError, ResceneWarning
 from rescene.data import load
-from rescene.data.reading import fit_pixels
-from rescene.data.sources.decode import decode, guess_size
+from rescene.data.sources.decode import decode, fit_pixels, guess_size
 
 
 def code_of(caught: pytest.ExceptionInfo[DataError]) -> tuple[str, int]:

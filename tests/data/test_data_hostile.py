@@ -24,10 +24,10 @@ from PIL import Image
 
 from rescene.core.errors import DataError, ResceneWarning
 from rescene.data import load
-from rescene.data.reading import Options, fit_pixels
 from rescene.data.sources import cifar
 from rescene.data.sources.cifar import CIFAR10, _parse_pickle
-from rescene.data.sources.decode import decode
+from rescene.data.sources.decode import decode, fit_pixels
+from rescene.data.sources.listing import Options
 from rescene.use import predict
 from rescene.use.model import Model
 

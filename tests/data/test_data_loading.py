@@ -85,18 +85,18 @@ def test_a_file_of_unknown_kind(tmp_path: Path) -> None:
 
 def office(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     """A small Office-31 that the reader takes for complete."""
-    from rescene.data import sources
-    from rescene.data.reading import Options
-    from rescene.data.sources import office31
+    from rescene.data import loading
+    from rescene.data.sources.listing import Options
+    from rescene.data.sources.published_sets import read_office31
 
     for d, domain in enumerate(("amazon", "dslr", "webcam")):
         write_classes(path / domain, {"bike": 5, "mug": 5}, (64, 64), start=50 * d)
     counts = dict.fromkeys(("amazon", "dslr", "webcam"), 10)
 
     def read(path: Path, options: Options) -> data.Dataset:
-        return office31.read(path, options, counts, 2)
+        return read_office31(path, options, counts, 2)
 
-    monkeypatch.setitem(sources.READERS, "office31", read)
+    monkeypatch.setitem(loading.READERS, "office31", read)
 
 
 def test_places_are_searched_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -14,9 +14,8 @@ from PIL import Image
 
 from rescene.core.errors import DataError
 from rescene.data import load, plan_tasks
-from rescene.data.reading import Options
-from rescene.data.sources import office31, tinyimagenet
-from rescene.data.sources.listing import draw_test
+from rescene.data.sources.listing import Options, draw_test
+from rescene.data.sources.published_sets import read_office31, read_tinyimagenet
 
 IDS = ("n03", "n01", "n02")
 SIZE = (64, 64)
@@ -40,7 +39,7 @@ def write_tiny(path: Path) -> Path:
 
 
 def read_tiny(path: Path):  # type: ignore[no-untyped-def]
-    return tinyimagenet.read(path, Options(), num_classes=3, num_train=2, num_test=3)
+    return read_tinyimagenet(path, Options(), num_classes=3, num_train=2, num_test=3)
 
 
 def test_tinyimagenet_original_layout(tmp_path: Path) -> None:
@@ -88,7 +87,7 @@ def write_office(path: Path, between: str = "") -> Path:
 
 @pytest.mark.parametrize("between", ["", "images"])
 def test_office31_both_layouts(tmp_path: Path, between: str) -> None:
-    dataset = office31.read(write_office(tmp_path, between), Options(), TOTALS, num_classes=2)
+    dataset = read_office31(write_office(tmp_path, between), Options(), TOTALS, num_classes=2)
     assert dataset.domains == ("amazon", "dslr", "webcam") and dataset.classes == ("bike", "mug")
     counts = {
         (domain, name): int(((dataset.test.domains == d) & (dataset.test.labels == c)).sum())
@@ -105,8 +104,8 @@ def test_office31_both_layouts(tmp_path: Path, between: str) -> None:
 def test_office31_choice_depends_on_the_seed_only(tmp_path: Path) -> None:
     write_office(tmp_path / "a")
     write_office(tmp_path / "b", "images")
-    first, second = (office31.read(tmp_path / name, Options(), TOTALS, num_classes=2) for name in "ab")
-    other = office31.read(tmp_path / "a", Options(seed=1), TOTALS, num_classes=2)
+    first, second = (read_office31(tmp_path / name, Options(), TOTALS, num_classes=2) for name in "ab")
+    other = read_office31(tmp_path / "a", Options(seed=1), TOTALS, num_classes=2)
     assert first.fingerprint() == second.fingerprint() != other.fingerprint()
 
 

@@ -177,11 +177,11 @@ def adopt(
     check_labels(dataset.classes, labels, dataset.name)
     number = {name: i for i, name in enumerate(classes)}
     new_label = torch.tensor([number.get(labels.get(name, name) or "", -1) for name in dataset.classes])
-    train, test = (_renamed(images, new_label) for images in (dataset.train, dataset.test))
+    train, test = (_relabelled(images, new_label) for images in (dataset.train, dataset.test))
     if dataset.split == "given":
         train, test = (images.select(_order(images)[0]) for images in (train, test))
     else:
-        train, test = _split(_joined(train, test), hold_out)
+        train, test = _split(_stacked(train, test), hold_out)
     if not len(train) + len(test) and not may_be_empty:
         raise _nothing_known(dataset, classes)
     strangers = sorted({labels.get(name, name) or "" for name in dataset.classes} - {*classes, ""})
@@ -199,7 +199,7 @@ def away(classes: Sequence[str], transform: Transform, image_size: int, test: Da
     found = none
     if test is not None:
         kept = adopt(test, classes, {}, transform, hold_out=0.0)
-        found = _joined(kept.train, kept.test)  # all of it, however it is arranged
+        found = _stacked(kept.train, kept.test)  # all of it, however it is arranged
     return Dataset("images at the sites", tuple(classes), none, found, transform)
 
 
@@ -226,13 +226,9 @@ def _nothing_known(dataset: Dataset, classes: Sequence[str]) -> DataError:
     )
 
 
-def _renamed(images: Images, new_label: torch.Tensor) -> Images:
+def _relabelled(images: Images, new_label: Tensor) -> Images:
     labels = new_label[images.labels]
     return Images(images.pixels, labels).select(labels >= 0)
-
-
-def _joined(one: Images, other: Images) -> Images:
-    return Images(torch.cat([one.pixels, other.pixels]), torch.cat([one.labels, other.labels]))
 
 
 def _order(images: Images) -> tuple[list[int], list[float]]:

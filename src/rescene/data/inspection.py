@@ -57,14 +57,8 @@ def inspect(dataset: Dataset, told: Sequence[ResceneWarning] = ()) -> Row:
         "classes": [
             {"name": name, "train": n, "test": m} for name, n, m in zip(dataset.classes, train, test, strict=True)
         ],
-        "domains": [
-            {"name": name, "train": _in_domain(dataset.train, d), "test": _in_domain(dataset.test, d)}
-            for d, name in enumerate(dataset.domains)
-        ],
-        "sites": [
-            {"name": name, "train": _at_site(dataset.train, k), "test": _at_site(dataset.test, k)}
-            for k, name in enumerate(dataset.sites)
-        ],
+        "domains": _held(dataset, "domains"),
+        "sites": _held(dataset, "sites"),
         "mean": list(dataset.transform.mean),
         "std": list(dataset.transform.std),
         "split": dataset.split,
@@ -257,6 +251,17 @@ def warn_of_near_copies(dataset: Dataset) -> None:
         warnings.warn(warning, stacklevel=2)
 
 
+def warn_of_repeats(dataset: Dataset) -> None:
+    """Say that images lie more than once (W566): a guarantee is about one of them at one site."""
+    repeats = len(dataset.train) - len(set(dataset.train.digests))
+    if repeats:
+        what = (
+            f"{repeats:,} of {len(dataset.train):,} training images are copies of another one; epsilon is that of one image in one place, "
+            "and a picture that lies twice has about twice as much"
+        )
+        warnings.warn(ResceneWarning("W566", what, fix="remove copies, also those at another site"), stacklevel=2)
+
+
 def _said(told: Sequence[ResceneWarning], code: str) -> str:
     return "; ".join(warning.what for warning in told if warning.code == code)
 
@@ -278,28 +283,15 @@ def _counts(images: Images, num_classes: int) -> list[int]:
     return [int(n) for n in torch.bincount(images.labels, minlength=num_classes)]
 
 
-def _in_domain(images: Images, domain: int) -> int:
-    return 0 if images.domains is None else int((images.domains == domain).sum())
+def _held(dataset: Dataset, what: str) -> list[Row]:
+    """Name and numbers of images of each of the ``domains`` or ``sites``."""
 
+    def count(images: Images, number: int) -> int:
+        own = getattr(images, what)
+        return 0 if own is None else int((own == number).sum())
 
-def warn_of_repeats(dataset: Dataset) -> None:
-    """Say that images lie more than once (W566): a guarantee is about one of them at one site."""
-    repeats = len(dataset.train) - len(set(dataset.train.digests))
-    if repeats:
-        what = (
-            f"{repeats:,} of {len(dataset.train):,} training images are copies of another one; epsilon is that of one image in one place, "
-            "and a picture that lies twice has about twice as much"
-        )
-        warnings.warn(ResceneWarning("W566", what, fix="remove copies, also those at another site"), stacklevel=2)
-
-
-def _at_site(images: Images, site: int) -> int:
-    return 0 if images.sites is None else int((images.sites == site).sum())
-
-
-def hashes(images: Images) -> tuple[bytes, ...]:
-    """One digest per picture, by its pixels."""
-    return images.digests
+    names = enumerate(getattr(dataset, what))
+    return [{"name": name, "train": count(dataset.train, i), "test": count(dataset.test, i)} for i, name in names]
 
 
 def _num_trained(dataset: Dataset, digests: Sequence[bytes]) -> int:

@@ -7,20 +7,33 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from rescene.core.errors import ConfigError, DataError, ResceneWarning, did_you_mean
-from rescene.data import prepared
 from rescene.data.catalog import CATALOG, cache_folder, places, prepared_name
 from rescene.data.images import Dataset
 from rescene.data.objects import is_own_dataset, own_dataset, own_datasets
-from rescene.data.reading import Options, fit_dataset
-from rescene.data.sources import READERS, cifar, fashion_mini, image_table, office31, tinyimagenet
+from rescene.data.sources import array_files, cifar, image_folder, image_table, published_sets
+from rescene.data.sources.array_files import PREPARED, is_prepared, read_prepared, split_of, write_prepared
 from rescene.data.sources.cifar import CIFAR10, CIFAR100
-from rescene.data.sources.decode import shown
+from rescene.data.sources.decode import fit_dataset, shown
 from rescene.data.sources.image_folder import subfolders
+from rescene.data.sources.listing import Options
+
+READERS: dict[str, Callable[[Path, Options], Dataset]] = {  # one for each form of data
+    "fashion-mini": published_sets.read_fashion_mini,
+    "cifar10": partial(cifar.read, cifar=CIFAR10),
+    "cifar100": partial(cifar.read, cifar=CIFAR100),
+    "tinyimagenet": published_sets.read_tinyimagenet,
+    "office31": published_sets.read_office31,
+    "folder": image_folder.read,
+    "csv": image_table.read_csv,
+    "parquet": image_table.read_parquet,
+    "npz": array_files.read_npz,
+}
 
 
 def detect(path: Path) -> str:
@@ -32,7 +45,7 @@ def detect(path: Path) -> str:
 
 def _detect_file(path: Path) -> str:
     kind = path.suffix.lower()[1:]
-    if kind in ("npz", "csv", prepared.KIND):
+    if kind in ("npz", "csv", PREPARED):
         return kind
     if kind == "tsv":
         return "csv"
@@ -50,7 +63,7 @@ def _detect_file(path: Path) -> str:
 def _detect_cifar(path: Path) -> str | None:
     shards = cifar.find_parquet(path)
     for files in shards.values():
-        return _cifar_of_columns(cifar.column_names(files[0]), image_table.class_names(files[0]))
+        return _cifar_of_columns(image_table.column_names(files[0]), image_table.class_names(files[0]))
     for known in (CIFAR10, CIFAR100):
         if cifar.find_archive(path, known):
             return known.name
@@ -69,12 +82,11 @@ def _cifar_of_columns(columns: list[str], names: dict[str, list[str]]) -> str | 
 
 
 def _detect_named(path: Path) -> str | None:
-    tiny = tinyimagenet.root(path)
+    tiny = published_sets.tinyimagenet_root(path)
     if (tiny / "wnids.txt").is_file() or (tiny / "val" / "val_annotations.txt").is_file():
         return "tinyimagenet"
-    if {folder.name for folder in subfolders(office31.root(path))} == set(office31.NUM_IMAGES):
-        return "office31"
-    return None
+    domains = {folder.name for folder in subfolders(published_sets.office31_root(path))}
+    return "office31" if domains == set(published_sets.OFFICE31_IMAGES) else None
 
 
 def _detect_tables(path: Path) -> str | None:
@@ -91,8 +103,8 @@ def _detect_tables(path: Path) -> str | None:
     if packed:
         _tell_of_folders(path, shown(packed.name), [folder.name for folder in subfolders(path)])
         return "npz"
-    ready = _only(path, prepared.KIND)
-    return prepared.KIND if ready and prepared.is_prepared(ready) else None
+    ready = _only(path, PREPARED)
+    return PREPARED if ready and is_prepared(ready) else None
 
 
 def _tell_of_folders(path: Path, taken: str, beside: list[str]) -> None:
@@ -149,7 +161,7 @@ def load(
     if is_own_dataset(name):
         dataset = own_dataset(name, path, options)
     elif name == "fashion-mini" or (name == "auto" and path is None):
-        dataset = fashion_mini.read(fashion_mini.FILE, options)
+        dataset = _read_source("fashion-mini", published_sets.FASHION_MINI, options)
     elif path is not None:
         dataset = _load_path(name, _existing(path), options)
     else:
@@ -180,7 +192,7 @@ def prepare(
     kind = name if name in READERS else detect(source)
     dataset = replace(fit_dataset(_read_source(kind, source, options), image_size), name=name)
     folder = Path(out).expanduser() if out is not None else cache_folder() / name
-    return prepared.write(dataset, folder / prepared_name(name))
+    return write_prepared(dataset, folder / prepared_name(name))
 
 
 def _check_name(name: str, path: AnyPath | None) -> None:
@@ -210,12 +222,12 @@ def _existing(path: AnyPath) -> Path:
 
 
 def _load_path(name: str, path: Path, options: Options) -> Dataset:
-    name = detect(path) if name == "auto" or path.suffix == f".{prepared.KIND}" else name
-    if name == prepared.KIND:
-        return _read_prepared(single_file(path, name), options)
+    name = detect(path) if name == "auto" or path.suffix == f".{PREPARED}" else name
+    if name == PREPARED:
+        return _read_same_split(single_file(path, name), options)
     ready = path / prepared_name(name)
     if ready.is_file() and _fits(ready, options):
-        return prepared.read(ready)
+        return read_prepared(ready)
     return _read_source(name, path, options)
 
 
@@ -225,12 +237,12 @@ def _load_named(name: str, options: Options) -> Dataset:
     ready = [folder / prepared_name(name) for folder in places(name) if (folder / prepared_name(name)).is_file()]
     fitting = [file for file in ready if _fits(file, options)]
     if fitting:
-        return prepared.read(fitting[0])
+        return read_prepared(fitting[0])
     raw = [folder for folder in places(name) if folder.is_dir() and any(f not in ready for f in folder.iterdir())]
     if raw:
         return _read_source(name, raw[0], options)
     if ready:
-        return _read_prepared(ready[0], options)
+        return _read_same_split(ready[0], options)
     raise _not_found(name)
 
 
@@ -240,19 +252,19 @@ def _read_source(name: str, path: Path, options: Options) -> Dataset:
 
 def _fits(file: Path, options: Options) -> bool:
     """Whether a prepared file's test split is the data's own or was drawn with these options."""
-    return prepared.split_of(file) in ("given", options.split)
+    return split_of(file) in ("given", options.split)
 
 
-def _read_prepared(file: Path, options: Options) -> Dataset:
+def _read_same_split(file: Path, options: Options) -> Dataset:
     if not _fits(file, options):
         raise DataError(
             "E202",
             "a prepared data file has another test split",
             where=str(file),
-            why=f"prepared with {prepared.split_of(file)}, asked for {options.split}",
+            why=f"prepared with {split_of(file)}, asked for {options.split}",
             fix="use the same test_fraction and seed, or prepare it again with these",
         )
-    return prepared.read(file)
+    return read_prepared(file)
 
 
 def _not_found(name: str) -> DataError:

@@ -20,8 +20,9 @@ from torch import Tensor
 from rescene.core.errors import DataError, ResceneError, ResceneWarning
 from rescene.core.plugins import installed, note_registered
 from rescene.data.images import Dataset, Images, measure
-from rescene.data.reading import Options, fit_pixels, resize_note
-from rescene.data.sources.listing import File, assemble, check_names, class_order, draw_test
+from rescene.data.sources.array_files import dataset_of_pixels
+from rescene.data.sources.decode import fit_pixels
+from rescene.data.sources.listing import File, Options, assemble, class_order, draw_test
 
 OBJECT = "object:"  # before the name of a data set that exists in this process only
 GROUP = "rescene.datasets"  # entry points of installed packages
@@ -68,7 +69,7 @@ def dataset_of(
             why = f"{', '.join(classes[:3])}, ... and {', '.join(other[:3])}, ..."
             raise no_data(name, f"training and test data name other classes: {why}", "one order of classes for both")
         halves, classes = [(pictures, labels), (more, names)], classes or other
-    return assembled(name, halves, classes, options.split if test is None else "given", options.image_size)
+    return _assembled(name, halves, classes, options.split if test is None else "given", options.image_size)
 
 
 def split(data: Any) -> tuple[Any, Any]:
@@ -229,29 +230,20 @@ def _changed(transform: Change, pixels: Tensor, place: str) -> Any:
         raise no_data(place, why, "a function from a uint8 tensor [3, H, W] to a picture") from error
 
 
-def assembled(
-    name: str, halves: list[tuple[list[Tensor], list[str]]], classes: tuple[str, ...] | None, how: str, size: int | None
+def _assembled(
+    name: str,
+    halves: list[tuple[list[Tensor], list[str]]],
+    classes: tuple[str, ...] | None,
+    split: str,
+    size: int | None,
 ) -> Dataset:
     """Both splits as squares of one size: the one asked for, or the training pictures' shorter side (at most 224)."""
     used = class_order(label for _, labels in halves for label in labels)
     classes = tuple(c for c in classes if c in set(used)) if classes else used
-    check_names("class", classes, name)
-    (train, train_labels), (test, _) = halves
-    missing = [c for c in classes if c not in set(train_labels)]
-    if missing:
-        raise DataError("E204", f"no training image of class {', '.join(missing[:5])}", where=name, fix="add some")
-    if not test:
-        raise DataError("E202", "there is no test image", where=name, fix="give test data, or raise data.test_fraction")
-    shapes = {tuple(p.shape[1:]) for part, _ in halves for p in part}
-    size = size or min(224, min(min(p.shape[1:]) for p in train))
-    number = {c: i for i, c in enumerate(classes)}
-    made = [
-        Images(torch.cat([fit_pixels(p[None], size) for p in part]), torch.tensor([number[c] for c in labels]))
-        for part, labels in halves
-    ]
-    origin = "x".join(map(str, reversed(next(iter(shapes))))) if len(shapes) == 1 else "mixed sizes"
-    notes = () if shapes == {(size, size)} else (resize_note(origin, size),)
-    return Dataset(name, classes, made[0], made[1], measure(made[0].pixels), notes=notes, split=how)
+    train, test = (([p[None] for p in pictures], labels) for pictures, labels in halves)
+    size = size or min(224, min(min(p.shape[-2:]) for p in train[0]))
+    add_test = "give test data, or raise data.test_fraction"
+    return dataset_of_pixels(name, name, classes, train, test, split, size, add_test)
 
 
 def changed(dataset: Dataset, transform: Change) -> Dataset:

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from rescene.core.errors import ConfigError, DataError, ResceneWarning
 from rescene.core.rng import Rng
-from rescene.data import prepared
 from rescene.data.images import Dataset, Task
 from rescene.data.loading import detect, single_file
+from rescene.data.sources.array_files import PREPARED, sites_of
 from rescene.data.sources.image_folder import list_files, survey
 from rescene.data.sources.image_table import column_of
 from rescene.data.sources.listing import class_order
@@ -53,8 +53,8 @@ def _names_at(name: str, path: str | os.PathLike[str], layout: str, columns: Map
     if not place.exists():
         raise DataError("E201", f"there is nothing at {place}", where=str(place.absolute()), fix="check the path")
     kind = detect(place) if name == "auto" else name
-    if kind == prepared.KIND:
-        return prepared.sites_of(single_file(place, kind))
+    if kind == PREPARED:
+        return sites_of(single_file(place, kind))
     if kind in ("csv", "parquet"):
         return class_order(column_of(single_file(place, kind) if kind == "csv" else place, "site", columns))
     if kind in ("folder", "office31"):
@@ -144,7 +144,7 @@ def dirichlet_partition(
     _check(num_clients)
     if not (math.isfinite(beta) and beta > 0) or max_draws < 1:
         raise ConfigError("E208", f"cannot draw a split with beta={beta}, max_draws={max_draws}", fix="both above 0")
-    positions = _by_class(labels)
+    positions = list(_by_class(labels).values())
     num_images = [len(p) for p in positions]
     best: tuple[int, int] | None = None
     for draw in range(max_draws):
@@ -170,10 +170,10 @@ def _stream(seed: int, draw: int) -> np.random.Generator:
     return np.random.default_rng(Rng(seed).at("partition", draw).integer())
 
 
-def _by_class(labels: Tensor) -> list[np.ndarray]:
+def _by_class(labels: Tensor) -> dict[int, np.ndarray]:
     """Positions of each class present, ascending labels."""
     values = labels.cpu().numpy()
-    return [np.flatnonzero(values == c) for c in np.unique(values)]
+    return {int(c): np.flatnonzero(values == c) for c in np.unique(values)}
 
 
 def _draw_sizes(
@@ -251,7 +251,7 @@ class LazySplit(Sequence[Tensor]):
     def counts(self, client: int) -> dict[int, int]:
         """Images of each class that this client has any of; no image is drawn for it."""
         sizes = self._sizes(self._stream(client))
-        return {int(label): int(n) for label, n in zip(self._classes, sizes, strict=True) if n}
+        return {label: int(n) for label, n in zip(self._classes, sizes, strict=True) if n}
 
     def _draw(self, client: int) -> np.ndarray:
         rng = self._stream(client)
@@ -267,5 +267,4 @@ class LazySplit(Sequence[Tensor]):
 
     @cached_property
     def _classes(self) -> dict[int, np.ndarray]:
-        labels = self.labels.cpu().numpy()
-        return {c: np.flatnonzero(labels == c) for c in np.unique(labels)}
+        return _by_class(self.labels)

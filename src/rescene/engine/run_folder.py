@@ -47,7 +47,7 @@ from rescene.core.run_state import LOCK, Busy, is_done, working_in
 from rescene.core.versions import FOLDER, refuse_newer, source_hash
 from rescene.data.images import Dataset
 from rescene.data.objects import OBJECT, is_own_dataset, maker_of, own_dataset
-from rescene.data.reading import Options
+from rescene.data.sources.listing import Options
 from rescene.engine.checkpoint import Checkpoints, could_not_save, reach, save_atomically, write_json
 from rescene.engine.experiment import Experiment
 from rescene.methods import method_class

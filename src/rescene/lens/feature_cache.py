@@ -34,7 +34,6 @@ from rescene.core.record import record
 from rescene.core.versions import source_hash
 from rescene.data.catalog import cache_folder
 from rescene.data.images import Images
-from rescene.data.inspection import hashes
 
 LIMIT = 8_000_000_000  # bytes in the user's cache folder; what was not used for longest goes first
 SUFFIX = ".safetensors"
@@ -147,7 +146,7 @@ def picture_names(images: Images, chunk: int) -> list[bytes]:
     """Names of pictures that are looked at ``chunk`` at a time; the last chunk may be smaller."""
     last = len(images) % chunk
     sizes = [chunk] * (len(images) - last) + [last] * last
-    return [digest + size.to_bytes(2, "big") for digest, size in zip(hashes(images), sizes, strict=True)]
+    return [digest + size.to_bytes(2, "big") for digest, size in zip(images.digests, sizes, strict=True)]
 
 
 def block_of(names: Sequence[bytes], features: Mapping[bytes, Tensor]) -> dict[str, Tensor]:

@@ -16,10 +16,9 @@ import io
 import math
 import pickle
 import pickletools
-import re
 import tarfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -31,10 +30,10 @@ from torch import Tensor
 
 from rescene.core.errors import DataError
 from rescene.data.images import Channels, Dataset, Images, Transform
-from rescene.data.reading import Options
 from rescene.data.sources.decode import decode, shown
 from rescene.data.sources.image_folder import list_splits, subfolders, survey
-from rescene.data.sources.listing import assemble
+from rescene.data.sources.image_table import missing_shards, open_parquet
+from rescene.data.sources.listing import Options, assemble
 
 
 @dataclass(frozen=True)
@@ -102,16 +101,6 @@ def incomplete(cifar: Cifar, path: Path, why: str) -> DataError:
 SIZE = 32
 
 
-def read_cifar10(path: Path, options: Options) -> Dataset:
-    """CIFAR-10 from its archive or folder."""
-    return read(path, options, CIFAR10)
-
-
-def read_cifar100(path: Path, options: Options) -> Dataset:
-    """CIFAR-100 with its 100 fine labels, from its archive or folder."""
-    return read(path, options, CIFAR100)
-
-
 def read(path: Path, options: Options, cifar: Cifar) -> Dataset:
     """Parquet if there is any, else an official archive (packed or not), else train/<class>/* and test/<class>/*."""
     shards = find_parquet(path)
@@ -150,7 +139,6 @@ def _from_splits(path: Path, cifar: Cifar, splits: dict[str, tuple[Tensor, Tenso
     return Dataset(cifar.name, cifar.classes, train, test, Transform(*cifar.statistics, SIZE // 8))
 
 
-_SHARD = re.compile(r"(?P<split>.+)-(?P<number>\d{5})-of-(?P<total>\d{5})\.parquet")
 _IMAGE_COLUMNS = ("img", "image")
 Shards = dict[str, list[Path]]
 
@@ -169,11 +157,6 @@ def find_parquet(path: Path) -> Shards:
     return shards
 
 
-def column_names(path: Path) -> list[str]:
-    """Column names of a parquet file."""
-    return list(open_parquet(path).schema_arrow.names)
-
-
 def read_parquet(path: Path, shards: Shards, options: Options, cifar: Cifar) -> dict[str, tuple[Tensor, Tensor]]:
     """train and test -> pixels uint8 [n, 3, 32, 32] and labels [n]."""
     for split in ("train", "test"):
@@ -184,16 +167,6 @@ def read_parquet(path: Path, shards: Shards, options: Options, cifar: Cifar) -> 
             raise incomplete(cifar, path, f"missing: {', '.join(missing)}")
         check_count(cifar, path, split, sum(open_parquet(file).metadata.num_rows for file in shards[split]))
     return {split: _read_split(shards[split], options, cifar) for split in ("train", "test")}
-
-
-def missing_shards(files: Sequence[Path]) -> list[str]:
-    """Names that the pattern <split>-00000-of-00002.parquet promises and that are not there."""
-    present = {file.name for file in files}
-    promised = set()
-    for match in filter(None, map(_SHARD.fullmatch, present)):
-        total = int(match["total"])
-        promised |= {f"{match['split']}-{i:05d}-of-{total:05d}.parquet" for i in range(total)}
-    return sorted(promised - present)
 
 
 def _read_split(files: list[Path], options: Options, cifar: Cifar) -> tuple[Tensor, Tensor]:
@@ -220,19 +193,6 @@ def _column(file: Path, present: list[str], wanted: tuple[str, ...]) -> str:
     raise DataError(
         "E205", f"no column {' or '.join(wanted)}", where=str(file), why=why, fix="check the data set's name"
     )
-
-
-def open_parquet(path: Path):  # type: ignore[no-untyped-def]  # pyarrow has no stubs and is imported only here
-    """A parquet file; one that cannot be read is E202."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        return pq.ParquetFile(path)
-    except (pa.ArrowException, OSError) as problem:
-        raise DataError(
-            "E202", f"cannot read {path.name}", where=str(path), why=str(problem), fix="copy it again"
-        ) from problem
 
 
 _SHAPE = (3, 32, 32)

@@ -1,4 +1,8 @@
-"""From image files (or their bytes) to one uint8 tensor, in parallel threads (Pillow decodes without the GIL)."""
+"""From image files (or their bytes) to one uint8 tensor of squares, in parallel threads (Pillow decodes without the GIL).
+
+There is one policy for odd sizes, for files and for tensors: a picture's shorter side is scaled with antialiasing, then the centre
+is cropped.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +11,21 @@ import statistics
 import threading
 import unicodedata
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from rescene.core.errors import DataError, ResceneWarning
-from rescene.data.reading import TooLarge, centre, check_area, resize_note, scaled_size
+from rescene.data.images import Dataset, Transform
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -75,7 +80,7 @@ def decode(
     if refused:
         _report(refused, names, skip_unreadable)
     read = [result for result in outcome if not isinstance(result, Exception)]
-    notes = _resize_notes({original for original, _ in read}, size)
+    notes = resize_notes({original for original, _ in read}, size)
     if moving := sum(moves for _, moves in read):
         notes += (f"of {moving} animations or files with several pages only the first picture was read",)
     kept = [i for i in range(len(sources)) if i not in refused]
@@ -193,8 +198,86 @@ def _report(refused: dict[int, Exception], names: Sequence[str], skip: bool) -> 
     raise DataError("E203", f"cannot read image {names[first]}{others}", where=where, why=why, fix=fix)
 
 
-def _resize_notes(originals: set[tuple[int, int]], size: int) -> tuple[str, ...]:
-    if originals <= {(size, size)}:
+MAX_PIXELS = 2**27  # of one picture, stored or scaled; as RGB in memory that is half a gigabyte
+
+
+class TooLarge(ValueError):
+    """A picture, known by its header alone, that would take more memory than a picture may."""
+
+
+def check_area(width: int, height: int, size: int) -> int:
+    """Pixels of the larger of the picture and its scaled copy; above ``MAX_PIXELS`` it is refused.
+
+    A long thin picture is small on disk and enormous when its shorter side has become ``size``.
+
+    >>> check_area(100, 50, 32)
+    5000
+    """
+    if min(width, height) < 1:
+        raise TooLarge(f"it has no pixels ({width} x {height})")
+    new_width, new_height = scaled_size(width, height, size)
+    if width * height > MAX_PIXELS:
+        raise TooLarge(f"{width:,} x {height:,} pixels; a picture may have {MAX_PIXELS:,} in all")
+    if new_width * new_height > MAX_PIXELS:
+        raise TooLarge(
+            f"{width:,} x {height:,} pixels: too long and thin, with a shorter side of {size} it would be "
+            f"{new_width:,} x {new_height:,}; a picture may have {MAX_PIXELS:,} pixels in all"
+        )
+    return max(width * height, new_width * new_height)
+
+
+def scaled_size(width: int, height: int, size: int) -> tuple[int, int]:
+    """(width, height) after the shorter side became ``size``.
+
+    >>> scaled_size(100, 50, 32), scaled_size(28, 28, 32)
+    ((64, 32), (32, 32))
+    """
+    scale = size / min(width, height)
+    return max(size, round(width * scale)), max(size, round(height * scale))
+
+
+def centre(width: int, height: int, size: int) -> tuple[int, int]:
+    """Left and top of the centred window of ``size``."""
+    return (width - size) // 2, (height - size) // 2
+
+
+def resize_notes(originals: Collection[tuple[int, int]], size: int) -> tuple[str, ...]:
+    """What was done to pictures of these (width, height), for the list of notes; nothing, if all had this size.
+
+    >>> resize_notes({(28, 28)}, 32), resize_notes({(28, 28), (40, 30)}, 32)[0][:33], resize_notes({(32, 32)}, 32)
+    (('resized from 28x28 to 32x32 (shorter side, centre crop)',), 'resized from mixed sizes to 32x32', ())
+    """
+    if set(originals) <= {(size, size)}:
         return ()
     origin = "{}x{}".format(*next(iter(originals))) if len(originals) == 1 else "mixed sizes"
-    return (resize_note(origin, size),)
+    return (f"resized from {origin} to {size}x{size} (shorter side, centre crop)",)
+
+
+def fit_pixels(pixels: Tensor, size: int) -> Tensor:
+    """uint8 [n, 3, H, W] -> uint8 [n, 3, size, size]."""
+    height, width = pixels.shape[-2:]
+    if height == width == size:
+        return pixels
+    at_once = 2**26 // check_area(width, height, size)  # bounds the float copy
+    new_width, new_height = scaled_size(width, height, size)
+    left, top = centre(new_width, new_height, size)
+    parts = []
+    for chunk in torch.split(pixels, max(1, min(1024, at_once))):
+        scaled = F.interpolate(chunk.float(), (new_height, new_width), mode="bilinear", antialias=True)
+        window = scaled[..., top : top + size, left : left + size]
+        parts.append(window.round().clamp(0, 255).to(torch.uint8))
+    return torch.cat(parts) if parts else pixels.new_zeros((0, 3, size, size))
+
+
+def fit_dataset(dataset: Dataset, size: int | None) -> Dataset:
+    """The data set at another picture size, with a note; the same one if it has that size already."""
+    old = dataset.image_size
+    if size is None or size == old:
+        return dataset
+    return replace(
+        dataset,
+        train=replace(dataset.train, pixels=fit_pixels(dataset.train.pixels, size)),
+        test=replace(dataset.test, pixels=fit_pixels(dataset.test.pixels, size)),
+        transform=Transform(dataset.transform.mean, dataset.transform.std, size // 8),
+        notes=(*dataset.notes, *resize_notes({(old, old)}, size)),
+    )

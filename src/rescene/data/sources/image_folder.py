@@ -15,9 +15,8 @@ from pathlib import Path
 
 from rescene.core.errors import DataError, ResceneWarning, command
 from rescene.data.images import Dataset
-from rescene.data.reading import Options
 from rescene.data.sources.decode import EXTENSIONS, shown
-from rescene.data.sources.listing import File, assemble, check_inside, class_order
+from rescene.data.sources.listing import File, Options, assemble, check_inside, class_order
 
 TEST_NAMES = ("test", "val", "valid", "validation")
 _UNREAD = {".heic", ".heif", ".avif", ".jxl", ".jp2", ".dng", ".raw", ".cr2", ".cr3", ".nef", ".arw", ".psd", ".tga"}

@@ -7,6 +7,7 @@ holds labels; others may hold split, domain and site. Columns are found by their
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,11 +16,9 @@ from typing import Any
 from rescene.core.documents import parse_json
 from rescene.core.errors import ConfigError, DataError, command, did_you_mean
 from rescene.data.images import Dataset
-from rescene.data.reading import Options
-from rescene.data.sources.cifar import missing_shards, open_parquet
 from rescene.data.sources.decode import EXTENSIONS, shown
 from rescene.data.sources.image_folder import TEST_NAMES
-from rescene.data.sources.listing import File, assemble, check_inside, class_order
+from rescene.data.sources.listing import File, Options, assemble, check_inside, class_order
 
 ROLES: dict[str, tuple[str, ...]] = {  # what a column is for, and how people call it; the first that is there counts
     "path": (
@@ -32,6 +31,7 @@ ROLES: dict[str, tuple[str, ...]] = {  # what a column is for, and how people ca
     "site": ("site", "site_id", "client", "client_id", "hospital", "centre", "center"),
 }
 REQUIRED = ("path", "label")
+_SHARD = re.compile(r"(?P<split>.+)-(?P<number>\d{5})-of-(?P<total>\d{5})\.parquet")
 _TRAIN_NAMES = ("train", "training")
 _TEST_NAMES = (*TEST_NAMES, "testing")
 
@@ -148,6 +148,34 @@ def _parquet_table(path: Path, only: str | None = None, names_only: bool = False
     table = stored.read(columns=None if only is None else [only])
     columns = {name: table[name].to_pylist() for name in table.column_names}
     return Table(path, columns, 0, class_names(path), _split_of(path))
+
+
+def open_parquet(path: Path):  # type: ignore[no-untyped-def]  # pyarrow has no stubs and is imported only here
+    """A parquet file; one that cannot be read is E202."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return pq.ParquetFile(path)
+    except (pa.ArrowException, OSError) as problem:
+        raise DataError(
+            "E202", f"cannot read {path.name}", where=str(path), why=str(problem), fix="copy it again"
+        ) from problem
+
+
+def missing_shards(files: Sequence[Path]) -> list[str]:
+    """Names that the pattern <split>-00000-of-00002.parquet promises and that are not there."""
+    present = {file.name for file in files}
+    promised = set()
+    for match in filter(None, map(_SHARD.fullmatch, present)):
+        total = int(match["total"])
+        promised |= {f"{match['split']}-{i:05d}-of-{total:05d}.parquet" for i in range(total)}
+    return sorted(promised - present)
+
+
+def column_names(path: Path) -> list[str]:
+    """Column names of a parquet file."""
+    return list(open_parquet(path).schema_arrow.names)
 
 
 def class_names(path: Path) -> dict[str, list[str]]:
