@@ -17,7 +17,7 @@ from rescene.core.method_style import style_of
 from rescene.report import load_run
 from rescene.report.figures_tradeoffs import Point, point_row, points_of
 from rescene.report.groups import group_runs
-from rescene.report.table_formats import csv_text
+from rescene.report.tables import csv_text
 
 ROOT = Path(__file__).parents[1]
 MARKED = re.compile(r"(<!-- benchmarks/frontier.py -->\n).*?(<!-- end -->)", re.DOTALL)

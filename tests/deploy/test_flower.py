@@ -34,7 +34,7 @@ from rescene.deploy.federation_folder import APP, FederationFolder, broken_apps,
 from rescene.deploy.flower import FlowerPost, client
 from rescene.deploy.processes import alive, check_port, end_orphans, environment, free_port, running, start, stop
 from rescene.engine import RunFolder, checkpoint
-from rescene.engine import run_setup as parts
+from rescene.engine import run_parts as parts
 from rescene.engine.run_folder import made_on
 
 identity = pytest.importorskip("flwr.supercore.task_identity", reason="this Flower has no task identity")

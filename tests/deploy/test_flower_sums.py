@@ -23,7 +23,7 @@ from rescene.deploy.exchange import Patience
 from rescene.deploy.federation_folder import init
 from rescene.deploy.processes import _descendants, free_port, running, stop
 from rescene.engine import RunFolder
-from rescene.engine import in_process as engine
+from rescene.engine import transport as engine
 from rescene.methods.moments import EVERYBODY, received
 from rescene.privacy.totals import added
 

@@ -6,7 +6,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from rescene.cli.deploy_verbs import operator_page
+from rescene.cli.progress import operator_page
 from rescene.config.site_sections import SitesSection
 from rescene.core.errors import RunError
 from rescene.deploy import control, operator

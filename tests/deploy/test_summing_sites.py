@@ -112,7 +112,7 @@ def parts(tmp_path_factory):
 def plain_parts(settings, folder):
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rescene.engine.in_process.added", lambda given: added(found.extend(given) or found))
+        patch.setattr("rescene.engine.transport.added", lambda given: added(found.extend(given) or found))
         in_process(resolve("smoke", [*settings, "federation.num_rounds=1"]), folder / "run")
     return found
 

@@ -17,7 +17,7 @@ from rescene.data import Task
 from rescene.engine import RunFolder
 from rescene.engine.faults import LateAnswers
 from rescene.engine.loop import run
-from rescene.engine.run_setup import check_transport
+from rescene.engine.run_parts import check_transport
 from rescene.engine.transport import Call
 from rescene.functional.model_average import changed_likewise
 from rescene.methods import method_class, method_names

@@ -57,6 +57,7 @@ def test_the_protocol_of_the_main_table():
         ("matched-memory", "cifar10/0.5/refed/matched", "method.storage", 1000),
         ("office31", "office31/1.0/refed", "method.storage", 300),
         ("office31", "office31/1.0/rescene", "federation.per_round", 4),
+        ("office31", "office31/1.0/fedaf", "method.guard", False),
         ("server-epochs-lite", "fashion-mini/0.1/rescene/E_srv=10", "train.server_epochs", 2),
         ("main-lite", "fashion-mini/0.1/glfc", "federation.num_rounds", 2),
         ("main-lite", "fashion-mini/0.1/target", "method.synthesis_rounds", 4),
@@ -65,6 +66,16 @@ def test_the_protocol_of_the_main_table():
 )
 def test_settings_mean_what_the_paper_says(recipe, cell, key, value):
     assert flat(recipe, cell)[key] == value
+
+
+def test_a_reading_that_says_what_the_table_says_is_the_row_itself():
+    def labels(recipe, name):
+        return [reading for fast, reading, _ in cell_of(paper_recipe(recipe), name).forms() if not fast]
+
+    assert "guard" in labels("office31", "office31/1.0/rescene")
+    assert "no guard" not in labels("office31", "office31/1.0/rescene")
+    assert "guard" not in labels("main", "cifar10/0.5/rescene")
+    assert "no guard" in labels("main", "cifar10/0.5/rescene")
 
 
 def test_safl_covers_three_betas_on_cifar10_and_main_has_its_control():

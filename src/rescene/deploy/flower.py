@@ -39,8 +39,8 @@ def answer(message: Message, context: Context) -> Message:
 
 def reply_from(site: Site, message: Message) -> Message:
     """The site's answer to a letter that came in a message of Flower's. The site's log hears how far a look is."""
-    from rescene.engine.look_log import LookLog
     from rescene.lens import looks_to
+    from rescene.lens.look_progress import LookLog
 
     with looks_to(LookLog().take):
         reply = site.answer(Letter(_bytes(message, "head"), _bytes(message, "body")))

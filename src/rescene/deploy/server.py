@@ -15,7 +15,7 @@ from rescene.deploy.site_config import OWN
 from rescene.engine import RunFolder
 from rescene.engine.checkpoint import write_json
 from rescene.engine.loop import Run
-from rescene.engine.run_setup import check_transport
+from rescene.engine.run_parts import check_transport
 
 
 def run_across(

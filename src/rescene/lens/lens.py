@@ -4,7 +4,7 @@ It has a name, a SHA-256 over everything it computes with, and a statement of wh
 picture of bytes, only with other channels: everything behind it, from partition to evaluation, is the same as for photographs.
 
     waves    fixed filters; no number in it was learned          19 channels of 4 x 4
-    leaves   a network and patches, made from dead leaves only   2,816 numbers (4,160 above 32 pixels)
+    leaves   a network and patches, made from dead leaves only   2,816 numbers (4,272 above 32 pixels)
     FILE     a lens like `leaves` that somebody made (`rescene lens make`), or a network of the user's (`rescene lens take`)
     timm:NAME@CHECKPOINT, FILE.onnx   the latter without a file in between: taken on first use and kept in the cache folder
 """

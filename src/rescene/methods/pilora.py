@@ -83,7 +83,8 @@ class PILoRA(AveragingMethod):
     marker: ClassVar[str] = ">"
     paper: ClassVar[str] = "Guo et al., ECCV 2024"
     leaves_site: ClassVar[str] = (
-        "the low-rank weights of the task, a prototype and the mean feature of each class, and the number of local images"
+        "the low-rank weights of the task, a prototype of each of its classes, the mean feature of each class that the site "
+        "holds, and the number of local images"
     )
     leaves_in_short: ClassVar[str] = "low-rank weights, mean features"
     compute: ClassVar[tuple[str, str] | None] = ("O(R K E D_loc F)", "O(R K |C_t|)")

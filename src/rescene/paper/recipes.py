@@ -78,13 +78,15 @@ class PaperCell:
 
     def forms(self, with_readings: bool = True) -> Iterator[tuple[bool, str, PaperCell]]:
         """Whether with E_srv=10, reading ("" for the one taken), cell: everything that may stand beside the cell where it was run."""
+        names = ("", *readings(self.method)) if with_readings else ("",)
         for fast, form in ((False, self), (True, self.fast)):
-            if form is not None:
-                yield from (
-                    (fast, name, form.read_as(name) if name else form)
-                    for name in ("", *readings(self.method))
-                    if with_readings or not name
-                )
+            if form is None:
+                continue
+            found: dict[str, tuple[bool, str, PaperCell]] = {}
+            for name in names:
+                read = form.read_as(name) if name else form
+                found.setdefault(read.experiment, (fast, name, read))  # a reading may say what the row says already
+            yield from found.values()
 
     @property
     def unavailable(self) -> Obstacle | None:

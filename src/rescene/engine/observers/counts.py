@@ -8,8 +8,8 @@ came and went, and when their buffers closed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
+from rescene.core.results import Stream, StreamClass
 from rescene.engine.experiment import Experiment
 from rescene.engine.federation import RunFederation
 from rescene.engine.observers import Observer, RunView
@@ -31,7 +31,19 @@ class CostWatch(Observer):
         run.row.update(self.ledger.so_far())
 
 
+MORE_IMAGES = "give each site more images of a class (federation.num_clients) or ask for fewer (method.ipc)"
 COUNTED = ("num_fallbacks", "num_withheld", "num_declined", "num_suppressed")
+
+
+def what_was_lost(withheld: int, sent: int) -> str:
+    """What the server missed in a round, because images stayed home; empty where at least half of them were sent.
+
+    >>> what_was_lost(5, 5), what_was_lost(6, 5), what_was_lost(6, 0)
+    ('', 'most surrogates stayed home, so the server learned little new', 'no surrogate left any site, so the server learned nothing new')
+    """
+    if not sent:
+        return "no surrogate left any site, so the server learned nothing new"
+    return "most surrogates stayed home, so the server learned little new" if withheld > sent else ""
 
 
 class UploadCounts(Observer):
@@ -47,9 +59,8 @@ class UploadCounts(Observer):
             setattr(facts, name, getattr(facts, name) + count)
         if withheld := counts["num_withheld"]:
             note("info", "I310", f"{withheld} surrogates were still real images of a small class and stayed home")
-            if not any(len(u.get("images", ())) for u in uploads.values()):
-                fix = "give each site more images of a class (federation.num_clients) or ask for fewer (method.ipc)"
-                note("warning", "W311", f"no surrogate left any site, so the server learned nothing new: {fix}")
+            if lost := what_was_lost(withheld, sum(len(u.get("images", ())) for u in uploads.values())):
+                note("warning", "W311", f"{lost}: {MORE_IMAGES}")
         if fallbacks := counts["num_fallbacks"]:
             note("warning", "W301", f"{fallbacks} surrogates became non-finite and fell back to their start image")
 
@@ -68,25 +79,25 @@ class ClosingsWatch(Observer):
             self.context.note("info", "I302", words)
 
 
-def stream_record(experiment: Experiment, closings: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """The part of results.json; rounds are 1-based and counted through the stream. Empty where tasks are announced.
+def stream_of(experiment: Experiment, closings: Sequence[Sequence[int]]) -> Stream | None:
+    """The part of results.json; rounds are 1-based and counted through the stream. None where tasks are announced.
 
     ``arrives`` and ``leaves`` are the first and last round in which any site may hold images of the class.
     """
     recipe = experiment.recipe
     drift, rounds, names = recipe.tasks.drift, recipe.federation.num_rounds, experiment.dataset.classes
     if drift is None:
-        return {}
+        return None
     total = len(experiment.tasks) * rounds
     classes = [
-        {
-            "class": names[label],
-            "task": task.index,
-            "arrives": task.index * rounds + 1,
-            "leaves": min((task.index + 1) * rounds + drift, total),
-            "closed": [number for own, number in closings if own == label],
-        }
+        StreamClass(
+            class_name=names[label],
+            task=task.index,
+            arrives=task.index * rounds + 1,
+            leaves=min((task.index + 1) * rounds + drift, total),
+            closed=tuple(number for own, number in closings if own == label),
+        )
         for task in experiment.tasks
         for label in task.classes
     ]
-    return {"stream": {"drift": drift, "num_rounds": total, "rounds_per_task": rounds, "classes": classes}}
+    return Stream(tuple(classes), rounds_per_task=rounds, num_rounds=total, drift=drift)

@@ -1,7 +1,11 @@
-"""The parts of a run, put together from its recipe: among them its steps in order, and the thread that writes beside the loop."""
+"""The parts of a run: put together from its recipe, saved after each step, and restored from what was saved.
+
+Among them are the steps in order, and the thread that writes beside the loop.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
@@ -12,21 +16,24 @@ import torch
 
 from rescene.accel.cuda_graph import lasting_stream
 from rescene.config import Resolved
-from rescene.core.errors import ConfigError
+from rescene.core.errors import ConfigError, RunError
+from rescene.core.json_files import as_json
+from rescene.core.record import to_device
+from rescene.core.results import Grown, Moved
 from rescene.data import Task
+from rescene.engine.checkpoint import Saved
 from rescene.engine.cost_ledger import CostLedger
 from rescene.engine.experiment import Experiment, prepare
 from rescene.engine.faults import Faults, LateAnswers
 from rescene.engine.federation import RunFederation
-from rescene.engine.in_process import Sites
 from rescene.engine.observers import Guarded, Observer, Observers
 from rescene.engine.observers.counts import ClosingsWatch, CostWatch, UploadCounts
 from rescene.engine.observers.hostile_sites import Adversary, AttackWatch, Screen
 from rescene.engine.observers.leakage_watch import LeakageWatch
 from rescene.engine.observers.theory_watch import TheoryWatch
-from rescene.engine.run_context import Progress, RunContext, warnings_to
+from rescene.engine.run_context import Progress, RunContext, restored, warnings_to
 from rescene.engine.run_folder import RunFolder, made_on
-from rescene.engine.transport import Call, FederationSettings, Transport
+from rescene.engine.transport import Call, FederationSettings, Transport, simulated_site
 from rescene.methods.base import Client
 from rescene.nets.cost import FlopMeter
 
@@ -108,6 +115,131 @@ class RunParts:
         context.experiment = replace(self.experiment, recipe=recipe)
         self.steps = schedule(self.experiment)
 
+    def commit(self, number: int) -> None:
+        """Begin to write the state after ``number`` steps; it is written while the next step is under way."""
+        context, folder, late = self.context, self.folder, self.federation.late_answers
+        with context.timer.phase("checkpoint"):
+            self.writer.wait()  # the commit before; its seconds belong into the facts of this one
+            clients = {str(k): state for k, state in sorted(self.federation.client_states.items())}
+            under_way = {} if late is None else {"under_way": late.under_way_tree()}
+            tree = {"state": self.state, "clients": clients, **under_way, **self.observers.states()}
+            facts = {
+                "facts": as_json(context.facts),
+                "ledger": self.federation.ledger.facts(),
+                "lengths": folder.lengths(),
+                "timing": context.timer.report(),
+                "made_on": self.made_on,
+            }
+            status = self._status("running", number)
+
+            def write() -> None:
+                with context.timer.beside("checkpoint"):
+                    folder.sync()
+                    folder.checkpoints.save(number, tree, facts)
+                    self.done = number
+                    folder.status(**status)
+
+            self.writer.start(write)
+
+    def tell_status(self, state: str) -> None:
+        """Write into status.json where the run stands."""
+        self.folder.status(**self._status(state, self.done))
+
+    def _status(self, state: str, done: int) -> dict[str, Any]:
+        context = self.context
+        aa = context.facts.incremental[-1] if context.facts.incremental else None
+        (task, round), steps = context.place, len(self.steps)
+        place = {"state": state, "task": task, "round": round, "done": done, "steps": steps, "aa": as_json(aa)}
+        return place | context.setting | {"num_rounds": self.experiment.recipe.rounds_of(task)}
+
+    def restore(self, elsewhere: bool) -> None:
+        """Load the newest good checkpoint, if there is one. With ``elsewhere`` it may be of other code or another machine."""
+        context, folder = self.context, self.folder
+        folder.sweep()
+        with warnings_to(context.note_later):
+            saved = folder.checkpoints.load()
+            folder.cut(saved.facts["lengths"] if saved else dict.fromkeys(folder.lengths(), 0))
+        if saved is None:
+            folder.describe(self.experiment)
+            for words in self.experiment.recipe.federation.simulated:
+                context.note_later("warning", "W371", f"SIMULATED {words}")
+        else:
+            context.note_later("info", "I401", f"resumed after step {saved.step}")
+            self.adopt(saved, elsewhere)
+        context.note_kept()
+        self.done = saved.step if saved else 0
+
+    def adopt(self, saved: Saved, elsewhere: bool) -> None:
+        """Be where the checkpoint was made. With ``elsewhere`` that may have been other code or another machine."""
+        context, e, federation = self.context, self.experiment, self.federation
+        there = saved.facts.get("made_on") or self.folder.environment()
+        changed = {key: [there.get(key), now] for key, now in self.made_on.items() if there.get(key) != now}
+        if changed and not elsewhere:
+            raise self._refusal(changed)
+        self.state = to_device(saved.tree["state"], e.device)
+        federation.client_states = {int(k): to_device(v, e.device) for k, v in saved.tree["clients"].items()}
+        if federation.late_answers is not None:
+            found = saved.tree.get("under_way", {})
+            federation.late_answers.under_way = {int(k): to_device(v, e.device) for k, v in found.items()}
+        context.facts = restored(saved.facts["facts"])
+        self._fit_plan(saved.step)
+        federation.ledger.restore(saved.facts["ledger"])
+        context.timer.resume(saved.facts["timing"])
+        self.observers.restore(saved.tree)
+        step = self.steps[saved.step - 1]
+        context.place = (step.task.index, -1 if step.round is None else step.round)
+        if changed:
+            context.facts.elsewhere.append(Moved(saved.step, dict(changed)))
+            told = f"went on elsewhere after step {saved.step}, not bit for bit: {'; '.join(_changes(changed))}"
+            context.note_later("warning", "W403", told)
+
+    def _refusal(self, changed: dict[str, list[Any]]) -> RunError:
+        """The error, also written to the events: the operator of a run across sites sees only those."""
+        error = RunError(
+            "E416",
+            "this run began with other code or on another machine, so it would not end with the same bits",
+            where=str(self.folder.path),
+            why="\n".join(_changes(changed)),
+            fix="go on where it began, or add --elsewhere (rescene resume, continue, run and deploy run have it): the results then say so",
+        )
+        self.context.note("error", error.code, f"{error.what}: {'; '.join(_changes(changed))}. {error.fix}")
+        return error
+
+    def _fit_plan(self, done: int) -> None:
+        """The plan may have grown since the checkpoint: its matrix gets wider, and what is done must still be in it."""
+        facts, folder = self.context.facts, self.folder
+        ended = sum(step.ends for step in self.steps[:done])
+        if done > len(self.steps) or ended != len(facts.matrix):
+            raise RunError(
+                "E409",
+                "the plan has fewer rounds than were already held",
+                where=str(folder.path),
+                fix="put the rounds of finished tasks back; rescene deploy close-task ends one early",
+            )
+        num_tasks, at_sites = len(self.experiment.tasks), self.experiment.recipe.sites is not None
+        grew = bool(facts.matrix) and len(facts.matrix[-1]) < num_tasks
+        if grew and not at_sites:
+            facts.continued.append(Grown(after_task=len(facts.matrix) - 1, num_tasks=num_tasks))
+            told = f"{num_tasks - len(facts.matrix)} task(s) were added to a finished run of {len(facts.matrix)}"
+            self.context.note_later("info", "I402", told)
+        facts.matrix = [row + [math.nan] * (num_tasks - len(row)) for row in facts.matrix]
+        if done < len(self.steps):
+            (folder.path / "results.json").unlink(missing_ok=True)  # they were of the plan as it was before
+        if grew or at_sites:
+            folder.describe(self.experiment)
+
+
+def _changes(changed: dict[str, list[Any]]) -> list[str]:
+    """
+    >>> _changes({"threads": [4, 2], "code": ["0123456789abcdef" * 4, None]})
+    ['threads: 4 -> 2', 'code: 0123456789ab -> unknown']
+    """
+
+    def short(value: Any) -> str:
+        return "unknown" if value is None else value[:12] if len(str(value)) == 64 else str(value)
+
+    return [f"{key}: {short(before)} -> {short(now)}" for key, (before, now) in changed.items()]
+
 
 def check_transport(resolved: Resolved, transport: Transport) -> None:
     """Refuse a recipe that this transport cannot run."""
@@ -155,12 +287,12 @@ def _federation(
         e.recipe.promise(len(e.tasks)),
         Faults(e.recipe.federation.faults, e.rng),
     )
-    sites = Sites(e, context.resolved.digest(), context.folder.path / "ledgers")
+    digest, ledgers = context.resolved.digest(), context.folder.path / "ledgers"
 
     def client(task: Task, number: int) -> Client:
         """What this client works with now: its images, or poisoned ones if it attacks, and its mechanism."""
         here, round = context.place
-        site = sites.at(task.index, round, number)
+        site = simulated_site(e, digest, ledgers, task.index, round, number)
         shard = context.experiment.shard(e.tasks[here], number, federation.net, site, leakage.see_start, round)
         return adversary.at(number, shard)
 
