@@ -108,6 +108,14 @@ def test_a_stopped_run_goes_on_and_loses_no_round(tmp_path):
     assert len(rounds) <= 11, "a kill may fall between a round and its note, no more"
 
 
+def test_what_lacks_its_data_is_listed_and_not_started(tmp_path, monkeypatch):
+    monkeypatch.setenv("RESCENE_DATA", str(tmp_path))
+    cells = [Missing("test", "no data", cell_of(MAIN, "cifar10/0.5/fedavg"), 0), *wanted("a")]
+    lacking, done = queue(tmp_path, cells, 1, {"no data": 0.1, "a": 0.1}, command=pretend()).run()
+    assert (lacking.state, done.state) == ("cannot run", "done")
+    assert lacking.used is None and "is not on this machine: rescene data prepare cifar10" in lacking.why
+
+
 def test_a_queue_in_the_background_can_stop_its_runs(tmp_path):
     """A shell lets its background jobs ignore Ctrl-C, and so do the processes that they start."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -148,13 +156,15 @@ def test_minutes_are_predicted_from_runs_on_the_same_device_only(tmp_path):
 
 def test_the_command_line_plans_and_refuses(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RESCENE_DATA", str(tmp_path))
     (tmp_path / "kept").mkdir()
 
     def invoke(*words):
         return CliRunner().invoke(app, ["paper", "run", *words])
 
     plan = json.loads(invoke("--queue", "--plan", "--runs", "kept", "--json").output)
-    assert len(plan) > 80 and {row["state"] for row in plan} == {"waiting"} and plan[0]["predicted"] is None
+    assert len(plan) > 80 and plan[0]["predicted"] is None
+    assert {row["state"] for row in plan} == {"cannot run"} and "data prepare cifar10" in plan[0]["why"]
     assert not Path("runs").exists()
     for words in (("--queue",), ("main", "--queue", "--minutes", "5"), (), ("--queue", "--minutes", "0")):
         result = invoke(*words, "--runs", "kept")

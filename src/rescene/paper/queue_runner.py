@@ -165,7 +165,9 @@ class QueueRow:
     seed: int
     group: str
     folder: str
-    state: str = "waiting"  # waiting, running, running elsewhere, done, stopped or failed
+    state: str = (
+        "waiting"  # waiting, running, running elsewhere, done, stopped, failed, or cannot run (``why`` says what helps)
+    )
     predicted: float | None = None
     used: float | None = None
     why: str = ""
@@ -211,7 +213,10 @@ class Queue:
         self.waiting = [(one, self._row(one, predict(one), slower)) for one in wanted]
         self.rows = [row for _, row in self.waiting]
         for one, row in self.waiting:
-            row.state = "running elsewhere" if state_of(work / one.folder) == "running" else row.state
+            if state_of(work / one.folder) == "running":
+                row.state = "running elsewhere"
+            elif obstacle := one.cell.obstacle:
+                row.state, row.why = "cannot run", f"{obstacle.reason}: {obstacle.fix.partition(';')[0]}"
         self.waiting = [(one, row) for one, row in self.waiting if row.state == "waiting"]
         self.going: list[_Going] = []
 
