@@ -154,6 +154,18 @@ def test_minutes_are_predicted_from_runs_on_the_same_device_only(tmp_path):
     assert predictor(store, "card")(Missing("e", "x", office, 0)) is None, "its sizes are not known without the images"
 
 
+def test_runs_with_statistics_of_the_batch_are_timed_apart(tmp_path):
+    """Their condensation is not recorded as a graph and takes several times as long."""
+    cell = cell_of(MAIN, "cifar10/0.5/rescene").fast
+    nominal = {"client_flops": 3.6e15, "server_flops": 20e15}
+    folder = write_run(tmp_path, cell, cost={"nominal": nominal, "measured": {}})
+    (folder / "env.json").write_text('{"device": "card"}')
+    (folder / "timing.json").write_text(json.dumps({"total_s": 120.0}))
+    predict = predictor(Store([tmp_path]), "card")
+    assert predict(Missing("a", "x", cell.read_as("real minibatch 10"), 0))
+    assert predict(Missing("a", "x", cell.read_as("BatchNorm in train mode"), 0)) is None
+
+
 def test_the_command_line_plans_and_refuses(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RESCENE_DATA", str(tmp_path))
