@@ -84,12 +84,12 @@ def page(
     work: Callable[[Cell], Cell],
     table: Callable[[Path], str],
 ) -> None:
-    """Fill results/<name>/cells.jsonl, or with --table the table of docs/<name>.md from it."""
+    """Fill results/<name>/cells.jsonl, or with --table the table of results/<name>/README.md from it."""
     root = Path(__file__).parents[1]
     told = arguments(about, seeds, root / "results" / name / "cells.jsonl")
     if told.table:
         made = table(told.out)
-        fill(root / "docs" / f"{name}.md", f"{name}: table", made)
+        fill(root / "results" / name / "README.md", f"{name}: table", made)
         print(made)
     else:
         run_cells(cells(told.seeds), work, told.out, told.jobs)

@@ -30,10 +30,21 @@ from smallworld import METHODS, images, overrides
 from rescene.api import execute
 from rescene.config import Resolved, resolve
 from rescene.core.errors import RunError
-from rescene.deploy.control import run, start_server, start_site
 from rescene.deploy.exchange import Patience
 from rescene.deploy.federation_folder import FederationFolder, init
-from rescene.deploy.processes import Started, _descendants, _facts, alive, free_port, running, start_kept, stop
+from rescene.deploy.operator import run
+from rescene.deploy.processes import (
+    Started,
+    _descendants,
+    _facts,
+    alive,
+    free_port,
+    running,
+    start_kept,
+    start_server,
+    start_site,
+    stop,
+)
 
 OUT = Path(__file__).parents[1] / "results" / "trust" / "deploy-kills.jsonl"
 PARTS = ("link", "site", "server app")

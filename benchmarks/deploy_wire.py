@@ -142,7 +142,7 @@ def exchange(grid: Grid, post: flower.FlowerPost, layout: str, model: dict[str, 
 def engine(post: flower.FlowerPost) -> tuple[Any, Any]:
     """The federation of a real run, without the loop around it."""
     from rescene.config import resolve
-    from rescene.deploy.post_transport import PostTransport
+    from rescene.deploy.server import PostTransport
     from rescene.engine import prepare
     from rescene.engine.cost_ledger import CostLedger
     from rescene.engine.federation import RunFederation
@@ -163,9 +163,8 @@ def engine(post: flower.FlowerPost) -> tuple[Any, Any]:
 
 
 def run() -> None:
-    from rescene.deploy.control import LINK, flwr, runs, start_server, start_site
     from rescene.deploy.federation_folder import init
-    from rescene.deploy.processes import free_port, stop
+    from rescene.deploy.processes import LINK, flwr, free_port, runs, start_server, start_site, stop
 
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     os.environ["OMP_NUM_THREADS"] = "1"

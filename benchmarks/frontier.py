@@ -1,5 +1,5 @@
 """The stored points of the frontier figure, from the runs under results/: writes src/rescene/report/frontier.csv and the table
-in docs/mechanisms.md.
+in results/frontier/README.md.
 
     python benchmarks/frontier.py [PATTERN ...]        of run folders, if not those below
 
@@ -17,12 +17,12 @@ from rescene.core.method_style import style_of
 from rescene.report import load_run
 from rescene.report.figures_tradeoffs import Point, point_row, points_of
 from rescene.report.groups import group_runs
-from rescene.report.table_formats import csv_text
+from rescene.report.tables import csv_text
 
 ROOT = Path(__file__).parents[1]
 MARKED = re.compile(r"(<!-- benchmarks/frontier.py -->\n).*?(<!-- end -->)", re.DOTALL)
 FOLDERS = (
-    "results/frontier/*",
+    "results/frontier/*-s*",
     "results/lens/fashion-mini-*",
     *(f"results/private/dp/{name}-*" for name in ("fedavg", "fedcbdr", "refed")),
 )
@@ -50,7 +50,7 @@ def main(*patterns: str) -> None:
     rows = [{key: value for key, value in point_row(p).items() if key != "stored"} for p in points]
     rows = [{key: round(v, 4) if isinstance(v, float) else v for key, v in row.items()} for row in rows]
     (ROOT / "src/rescene/report/frontier.csv").write_text(csv_text(rows), "utf-8", newline="")
-    page = ROOT / "docs/mechanisms.md"
+    page = ROOT / "results/frontier/README.md"
     page.write_text(MARKED.sub(rf"\g<1>{markdown(points)}\g<2>", page.read_text("utf-8")), "utf-8")
     print(f"{len(rows)} points of {len(runs)} runs")
 

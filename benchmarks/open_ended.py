@@ -3,7 +3,7 @@
     python benchmarks/open_ended.py --out results/open-ended/cells.jsonl --jobs 16
 
 Classes drift in over two rounds (and at once). ReSCENE closes a class that stayed away for W rounds; W = 99 never closes one.
-`python benchmarks/open_ended.py --table` puts the table into docs/open-ended.md.
+`python benchmarks/open_ended.py --table` puts the table into results/open-ended/README.md.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ from rescene.config import resolve
 from rescene.core.record import Tree, num_bytes, tensors
 from rescene.data import LazySplit
 from rescene.engine import cost_ledger as ledger
+from rescene.engine import forecast as speed
 from rescene.engine.forecast import forecast
-from rescene.engine.forecast import rates as speed
 from rescene.engine.loop import Run
 from rescene.engine.run_folder import RunFolder
 from rescene.engine.scaling import Means, scale

@@ -137,10 +137,10 @@ def as_processes(num_sites: int, num_rounds: int, seed: int) -> dict[str, list[S
 
     A site's app is a new process for every letter; of it, the most that it held in a round.
     """
-    from rescene.deploy.control import run, start_server, start_site
     from rescene.deploy.exchange import Patience
     from rescene.deploy.federation_folder import init
-    from rescene.deploy.processes import _descendants, free_port, running, stop
+    from rescene.deploy.operator import run
+    from rescene.deploy.processes import _descendants, free_port, running, start_server, start_site, stop
 
     with tempfile.TemporaryDirectory(prefix="rescene-trust-") as spare:
         root = Path(spare)

@@ -3,7 +3,7 @@
     python benchmarks/withdrawal.py --out results/withdrawal/cells.jsonl --jobs 16
 
 The demo (fashion-mini, five tasks of two classes, ten sites); of each seed the site whose uploads the server holds most of.
-`python benchmarks/withdrawal.py --table` puts the table into docs/withdrawal.md.
+`python benchmarks/withdrawal.py --table` puts the table into results/withdrawal/README.md.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ MUTATIONS = (
              "tests/functional/test_balance_and_matching.py"),
     Mutation("an answer to another question counts", "deploy/answers.py",
              "not hmac.compare_digest(token, question.token)", "not token", "tests/deploy/test_any_order.py"),
-    Mutation("a site is asked again for what is in the journal", "deploy/post_transport.py",
+    Mutation("a site is asked again for what is in the journal", "deploy/server.py",
              "if kept is not None:", "if kept == b'':", "tests/deploy/test_any_order.py"),
     Mutation("something travels beside the content", "deploy/message_bytes.py",
              "if again != text:", "if not again:", "tests/deploy/test_message.py"),

@@ -7,12 +7,10 @@ from typing import Any
 import typer.main
 
 from generate.markdown import code, safe, table
-from rescene.cli.help import leaves
+from rescene.cli.app import app, leaves
 
 
 def page() -> str:
-    from rescene.cli.app import app
-
     root = typer.main.get_command(app)
     lines = ["# Commands", "", safe(root.help), "", "Exit status: 0 fine; 2 recipe or usage; 3 images; 4 a run failed; 5 a check failed; "
              "130 interrupted; 143 terminated. `--debug` may stand anywhere and shows tracebacks.", ""]  # fmt: skip

@@ -20,7 +20,7 @@ def page() -> str:
     from rescene.paper.paper_tables import results_grid, status_grid, table_grid
     from rescene.paper.recipes import paper_recipe, recipe_names
     from rescene.paper.store import Store
-    from rescene.report.table_formats import render
+    from rescene.report.tables import render
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a split that no draw makes even, told by the runs themselves

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from rescene.engine.look_log import LookLog, LookWords
 from rescene.lens import looks_to
+from rescene.lens.look_progress import LookLog, LookWords
 
 Event = dict[str, Any]
 FINISHED = "W562"  # the run that was asked for had finished before

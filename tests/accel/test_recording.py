@@ -10,7 +10,7 @@ import torch
 from rescene.accel.cuda_graph import _Turn, lasting_stream, recorded
 from rescene.accel.fused_layers import SideStream
 from rescene.core.errors import ResceneWarning
-from rescene.engine.run_setup import Writer
+from rescene.engine.run_parts import Writer
 
 
 def test_threads_prepare_one_at_a_time():

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 import rescene
 from rescene.config import resolve
 from rescene.core.errors import ConfigError, DataError, ResceneError
-from rescene.engine.model_file import initial_weights
 from rescene.lens import backbone
 from rescene.nets import Arch
+from rescene.nets.model_file import initial_weights
 
 NET = "timm:test_resnet"  # timm's own smallest ResNet, 160 pixels
 needs_timm = pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason="timm is not installed")

@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 
 import rescene
 from rescene.audit import audit_words
-from rescene.cli import audit_report
 from rescene.cli.app import app
 from rescene.report import load_run, write_report
 from rescene.report.groups import group_runs
@@ -86,7 +85,7 @@ def test_a_mechanism_that_forgets_its_noise_is_contradicted_with_exit_code_5(mon
 @pytest.mark.parametrize(("fired", "code"), [(True, 0), (False, 5)])
 def test_controls_decide_the_exit_code(monkeypatch, fired, code):
     row = {"control": "noise switched off", "claimed": 1.0, "broken": 3.0, "sound": 0.0, "fired": fired}
-    monkeypatch.setattr(audit_report, "run_controls", lambda stage, num: [row])
+    monkeypatch.setattr("rescene.audit.run_controls", lambda stage, num: [row])
     result = invoke("smoke", "--controls")
     assert result.exit_code == code and ("fired" if fired else "DID NOT FIRE") in result.output
 

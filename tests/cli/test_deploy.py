@@ -79,7 +79,7 @@ def test_a_rehearsal_ends_with_a_report_and_says_where_and_whether_the_bits_agre
         if wrong:
             (out / "model" / "final.safetensors").write_bytes(b"other bits")
 
-    monkeypatch.setattr("rescene.deploy.operator.rehearse", rehearse)
+    monkeypatch.setattr("rescene.deploy.trial.rehearse", rehearse)
     small = ["method=fedavg", "tasks.limit=1", "federation.num_rounds=1", "model.width=8", "device=cpu"]
     code, output = say("rehearse", *small, "--sites", 2, "--out", tmp_path / "out")
     assert code == (5 if wrong else 0) and ("they differ" if wrong else "the same bits") in output
@@ -111,7 +111,7 @@ def test_classes_are_opened_on_the_command_line(folder):
 
 
 def test_a_site_with_bad_images_does_not_start(tmp_path, monkeypatch):
-    monkeypatch.setattr("rescene.deploy.control.require_flower", lambda: None)
+    monkeypatch.setattr("rescene.deploy.processes.require_flower", lambda: None)
     (tmp_path / "site.yaml").write_text(f"{{client: 0, holds: own, data: {{path: {tmp_path / 'images'}}}}}")
     code, output = say("site", tmp_path)
     assert code == 3 and "E211" in output and "site.yaml" in output

@@ -12,13 +12,11 @@ from typer.testing import CliRunner
 
 import rescene
 from rescene.cli import progress
-from rescene.cli.app import app
-from rescene.cli.help import GROUPS, examples, leaves
+from rescene.cli.app import GROUPS, app, examples, leaves
 from rescene.cli.progress import Pace
 from rescene.cli.shared_options import complete_method, complete_recipe, recipe_keys
 from rescene.config import recipe_names, resolve
-from rescene.engine import look_log
-from rescene.lens import expect_looks, tell_looked
+from rescene.lens import expect_looks, look_progress, tell_looked
 from rescene.methods import method_class, method_names
 
 invoke = CliRunner().invoke
@@ -215,8 +213,8 @@ def test_doctor_tells_of_extras_and_ends_with_a_verdict(monkeypatch):
 
 def test_a_look_says_how_many_pictures_of_how_many_and_the_time_left(monkeypatch, capsys):
     now = [0.0]
-    monkeypatch.setattr(look_log.time, "monotonic", lambda: now[0])
-    line, log = look_log.LookWords(), look_log.LookLog()
+    monkeypatch.setattr(look_progress.time, "monotonic", lambda: now[0])
+    line, log = look_progress.LookWords(), look_progress.LookLog()
     words = []
     for done in (32, 64, 96, 128):
         now[0] += 6
@@ -232,7 +230,7 @@ def test_a_look_says_how_many_pictures_of_how_many_and_the_time_left(monkeypatch
 
 @pytest.mark.parametrize(("quiet", "lines"), [(False, 1), (True, 0)])
 def test_looks_are_told_unless_somebody_wants_quiet(quiet, lines, monkeypatch, capsys):
-    monkeypatch.setattr(look_log, "LINE_S", 0.0)
+    monkeypatch.setattr(look_progress, "LINE_S", 0.0)
     for watched in (progress.watch, progress.watch_looks):
         with watched(quiet):
             expect_looks(3)

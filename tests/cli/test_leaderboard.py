@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import rescene
 from rescene.api import default_folder
 from rescene.cli.app import app
-from rescene.cli.leaderboard_verbs import leaderboard_rows
+from rescene.cli.look_verbs import leaderboard_rows
 from rescene.config import resolve
 from rescene.report.leaderboard import csv_of, page_of
 

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from rescene.cli.app import app
 
-DOCS = Path(__file__).parents[2] / "docs" / "scale.md"
+DOCS = Path(__file__).parents[2] / "docs" / "cost.md"
 invoke = CliRunner().invoke
 SMALL = ["scale", "demo", "federation.num_rounds=1", "model.width=2", "--server-gflops", "100"]
 

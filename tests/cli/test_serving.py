@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from rescene.cli import deploy_verbs, progress
+from rescene.cli import progress
 from rescene.core.errors import ConfigError
 from rescene.deploy.federation_folder import FederationFolder
 
@@ -65,7 +65,7 @@ def test_a_port_that_is_taken_is_told():
 
 def test_before_the_first_round_it_says_so(tmp_path, capsys):
     federation = FederationFolder(tmp_path, "clinic", "127.0.0.1", 9000, ["north"])
-    with deploy_verbs.operator_page(federation, lambda: None, 0):
+    with progress.operator_page(federation, lambda: None, 0):
         address = capsys.readouterr().out.split()[-1]
         status, body, _ = ask(address)
     assert status == 200 and b"No round has been held yet" in body and b"clinic" in body

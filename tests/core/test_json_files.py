@@ -4,7 +4,17 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from rescene.core.json_files import json_lines, record_file, record_of, records_of, row_of
+from rescene.core.json_files import (
+    LEFT_OUT,
+    NULL,
+    as_json,
+    beside,
+    json_lines,
+    record_file,
+    record_of,
+    records_of,
+    row_of,
+)
 
 
 @dataclass(frozen=True)
@@ -34,6 +44,24 @@ def test_values_are_converted_by_their_type():
     found = record_of(Whole, row | {"unknown": 1}, damaged)
     assert found == Whole(3.0, "a", (Part("x", 2),), ((1.0, None),), {"a": 1.0}) and damaged == []
     assert isinstance(found.accuracy, float) and row_of(found)["class"] == "a"
+
+
+@dataclass(frozen=True)
+class Written:
+    name: str = ""
+    parts: tuple[Part, ...] = field(default=(), metadata=LEFT_OUT)
+    best: Part | None = field(default=None, metadata=beside("parts"))
+    seconds: dict[str, float] = field(default_factory=dict, metadata=NULL)
+
+
+def test_a_record_is_written_as_its_fields_say():
+    assert as_json(Written()) == {"name": "", "seconds": None}
+    part = {"name": "x", "size": 2}
+    row = {"name": "", "parts": [part], "best": None, "seconds": {"a": 1.0}}
+    assert as_json(Written(parts=(Part("x", 2),), seconds={"a": 1.0})) == row
+    assert record_of(Written, as_json(Written(best=Part("x", 2))), []) == Written(), (
+        "without parts nobody writes the best"
+    )
 
 
 @pytest.mark.parametrize(

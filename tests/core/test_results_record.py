@@ -9,7 +9,8 @@ import rescene.api
 from rescene.core.errors import DataError, RunError
 from rescene.core.method_style import style_of
 from rescene.core.recipe_keys import experiment_keys, flatten
-from rescene.core.results import read_metrics, read_results, results_of_row
+from rescene.core.results import read_metrics, read_results, results_of_row, written
+from rescene.core.run_state import read_object
 from rescene.methods import method_class
 from rescene.report import load_run
 
@@ -41,6 +42,27 @@ def test_a_run_of_today_is_read_whole_and_carries_its_style(tmp_path):
     assert run.results.cost.measured.uplink_bytes and run.timing.total_s
     (tmp_path / "run" / "results.json").unlink()
     assert load_run(tmp_path / "run").style.title == "FedAvg"  # before its end: from origin.json
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"method": "rescene", "federation.faults.dropout": 0.1, "federation.screen": "features"},
+        {
+            "method": "fedavg",
+            "federation.delay": 1,
+            "federation.faults.attack": "flip",
+            "federation.faults.attackers": [0],
+        },
+        {"method": "rescene", "privacy.mechanism": "paper-experiment", "privacy.noise_multiplier": 1.0},
+    ],
+)
+def test_the_record_misses_nothing_that_a_run_writes(more, tmp_path):
+    small = {"tasks.limit": 2, "federation.num_rounds": 1, "federation.num_clients": 3, "federation.per_round": 3}
+    rescene.run("demo", out=tmp_path / "run", **small | more)
+    there, again = (read_object(tmp_path / "run" / "results.json"), written(load_run(tmp_path / "run").results))
+    assert there.pop("config").items() >= again.pop("config").items()  # a key without a value is not read
+    assert again == there
 
 
 def test_a_damaged_or_newer_file_is_refused(tmp_path):

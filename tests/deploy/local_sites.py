@@ -9,8 +9,7 @@ import yaml
 from rescene.config import resolve
 from rescene.deploy.exchange import Patience, Undelivered
 from rescene.deploy.message_bytes import pack_message, unpack_message
-from rescene.deploy.post_transport import PostTransport
-from rescene.deploy.server import run_across
+from rescene.deploy.server import PostTransport, run_across
 from rescene.deploy.site import Site
 from rescene.engine import RunFolder
 from rescene.engine.loop import Run

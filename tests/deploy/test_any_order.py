@@ -11,7 +11,7 @@ from rescene.core.rng import Rng
 from rescene.deploy.answers import Journal
 from rescene.deploy.exchange import HELLO, Patience, Reply, Undelivered
 from rescene.deploy.message_bytes import pack_message, unpack_message
-from rescene.deploy.post_transport import PostTransport
+from rescene.deploy.server import PostTransport
 from rescene.engine import checkpoint
 from rescene.engine.cost_ledger import CostLedger
 from rescene.engine.federation import RunFederation

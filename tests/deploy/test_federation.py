@@ -247,7 +247,7 @@ def test_nobody_waits_for_a_site_that_cannot_take_part(tmp_path, monkeypatch):
     def waits(seconds):
         raise AssertionError("it waits")
 
-    monkeypatch.setattr("rescene.deploy.post_transport.time.sleep", waits)
+    monkeypatch.setattr("rescene.deploy.server.time.sleep", waits)
     assert list(asked.ask([0, 1, 2], "client_round", payload)) == [0, 2]
     assert noted[0] == ("E356", "site 1 cannot take part: no images")
 
@@ -272,7 +272,7 @@ def test_a_site_refuses_what_is_no_verb_and_other_versions(tmp_path):
     for name in ("server_round", "_private", "__class__", "train", "no_such"):
         with pytest.raises(RunError, match="E346"):
             client_verb(asked.method, name)
-    head = unpack_message(asked.transport._head("client_round", (0, 0), None, (), "a" * 32)).tree
+    head = asked.transport._request("client_round", 0, 0, (), None, "a" * 32)
     old = type(head)(**(vars(head) | {"version": "0.0.1"}))
     reply = unpack_message(Site.open(folder).answer(Letter(pack_message(old).data))).tree
     assert reply.problem[0] == "E343" and "0.0.1" in reply.problem[1]

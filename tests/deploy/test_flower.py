@@ -26,15 +26,25 @@ from local_sites import PATIENT, TINY, across, events, hashes, in_process, sites
 
 from rescene.config import resolve
 from rescene.core.errors import ConfigError, RunError
-from rescene.deploy import control, processes
-from rescene.deploy.control import run as run_deployed
-from rescene.deploy.control import start_server, start_site
+from rescene.deploy import operator, processes
 from rescene.deploy.exchange import Letter, Patience, Undelivered
 from rescene.deploy.federation_folder import APP, FederationFolder, broken_apps, init
 from rescene.deploy.flower import FlowerPost, client
-from rescene.deploy.processes import alive, check_port, end_orphans, environment, free_port, running, start, stop
+from rescene.deploy.operator import run as run_deployed
+from rescene.deploy.processes import (
+    alive,
+    check_port,
+    end_orphans,
+    environment,
+    free_port,
+    running,
+    start,
+    start_server,
+    start_site,
+    stop,
+)
 from rescene.engine import RunFolder, checkpoint
-from rescene.engine import run_setup as parts
+from rescene.engine import run_parts as parts
 from rescene.engine.run_folder import made_on
 
 identity = pytest.importorskip("flwr.supercore.task_identity", reason="this Flower has no task identity")
@@ -149,8 +159,8 @@ def test_the_operators_word_elsewhere_reaches_the_server_app(tmp_path, monkeypat
         said.append(words[-1])
         raise RunError("E352", "no link here")
 
-    monkeypatch.setattr(control, "flwr", flwr)
-    monkeypatch.setattr(control, "running", lambda folder: [object()])
+    monkeypatch.setattr(operator, "flwr", flwr)
+    monkeypatch.setattr(operator, "running", lambda folder: [object()])
     for elsewhere in (False, True):
         with pytest.raises(RunError, match="E352"):
             run_deployed(federation, resolve("smoke", TINY), tmp_path / "run", elsewhere=elsewhere)
@@ -178,7 +188,7 @@ def test_init_keeps_secrets_and_never_replaces_a_key(tmp_path):
 def test_a_port_that_is_taken_is_told(tmp_path, monkeypatch):
     import socket
 
-    monkeypatch.setattr(control, "check_port", partial(check_port, patience_s=0.1))
+    monkeypatch.setattr(processes, "check_port", partial(check_port, patience_s=0.1))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -299,6 +309,6 @@ def test_two_nodes_and_two_rounds_over_tls_with_node_keys(tmp_path):
     with pytest.raises(ConfigError, match="E128"):
         run_deployed(federation, resolved, tmp_path / "again")
     with pytest.raises(RunError, match="E352"):
-        from rescene.deploy.control import nodes
+        from rescene.deploy.processes import nodes
 
         nodes(federation)

@@ -25,9 +25,20 @@ from test_flower import LocalGrid
 from rescene.config import resolve
 from rescene.core.errors import ConfigError
 from rescene.deploy import flower_app
-from rescene.deploy.control import LINK, flwr, runs, start_server, start_site
 from rescene.deploy.federation_folder import init
-from rescene.deploy.processes import environment, free_port, program, start, stop, wait_for_port
+from rescene.deploy.processes import (
+    LINK,
+    environment,
+    flwr,
+    free_port,
+    program,
+    runs,
+    start,
+    start_server,
+    start_site,
+    stop,
+    wait_for_port,
+)
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FOLDERS = ["flower-app", "flower-baseline"]

@@ -18,12 +18,12 @@ from local_sites import in_process
 from own_sites import NAMES, write_images
 
 from rescene.config import resolve
-from rescene.deploy import control
+from rescene.deploy import operator, processes
 from rescene.deploy.exchange import Patience
 from rescene.deploy.federation_folder import init
 from rescene.deploy.processes import _descendants, free_port, running, stop
 from rescene.engine import RunFolder
-from rescene.engine import in_process as engine
+from rescene.engine import transport as engine
 from rescene.methods.moments import EVERYBODY, received
 from rescene.privacy.totals import added
 
@@ -48,9 +48,9 @@ class Nodes:
             section = yaml.safe_load((site / "site.yaml").read_text())
             section |= {"data": {"path": str(self.images), "image_size": 32}, "device": "cpu"}
             (site / "site.yaml").write_text(yaml.safe_dump(section))
-        control.start_server(self.federation)
+        processes.start_server(self.federation)
         for site in self.sites:
-            control.start_site(site)
+            processes.start_site(site)
 
     def stop(self):
         for place in self.places:
@@ -62,7 +62,7 @@ class Nodes:
 
     def run(self, resolved, folder, deadline_s=300):
         patience = Patience(gather_s=300, deadline_s=deadline_s, poll_s=0.5)
-        return control.run(self.federation, resolved, folder, patience, lambda line: None, look_s=4)
+        return operator.run(self.federation, resolved, folder, patience, lambda line: None, look_s=4)
 
 
 @pytest.fixture(scope="module")

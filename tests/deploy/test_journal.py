@@ -12,6 +12,7 @@ from rescene.core.errors import RunError
 from rescene.deploy.answers import Journal, Question, open_reply
 from rescene.deploy.exchange import Reply, Undelivered
 from rescene.deploy.message_bytes import pack_message, unpack_message
+from rescene.deploy.server import Roster
 from rescene.methods.upload_schema import NOTHING
 
 
@@ -198,11 +199,13 @@ def test_what_the_engine_below_repeats_of_a_site_is_made_printable(tmp_path):
 def test_a_key_answers_for_its_own_site_only(tmp_path):
     folders = sites(tmp_path)
     asked, payload, noted = federation(tmp_path, LocalPost(folders), overrides=["federation.quorum=0"])
-    asked.transport._seats = {1000: 0, 999: 2, 998: 1}  # two sites have exchanged their numbers, not their keys
+    asked.transport._roster = Roster(
+        {1000: 0, 999: 2, 998: 1}
+    )  # two sites have exchanged their numbers, not their keys
     assert list(asked.ask([0, 1, 2], "client_round", payload)) == [0]
     assert [code for code, _ in noted] == ["E344", "E344", "E348", "E348"] and "key" in noted[0][1]
     stranger, payload, noted = federation(tmp_path / "more", LocalPost(folders), overrides=["federation.quorum=0"])
-    stranger.transport._seats = {5: 0}  # the key of site 0 is another node's
+    stranger.transport._roster = Roster({5: 0})  # the key of site 0 is another node's
     assert list(stranger.ask([0, 1, 2], "client_round", payload)) == [1, 2]
     assert [code for code, _ in noted] == ["E344", "E348"]
 

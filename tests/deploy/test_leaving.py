@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 
 from rescene.cli.app import app
 from rescene.config import resolve
-from rescene.deploy.control import federation_of, without_left
 from rescene.deploy.exchange import HELLO, Request
 from rescene.deploy.federation_folder import FederationFolder
 from rescene.deploy.message_bytes import unpack_message
+from rescene.deploy.operator import federation_of, without_left
 from rescene.deploy.plan_file import with_plan
 from rescene.deploy.server import run_across
 from rescene.engine import RunFolder

@@ -13,8 +13,8 @@ from rescene.cli.running import print_summary
 from rescene.config import resolve
 from rescene.core.errors import RunError
 from rescene.deploy.checks import check_site
+from rescene.deploy.operator import declined, left_out_rows
 from rescene.deploy.plan_file import accuracy_warning, with_plan
-from rescene.deploy.status import declined, left_out_rows
 from rescene.report import load_run, write_report
 from rescene.report.groups import group_runs
 from rescene.report.model_card import model_card

@@ -6,13 +6,13 @@ from urllib.request import urlopen
 
 import pytest
 
-from rescene.cli.deploy_verbs import operator_page
+from rescene.cli.progress import operator_page
 from rescene.config.site_sections import SitesSection
 from rescene.core.errors import RunError
-from rescene.deploy import control, operator
+from rescene.deploy import operator, processes
 from rescene.deploy.federation_folder import FederationFolder
+from rescene.deploy.operator import left_out_rows, site_answers, task_rows
 from rescene.deploy.plan_file import Held
-from rescene.deploy.status import left_out_rows, site_answers, task_rows
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_a_file_that_holds_something_else_is_as_good_as_none(federation, content
     operator.watch_sites(federation, folder)
     sites = json.loads((folder / "sites.json").read_text())["sites"]
     assert [(site["last_answer"], site["waiting_since"]) for site in sites] == [(None, None)] * 2
-    assert control.progress(folder) == "starting" and control.registered(federation) == {}
+    assert operator.progress(folder) == "starting" and processes.registered(federation) == {}
     assert site_answers([folder], ["north", "south"]) == {} and left_out_rows([folder], ["north"]) == []
     assert Held.of(folder) == Held(begun=False) and task_rows(plan, folder)[0]["state"] == "not begun: ant"
 

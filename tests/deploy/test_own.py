@@ -17,14 +17,13 @@ from rescene.core.errors import ConfigError, DataError, RunError
 from rescene.data import Images
 from rescene.data.derived_sets import adopt
 from rescene.data.tasks import cut
-from rescene.deploy.control import progress
 from rescene.deploy.exchange import HELLO, Letter, Request
 from rescene.deploy.message_bytes import pack_message, unpack_message
+from rescene.deploy.operator import left_out_rows, progress, site_answers, task_rows
 from rescene.deploy.plan_file import Held, add_classes, close_task, read_plan, with_plan, write_plan
-from rescene.deploy.server import run_across
+from rescene.deploy.server import Roster, run_across
 from rescene.deploy.site import Site, SiteMemory
 from rescene.deploy.site_config import SiteSection, experiment_of, local_images
-from rescene.deploy.status import left_out_rows, site_answers, task_rows
 from rescene.engine import RunFolder, run
 from rescene.engine.evaluate import Tally, evaluate
 from rescene.engine.experiment import look_of, prepare
@@ -321,7 +320,7 @@ def test_sites_are_called_by_name_where_the_server_knows_it(tmp_path):
 
     names, post = ["graz", "lyon", "turin"], LocalPost(folders, change=look)
     resolved = with_plan(resolve("smoke", [*SMALL, "method=fedavg"]), plan_of((FIRST, 1)), 3, folder)
-    run_across(resolved, RunFolder(folder), post, PATIENT, seats={1000: 0, 999: 1, 998: 2}, names=names)
+    run_across(resolved, RunFolder(folder), post, PATIENT, Roster({1000: 0, 999: 1, 998: 2}, names=names))
     told = [event["message"] for event in events(folder)]
     assert any("site lyon cannot take part" in words for words in told)
     assert not any("node " in words or "site 1" in words for words in [*told, *waited])

@@ -16,9 +16,8 @@ from flwr.common.config import parse_config_args
 
 from rescene.cli.app import app
 from rescene.core.errors import RunError
-from rescene.deploy.control import toml_string
 from rescene.deploy.federation_folder import check_path, init, proxy, unit
-from rescene.deploy.processes import ended
+from rescene.deploy.processes import ended, toml_string
 
 ODD = ["a b", 'say "hi"', "it's", "100%", "%h %n", "back\\slash\\", "😀 ä", "a;b {c} #d", """'"%\\ """, "a?b&c=d"]
 

@@ -12,10 +12,9 @@ import httpx
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 
-from rescene.deploy.control import registered, seats_of, start_server
 from rescene.deploy.federation_folder import init
 from rescene.deploy.keys import make_certificates
-from rescene.deploy.processes import free_port, stop
+from rescene.deploy.processes import free_port, registered, seats_of, start_server, stop
 
 fleet = pytest.importorskip("flwr.proto.fleet_pb2", reason="this Flower has other messages")
 keys = pytest.importorskip("flwr.supercore.primitives.asymmetric", reason="this Flower signs in another way")

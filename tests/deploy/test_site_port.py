@@ -15,10 +15,9 @@ import httpx
 from flwr.supercore.constant import TaskType
 from flwr.supercore.superexec.executor import ExecutionSpec, LaunchResultStatus
 
-from rescene.deploy.control import start_site
 from rescene.deploy.executor import QuietExecutor
 from rescene.deploy.federation_folder import APP, broken_apps, init
-from rescene.deploy.processes import alive, free_port, running, stop, wait_for_port
+from rescene.deploy.processes import alive, free_port, running, start_site, stop, wait_for_port
 
 auth = pytest.importorskip("flwr.supercore.auth", reason="this Flower has no secret for executors")
 runtime = pytest.importorskip("flwr.proto.runtime_pb2", reason="this Flower has other messages")

@@ -10,7 +10,7 @@ pytest.importorskip("flwr", reason="Flower is not installed: pip install 'rescen
 
 from rescene.cli.app import app
 from rescene.core.errors import RunError
-from rescene.deploy import control
+from rescene.deploy import processes
 from rescene.deploy.federation_folder import init
 from rescene.deploy.processes import Started, alive, running, start, stop
 
@@ -55,8 +55,8 @@ def test_a_failed_start_ends_what_it_began_and_nothing_else(federation, monkeypa
 
     began: list[Started] = []
     (link,) = parts(federation.server, "link")
-    monkeypatch.setattr(control, "_executor", lambda *words: SLEEP)
-    monkeypatch.setattr(control, "_register", unknown)
+    monkeypatch.setattr(processes, "_executor", lambda *words: SLEEP)
+    monkeypatch.setattr(processes, "_register", unknown)
     code, output = say("server", federation.path)
     assert code == 4 and "E352" in output
     assert len(began) == 1 and not alive(began[0]) and running(federation.server) == [link]
@@ -69,9 +69,9 @@ def test_half_a_site_is_ended_and_a_whole_one_started(federation, monkeypatch, t
     sleeper = tmp_path / "sleeper"
     sleeper.write_text(f"#!{sys.executable}\nimport time\ntime.sleep(600)\n")
     sleeper.chmod(0o755)
-    monkeypatch.setattr(control, "program", lambda name: str(sleeper))
-    monkeypatch.setattr(control, "_executor", lambda *words: SLEEP)
-    started = control.start_site(folder)
+    monkeypatch.setattr(processes, "program", lambda name: str(sleeper))
+    monkeypatch.setattr(processes, "_executor", lambda *words: SLEEP)
+    started = processes.start_site(folder)
     assert not alive(node) and [one.name for one in started] == ["node", "executor"]
     assert {one.pid for one in running(folder)} == {one.pid for one in started}
 
@@ -87,8 +87,8 @@ def test_a_process_that_cannot_be_written_down_is_not_left_behind(tmp_path):
 @pytest.mark.parametrize("cut", [b"", b"short"])
 def test_a_secret_that_a_full_disk_cut_short_is_made_anew(tmp_path, cut):
     (tmp_path / "executor.secret").write_bytes(cut)
-    secret = control._secret(tmp_path).read_bytes()
-    assert len(secret) == control.SECRET_BYTES and control._secret(tmp_path).read_bytes() == secret
+    secret = processes._secret(tmp_path).read_bytes()
+    assert len(secret) == processes.SECRET_BYTES and processes._secret(tmp_path).read_bytes() == secret
 
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path):

@@ -24,8 +24,7 @@ from rescene.deploy import summing
 from rescene.deploy.exchange import SUM_STEPS, Patience, Undelivered
 from rescene.deploy.keys import make_node_key, read_peers, write_peers
 from rescene.deploy.message_bytes import unpack_message
-from rescene.deploy.post_transport import PostTransport
-from rescene.deploy.server import run_across
+from rescene.deploy.server import PostTransport, Roster, run_across
 from rescene.engine import RunFolder
 from rescene.privacy.totals import added
 
@@ -57,7 +56,7 @@ def summing_sites(root, num=NUM):
 
 def across(folder, post, peers, patience=PATIENT, overrides=()):
     resolved = resolve("smoke", [*SUMS, *overrides])
-    return run_across(resolved, RunFolder(folder), post, patience, run=Hashed, peers=peers)
+    return run_across(resolved, RunFolder(folder), post, patience, Roster(peers=peers), run=Hashed)
 
 
 def steps(*quick):
@@ -112,7 +111,7 @@ def parts(tmp_path_factory):
 def plain_parts(settings, folder):
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rescene.engine.in_process.added", lambda given: added(found.extend(given) or found))
+        patch.setattr("rescene.engine.transport.added", lambda given: added(found.extend(given) or found))
         in_process(resolve("smoke", [*settings, "federation.num_rounds=1"]), folder / "run")
     return found
 

@@ -13,7 +13,7 @@ from safetensors.torch import load
 from rescene.core.errors import ResceneWarning, RunError
 from rescene.engine.checkpoint import DTYPES, Checkpoints, encoded, save_atomically
 from rescene.engine.run_context import warnings_to
-from rescene.engine.run_setup import Writer
+from rescene.engine.run_parts import Writer
 
 
 def saved(folder, rounds=3):

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 import rescene
 from rescene.cli.app import app
 from rescene.core.errors import RunError
-from rescene.engine import run_setup as parts
+from rescene.engine import run_parts as parts
 from rescene.engine.run_folder import MADE_ON, made_on
 from rescene.report import write_report
 

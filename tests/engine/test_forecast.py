@@ -9,8 +9,8 @@ from rescene.data import stand_in
 from rescene.engine import cost_ledger as ledger_module
 from rescene.engine import federation as federation_module
 from rescene.engine import forecast as forecast_module
-from rescene.engine import in_process as transport_module
 from rescene.engine import prepare
+from rescene.engine import transport as transport_module
 from rescene.engine.forecast import Exchange, Moment, Rates, forecast, mean_latency, measured_rates, round_latency
 from rescene.methods import method_class, method_names
 from rescene.nets import Arch

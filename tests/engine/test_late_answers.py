@@ -17,7 +17,7 @@ from rescene.data import Task
 from rescene.engine import RunFolder
 from rescene.engine.faults import LateAnswers
 from rescene.engine.loop import run
-from rescene.engine.run_setup import check_transport
+from rescene.engine.run_parts import check_transport
 from rescene.engine.transport import Call
 from rescene.functional.model_average import changed_likewise
 from rescene.methods import method_class, method_names
@@ -258,8 +258,9 @@ def test_real_sites_are_spared():
 
 
 def test_the_page_names_the_methods_that_can():
-    page = (Path(__file__).parents[2] / "docs" / "late-sites.md").read_text(encoding="utf-8")
-    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `") and "federation." not in line]
+    page = (Path(__file__).parents[2] / "docs" / "arrivals.md").read_text(encoding="utf-8")
+    part = page.partition("## Sites answer late")[2]
+    rows = [line.split("|")[1] for line in part.splitlines() if line.startswith("| `") and "federation." not in line]
     told = {name for row in rows for name in re.findall(r"`([\w-]+)`", row)}
     own = [n for n in method_names() if method_class(n).__module__.startswith("rescene.")]
     assert told == {n for n in own if method_class(n).late_verbs}

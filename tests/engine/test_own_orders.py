@@ -217,7 +217,7 @@ def test_a_step_may_bring_nothing_that_is_new_to_everybody(name, setting, tmp_pa
 
 
 def test_the_page_names_the_methods_that_can():
-    page = (Path(__file__).parents[2] / "docs" / "own-orders.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "arrivals.md").read_text(encoding="utf-8")
     rows = [line.split("|")[1] for line in page.splitlines() if re.match(r"\| `\w+`.*\| yes", line)]
     told = {name for row in rows for name in re.findall(r"`([\w-]+)`", row)}
     assert told == {

@@ -11,8 +11,8 @@ from rescene.config import resolve
 from rescene.data import LazySplit, stand_in
 from rescene.engine import cost_ledger as ledger_module
 from rescene.engine import federation as federation_module
-from rescene.engine import in_process as transport_module
 from rescene.engine import prepare
+from rescene.engine import transport as transport_module
 from rescene.engine.forecast import forecast
 from rescene.engine.scaling import Means, Scale, herding_cost, sample, scale
 

@@ -125,7 +125,7 @@ def test_quarantined_pictures_reach_neither_pool_nor_model(world, tmp_path):
     }
     uploads[2] = {"images": torch.cat([dogs[20:24], dogs[24:28]]), "labels": labels}
     passed = screen.passed(uploads, world.net, (), world.task, 0)
-    assert [row["name"] for row in facts.quarantine] == ["task0-round0-site2-class0"]
+    assert [row.name for row in facts.quarantine] == ["task0-round0-site2-class0"]
     assert facts.judged == {str(k): 2 for k in range(5)}
     assert passed[2]["labels"].tolist() == [1] * 4 and torch.equal(passed[2]["images"], dogs[24:28])
     assert all(torch.equal(passed[k]["images"], uploads[k]["images"]) for k in (0, 1, 3, 4))
@@ -134,7 +134,7 @@ def test_quarantined_pictures_reach_neither_pool_nor_model(world, tmp_path):
     honest = {k: uploads[k] for k in (0, 1, 3, 4)}
     joined = screen.passed(honest, world.net, (), world.task, 1)
     assert list(joined) == [0, 1, 2, 3, 4] and torch.equal(joined[2]["images"], dogs[20:24])
-    assert joined[2]["labels"].tolist() == [0] * 4 and facts.quarantine[0]["admitted"] == 1
+    assert joined[2]["labels"].tolist() == [0] * 4 and facts.quarantine[0].admitted == 1
     assert list(screen.passed(honest, world.net, (), world.task, 2)) == [0, 1, 3, 4]  # once
 
 
@@ -144,8 +144,8 @@ def test_a_changed_file_is_not_admitted(world, tmp_path):
     screen = screen_in(tmp_path, world, lambda level, code, *a, **k: told.append(code))
     images = world.dataset.transform.normalise(world.images.pixels[:3])
     row = screen._put_apart(images, 0, 1, 5.0, world.task, 0)
-    (tmp_path / f"quarantine/{row['name']}.admit").touch()
-    path = tmp_path / f"quarantine/{row['name']}.safetensors"
+    (tmp_path / f"quarantine/{row.name}.admit").touch()
+    path = tmp_path / f"quarantine/{row.name}.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     assert screen._with_admitted({}, world.task, 1, [row]) == {} and told == ["W372", "E372"]
 

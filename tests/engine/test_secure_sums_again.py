@@ -16,8 +16,8 @@ from rescene.config.site_sections import SitesSection
 from rescene.core.errors import DataError
 from rescene.data import load
 from rescene.engine import RunFolder
-from rescene.engine.in_process import ledger_in
 from rescene.engine.loop import Run
+from rescene.engine.transport import ledger_in
 from rescene.engine.withdrawal import check_can_forget, forget
 from rescene.methods.moments import EVERYBODY
 from rescene.privacy.accounting import Composition, epsilon_of, replaced_epsilon

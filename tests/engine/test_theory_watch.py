@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 import rescene
+from rescene.core.json_files import row_of
 from rescene.engine.loop import Run
 from rescene.engine.observers import theory_watch as theory
 from rescene.engine.observers.theory_watch import TheoryWatch
@@ -31,7 +32,8 @@ def seen(tmp_path_factory):
 
     def watched_task(self, task, before, after):
         rows = task_of(self, task, before, after)
-        calls.append({"task": task, "before": before, "after": after, "rows": rows, "experiment": self.experiment})
+        told = [row_of(row) for row in rows]
+        calls.append({"task": task, "before": before, "after": after, "rows": told, "experiment": self.experiment})
         return rows
 
     models = {}

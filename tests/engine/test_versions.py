@@ -12,9 +12,9 @@ from rescene.core.versions import FOLDER
 from rescene.engine import RunFolder
 from rescene.engine.loop import run
 from rescene.engine.run_folder import folder_format, migrate
+from rescene.report.galleries import recorded_pairs as pairs_of
 from rescene.report.load import load_run
 from rescene.report.page import write_report
-from rescene.report.uploads import recorded_pairs as pairs_of
 
 SMALL = {"federation.num_rounds": 1, "train.server_epochs": 1, "method.num_steps": 1, "tasks.limit": 2,
          "model.width": 8}  # fmt: skip

@@ -24,8 +24,7 @@ import click
 import typer.main
 
 import rescene
-from rescene.cli.app import app
-from rescene.cli.help import leaves
+from rescene.cli.app import app, leaves
 
 ROOT = Path(__file__).parents[2]
 SURFACE = Path(__file__).parent / "surface"

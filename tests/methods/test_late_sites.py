@@ -15,7 +15,7 @@ from rescene.core.rng import Rng
 from rescene.data import Images, Task, Transform, load
 from rescene.engine import RunFolder
 from rescene.engine.faults import Faults
-from rescene.engine.in_process import ledger_in
+from rescene.engine.transport import ledger_in
 from rescene.methods.base import Client
 from rescene.methods.moments import EVERYBODY, Moments
 from rescene.nets import Arch

@@ -23,7 +23,7 @@ from rescene.paper.compare import (
 from rescene.paper.paper_tables import results_grid, status_grid, table_grid
 from rescene.paper.store import over_seeds, read
 from rescene.report import load_run
-from rescene.report.table_formats import render
+from rescene.report.tables import render
 
 ROOT = Path(__file__).parents[2]
 MAIN = paper_recipe("main")

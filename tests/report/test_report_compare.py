@@ -11,8 +11,7 @@ from report_fixtures import accuracy_matrix, config, leakage, write_run, write_r
 from rescene.core.errors import ConfigError
 from rescene.report import load_run
 from rescene.report.load import RunRecord
-from rescene.report.table_formats import TableCell, TableGrid
-from rescene.report.tables import compare
+from rescene.report.tables import TableCell, TableGrid, compare
 
 
 def make(tmp_path: Path, method: str, seed: int = 0, beta: float = 0.5, **changes: Any) -> RunRecord:

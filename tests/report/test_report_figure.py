@@ -13,11 +13,11 @@ from report_fixtures import accuracy_matrix, config, cost, leakage, write_run
 
 from rescene.core.errors import ConfigError
 from rescene.report import load_run
-from rescene.report.drawing import Plot, _drawn
-from rescene.report.figure_files import KINDS, figure, together
+from rescene.report.drawing import Plot, _drawn, together
 from rescene.report.figures_accuracy import forgetting_bars, incremental_curve, matching_curve, rounds_curve
 from rescene.report.figures_tradeoffs import accuracy_for_compute, accuracy_for_upload
 from rescene.report.groups import RunGroup, group_runs
+from rescene.report.page import KINDS, figure
 from rescene.report.tables import PAGE, page_cells
 
 

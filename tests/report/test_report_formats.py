@@ -10,7 +10,7 @@ import pytest
 from page_parser import Page
 
 from rescene.core.errors import ConfigError
-from rescene.report.table_formats import KINDS, TableCell, TableGrid, render
+from rescene.report.tables import KINDS, TableCell, TableGrid, render
 
 GRID = TableGrid(
     "Table 1: β = 0.1",

@@ -11,9 +11,9 @@ from report_fixtures import config, leakage, write_run
 
 from rescene.core.errors import ConfigError
 from rescene.report import figures_tradeoffs, load_run, write_report
-from rescene.report.figure_files import figure
 from rescene.report.figures_tradeoffs import Point, beside_stored, frontier, mode_of, points_of, stored_points
 from rescene.report.groups import RunGroup, group_runs
+from rescene.report.page import figure
 
 PANELS = {"frontier-copies", "frontier-distance", "frontier-epsilon"}
 GUARANTEE = {"private": True, "delta": 1e-5, "noise_multiplier": 0.6, "statement": "private"}

@@ -15,8 +15,7 @@ from rescene.report.formatting import plain, slug
 from rescene.report.groups import differing_settings, group_runs
 from rescene.report.load import RunRecord
 from rescene.report.summary import departure, verdict
-from rescene.report.table_formats import render
-from rescene.report.tables import PAGE, comparison_grid, page_cells
+from rescene.report.tables import PAGE, comparison_grid, page_cells, render
 
 
 def make(tmp_path: Path, method: str, seed: int, tag: str = "", **changes: Any) -> RunRecord:

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from rescene.core.method_style import style_of
-from rescene.report.drawing import Plot, _drawn, legend_above, name_rows, stroke
-from rescene.report.figure_files import together
+from rescene.report.drawing import Plot, _drawn, legend_above, name_rows, stroke, together
 from rescene.report.formatting import distinct, shortened, visible, wrapped
 from rescene.report.groups import RunGroup, telling, word
 

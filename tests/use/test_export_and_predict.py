@@ -295,7 +295,7 @@ def test_the_card_needs_a_finished_run(run, tmp_path):
 
 
 def test_names_of_files_cannot_break_the_page(tmp_path):
-    from rescene.report.page import GalleryAnswer, write_gallery
+    from rescene.report.galleries import GalleryAnswer, write_gallery
 
     name = "<script>alert(1)</script>.png"
     page = write_gallery(

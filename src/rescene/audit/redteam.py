@@ -64,7 +64,7 @@ ATTACKS = (
 UNTESTED = (
     ("per-example: epsilon", "rescene audit RECIPE attacks it; it takes too long here"),
     ("a crash between noise and sending never leads to a second draw", "tests kill the process; no attack here"),
-    ("secure sum: a site's own numbers are honest", "nobody can see it in a sum; docs/poisoning.md measures one liar"),
+    ("secure sum: a site's own numbers are honest", "nobody can see it in a sum; docs/security.md measures one liar"),
     ("times and sizes of messages", "not hidden, and not measured"),
     ("settings chosen by looking at private data", "outside of every epsilon here"),
 )

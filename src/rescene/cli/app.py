@@ -1,4 +1,7 @@
-"""The program: its verbs, their old names, and the entry point.
+"""The program: its verbs, its help, their old names, and the entry point.
+
+The help is a first screen with the verbs by group, a list of all verbs, and examples below the help of a verb. It is plain text
+and the same in every release of typer that is allowed: only documented settings are used.
 
 Exit codes: 0 done, 2 recipe or usage, 3 data, 4 run failed, 5 check failed, 130 interrupted, 143 terminated.
 """
@@ -6,16 +9,21 @@ Exit codes: 0 done, 2 recipe or usage, 3 data, 4 run failed, 5 check failed, 130
 from __future__ import annotations
 
 import functools
+import inspect
 import os
+import shutil
 import sys
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from rescene import __version__
-from rescene.cli.deploy_verbs import deploy_app, quarantine, scale
+from rescene.cli.deploy_verbs import deploy_app, export, predict, quarantine, scale, serve
 from rescene.cli.experiment_verbs import (
     continue_run,
     cost,
@@ -28,24 +36,158 @@ from rescene.cli.experiment_verbs import (
     run,
     sweep,
 )
-from rescene.cli.help import ABOUT, FirstScreen, show_help, use_plain_help
-from rescene.cli.leaderboard_verbs import leaderboard_app
-from rescene.cli.look_verbs import plot, report, runs, show, sites, table
-from rescene.cli.model_verbs import export, predict, serve
+from rescene.cli.look_verbs import leaderboard_app, plot, report, runs, show, sites, table
 from rescene.cli.paper_verbs import paper_app, theory
 from rescene.cli.privacy_verbs import audit, forget, privacy
 from rescene.cli.shared_options import AsJson
 from rescene.cli.start_verbs import data_app, demo, doctor, list_things, measure_speed
-from rescene.cli.terminal import guard_streams, verb, warnings_for_people
+from rescene.cli.terminal import guard_streams, visible, warnings_for_people
+from rescene.core.errors import ResceneError, did_you_mean, for_people
+
+ABOUT = "Federated continual learning with server-side replay."
+GROUPS: Mapping[str, tuple[str, Sequence[str]]] = {  # title: what it is for, its verbs
+    "start": ("begin here", ("demo", "list", "data", "doctor")),
+    "experiment": ("compare", ("run", "sweep", "resume", "continue", "rerun", "cost", "method", "lens")),
+    "look": ("results", ("runs", "show", "report", "table", "plot", "sites", "leaderboard")),
+    "deploy": ("real sites", ("deploy", "scale", "export", "predict", "serve")),
+    "privacy": ("guarantees", ("privacy", "audit", "forget")),
+    "paper": ("its tables", ("paper",)),
+}
+NEXT = """\
+First: rescene demo. Then, with your images: rescene run own data.path=./images
+More: rescene help (all verbs), rescene help VERB (one verb)"""
+NOTES = """\
+Overrides are dotted keys: rescene run demo data.path=./images federation.beta=0.1
+--version shows the version, --debug tracebacks; NO_COLOR=1 stops colours.
+--install-completion completes verbs, recipes, methods and keys on TAB.
+Exit codes: 0 done, 2 recipe or usage, 3 data, 4 run failed, 5 check failed,
+130 interrupted, 143 terminated."""
+
+
+def main() -> None:
+    """Entry point of ``rescene`` and ``python -m rescene``. ``--debug`` may come anywhere."""
+    if "--debug" in sys.argv:
+        sys.argv.remove("--debug")
+        os.environ["RESCENE_DEBUG"] = "1"
+    guard_streams()
+    app(prog_name="rescene")
+
+
+class Verb(TyperCommand):
+    """A verb. Errors meant for people become a message and an exit code."""
+
+    def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            _stop(for_people(error))
+
+    def get_help(self, ctx: typer.Context) -> str:  # type: ignore[override]
+        """With brackets as they are: typer 0.20 escapes them for rich, also where no markup is used."""
+        return super().get_help(ctx).replace(r"\[", "[")
+
+
+def _stop(error: Exception) -> NoReturn:
+    if os.environ.get("RESCENE_DEBUG") or not isinstance(error, ResceneError):
+        raise error
+    print(error, file=sys.stderr)
+    raise typer.Exit(error.exit_code)
+
+
+class Verbs(TyperGroup):
+    """A group of verbs. A verb that is not there is answered once with the closest one: click and typer both do it."""
+
+    def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]
+        name = args[0]
+        if name not in self.commands and not name.startswith("-") and not ctx.resilient_parsing:
+            close = did_you_mean(name, [known for known, one in self.commands.items() if not one.hidden])
+            ctx.fail(
+                f"No such verb: {visible(name)}. "
+                + (f"Did you mean '{close}'?" if close else "rescene help lists them.")
+            )
+        return super().resolve_command(ctx, args)
+
+
+class FirstScreen(Verbs):
+    """The program itself: its help is the first screen."""
+
+    def get_help(self, ctx: typer.Context) -> str:  # type: ignore[override]
+        width = max(len(", ".join(verbs)) for _, verbs in GROUPS.values())
+        lines = [f"  {title:<10} {', '.join(verbs):<{width}}  {use}" for title, (use, verbs) in GROUPS.items()]
+        return "\n".join([f"{ABOUT}  Usage: rescene VERB ...", "", *lines, "", NEXT])
+
+
+def show_help(
+    ctx: typer.Context,
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[VERB]...", help="a verb, such as run or data inspect")
+    ] = None,
+) -> None:
+    """List every verb, or show the help of one."""
+    assert ctx.parent is not None
+    program: Any = ctx.parent.command
+    if words:
+        program.main([*words, "--help"], prog_name=ctx.parent.info_name)
+    print(all_verbs(program))
+
+
+def all_verbs(program: Any) -> str:
+    """Every verb with its sentence, by group, as wide as the terminal."""
+    width = min(shutil.get_terminal_size().columns, 120)
+    lines = [f"{ABOUT}  Usage: rescene VERB ..."]
+    for title, (use, verbs) in GROUPS.items():
+        found = [leaf for name in verbs for leaf in leaves(program.commands[name], name)]
+        margin = max(len(name) for name, _ in found) + 4
+        lines += ["", f"{title}: {use}"]
+        for name, command in found:
+            first = f"  {name}".ljust(margin)
+            lines.append(textwrap.fill(first + command.help, width, subsequent_indent=" " * margin))
+    return "\n".join([*lines, "", NOTES])
+
+
+def leaves(command: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Every verb below a command that does something and is not hidden, with its full name."""
+    if command.hidden:
+        return
+    if not hasattr(command, "commands"):
+        yield name, command
+        return
+    for key, inner in command.commands.items():
+        yield from leaves(inner, f"{name} {key}".lstrip())
+
+
+def examples() -> dict[str, list[str]]:
+    """Examples by verb, from examples.txt. A test parses every one of them."""
+    found: dict[str, list[str]] = {}
+    name = ""
+    for line in (files("rescene.cli") / "examples.txt").read_text("utf-8").splitlines():
+        if line.startswith(" "):
+            found[name].append(line.strip())
+        else:
+            name = line
+            found[name] = []
+    return found
+
+
+def finish(apps: Mapping[str, typer.Typer]) -> None:
+    """Make every command a ``Verb`` with its whole sentence in lists, and its examples. ``apps``: by name, the program as ""."""
+    known = examples()
+    for group, one in apps.items():
+        one.info.short_help = one.info.help
+        one.info.cls = FirstScreen if group == "" else Verbs
+        for command in one.registered_commands:
+            name = command.name or getattr(command.callback, "__name__", "")
+            lines = known.get(f"{group} {name}".strip())
+            command.cls = Verb
+            command.short_help = inspect.getdoc(command.callback)  # typer cuts a longer help off at one line
+            if lines:  # \b keeps the lines as they are
+                command.epilog = "\n".join(["\b", "Examples:", *(f"  {line}" for line in lines)])
+
 
 app = typer.Typer(
-    cls=FirstScreen,
-    help=ABOUT,
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    add_completion=True,
+    help=ABOUT, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=True
 )
+new_app = typer.Typer(hidden=True, rich_markup_mode=None)  # an old name, too
 
 
 def _print_version(wanted: bool) -> None:
@@ -63,16 +205,6 @@ def options(
     warnings_for_people()
 
 
-def main() -> None:
-    """Entry point of ``rescene`` and ``python -m rescene``. ``--debug`` may come anywhere."""
-    if "--debug" in sys.argv:
-        sys.argv.remove("--debug")
-        os.environ["RESCENE_DEBUG"] = "1"
-    guard_streams()
-    app(prog_name="rescene")
-
-
-@verb
 def bench(
     out: Annotated[Path | None, typer.Option("--out", help="write the figures as JSON")] = None,
     device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N")] = "auto",
@@ -93,29 +225,28 @@ def _renamed(function: Callable[..., None], old: str, new: str) -> Callable[...,
     return announced
 
 
-for one in (demo, doctor, run, sweep, resume, rerun, cost, runs, show, report, table, plot, sites):
-    app.command()(one)
-for one in (scale, export, predict, serve, privacy, audit, forget):
-    app.command()(one)
+VERBS: Sequence[Callable[..., None]] = (
+    *(demo, doctor, run, sweep, resume, rerun, cost, runs, show, report, table, plot, sites),
+    *(scale, export, predict, serve, privacy, audit, forget),
+)
+for verb in VERBS:
+    app.command()(verb)
 app.command("list")(list_things)
 app.command("continue")(continue_run)
 app.command("help")(show_help)
 GROUPED = {
     **{"data": data_app, "method": method_app, "lens": lens_app, "deploy": deploy_app},
-    **{"leaderboard": leaderboard_app, "paper": paper_app},
+    **{"leaderboard": leaderboard_app, "paper": paper_app, "new": new_app},
 }
 for name, group in GROUPED.items():
     app.add_typer(group, name=name)
-use_plain_help({"": app, **GROUPED})
-
-# Old names. They work for one release and say the new name.
-new_app = typer.Typer(hidden=True, rich_markup_mode=None)
-app.add_typer(new_app, name="new", hidden=True)
+OLD_NAMES: Mapping[str, tuple[str, Callable[..., None]]] = {  # they work for one release and say the new name
+    "bench": ("doctor --speed", bench),
+    "explain": ("method explain", explain),
+    "quarantine": ("deploy quarantine", quarantine),
+    "theory": ("paper theory", theory),
+}
+for old, (new, function) in OLD_NAMES.items():
+    app.command(old, hidden=True)(_renamed(function, old, new))
 new_app.command("method")(_renamed(new_method, "new method", "method new"))
-for old, new, one in (
-    ("bench", "doctor --speed", bench),
-    ("explain", "method explain", explain),
-    ("quarantine", "deploy quarantine", quarantine),
-    ("theory", "paper theory", theory),
-):
-    app.command(old, hidden=True)(_renamed(one, old, new))
+finish({"": app, **GROUPED})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
@@ -51,13 +52,14 @@ def price(resolved: Resolved) -> Priced:
     experiment = prepare_sizes(resolved.recipe, dataset)
     found = forecast(experiment)
     if found is None:
-        raise ConfigError(
-            NO_FORECAST,
-            f"the cost of {experiment.method.name!r} is not known in advance",
-            why="forecasts exist only without a privacy mechanism, tasks.drift and federation.delay",
-            fix="run it with tasks.limit=1 federation.num_rounds=1 and read the cost in results.json",
-        )
+        fix = "run it with tasks.limit=1 federation.num_rounds=1 and read the cost in results.json"
+        raise _no_forecast(experiment.method.name, fix)
     return Priced(experiment, found, measured_rates(experiment, found), missing)
+
+
+def _no_forecast(method: str, fix: str | None = None) -> ConfigError:
+    why = "forecasts exist only without a privacy mechanism, tasks.drift and federation.delay"
+    return ConfigError(NO_FORECAST, f"the cost of {method!r} is not known in advance", why=why, fix=fix)
 
 
 def load_or_stand_in(data: DataSection) -> tuple[Dataset, DataError | None]:
@@ -73,14 +75,8 @@ def load_or_stand_in(data: DataSection) -> tuple[Dataset, DataError | None]:
 def show_cost(
     resolved: Resolved, uplink_mbps: float, client_gflops: float | None, server_gflops: float | None, as_json: bool
 ) -> None:
-    """Print the forecast of a run beside the paper\'s convention, and how long it takes."""
-    for name, value in (
-        ("uplink-mbps", uplink_mbps),
-        ("client-gflops", client_gflops),
-        ("server-gflops", server_gflops),
-    ):
-        if value is not None and not value > 0:
-            raise ConfigError("E115", f"--{name} {value:g} is not possible", fix="give a number above 0")
+    """Print the forecast of a run beside the paper's convention, and how long it takes."""
+    _check_positive({"uplink-mbps": uplink_mbps, "client-gflops": client_gflops, "server-gflops": server_gflops})
     with busy("measuring this device"):
         priced = price(resolved)
     facts = _facts(priced, uplink_mbps, client_gflops, server_gflops)
@@ -97,6 +93,13 @@ def show_cost(
     )
     if priced.missing:
         print(f"Sizes as published: {priced.missing.what}.")
+
+
+def _check_positive(speeds: Mapping[str, float | None]) -> None:
+    """Refuse options for which a number that is not above 0 was given. ``speeds``: by the option's name."""
+    for name, value in speeds.items():
+        if value is not None and not value > 0:
+            raise ConfigError("E115", f"--{name} {value:g} is not possible", fix="give a number above 0")
 
 
 def _facts(
@@ -232,9 +235,7 @@ def show_scale(
     sizes = parse_clients(clients)
     rules = [per_round] if per_round else [str(recipe.federation.per_round), "10%"]
     turns = {rule: [(n, sites_per_round(rule, n)) for n in sizes] for rule in rules}
-    for name, value in (("server-mbps", mbps), ("server-gflops", gflops), ("server-gb", gb)):
-        if value is not None and not value > 0:
-            raise ConfigError("E115", f"--{name} {value:g} is not possible", fix="give a number above 0")
+    _check_positive({"server-mbps": mbps, "server-gflops": gflops, "server-gb": gb})
     if recipe.method["name"] in WITHOUT_FEDERATION:
         raise ConfigError(
             "E116", f"{recipe.method['name']} cannot be scaled", why="it is a reference line, without a federation"
@@ -246,11 +247,7 @@ def show_scale(
     found = {rule: [scale(recipe, dataset, n, k, means) for n, k in pairs] for rule, pairs in turns.items()}
     rows = [row for table in found.values() for row in table]
     if None in rows:
-        raise ConfigError(
-            NO_FORECAST,
-            f"the cost of {recipe.method['name']!r} is not known in advance",
-            why="forecasts exist only without a privacy mechanism, tasks.drift and federation.delay",
-        )
+        raise _no_forecast(recipe.method["name"])
     if as_json:
         print(json.dumps([asdict(row) | {"limits": row.limits(means)} for row in rows if row]))
         return

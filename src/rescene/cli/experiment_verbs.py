@@ -7,6 +7,7 @@ import keyword
 import shlex
 import sys
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +16,7 @@ import typer
 from rescene.cli.shared_options import (
     AsJson,
     Elsewhere,
+    FinishedRun,
     Log,
     MethodName,
     Out,
@@ -25,18 +27,19 @@ from rescene.cli.shared_options import (
     ServerGflops,
     complete_override,
     load_plugins,
+    run_config,
+    verb_group,
 )
-from rescene.cli.terminal import interruptible, print_rows, verb
+from rescene.cli.terminal import interruptible, print_rows
+from rescene.core.documents import parse_yaml
 from rescene.core.errors import ConfigError, command
+from rescene.core.json_files import Row, json_object
+from rescene.core.recipe_keys import flatten
+from rescene.core.run_state import is_done
 
-method_app = typer.Typer(
-    help="Explain a method, or start one of your own.", no_args_is_help=True, rich_markup_mode=None
-)
-lens_app = typer.Typer(
-    help="List the lenses, make one from procedural pictures, or take a network of your own.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
+method_app = verb_group("Explain a method, or start one of your own.")
+lens_app = verb_group("List the lenses, make one from procedural pictures, or take a network of your own.")
+LensFile = Annotated[Path, typer.Option("--out", help="safetensors file to write")]
 SKELETON = '''"""{title}: one line on the idea.
 
     server: broadcast theta
@@ -104,7 +107,6 @@ def test_conforms(check):
 '''
 
 
-@verb
 def run(
     recipe: RecipeName,
     overrides: Overrides = None,
@@ -128,7 +130,6 @@ def run(
     interruptible(lambda: run_one(resolved, out, quiet, as_json, log=log, elsewhere=elsewhere))
 
 
-@verb
 def sweep(
     recipe: RecipeName,
     overrides: Annotated[
@@ -178,7 +179,6 @@ def sweep(
         interruptible(lambda: 4 if run_sweep(recipe, asked, seeds, out, how) else 0)
 
 
-@verb
 def resume(
     folder: Annotated[Path, typer.Argument(help="run folder to continue")],
     log: Log = "",
@@ -189,7 +189,6 @@ def resume(
 ) -> None:
     """Continue an interrupted run."""
     load_plugins(plugin)
-    from rescene.cli.run_folders import run_config
     from rescene.cli.running import run_one
     from rescene.config import resolve
 
@@ -200,9 +199,8 @@ def resume(
     )
 
 
-@verb
 def continue_run(
-    folder: Annotated[Path, typer.Argument(help="finished run folder")],
+    folder: FinishedRun,
     growth: Annotated[
         list[str] | None,
         typer.Argument(
@@ -221,20 +219,59 @@ def continue_run(
     """Add new classes or domains to a finished run, and go on with them in a copy of it."""
     load_plugins(plugin)
     from rescene.cli.progress import watch_looks
-    from rescene.cli.run_folders import read_growth
     from rescene.cli.running import run_one
     from rescene.engine.continuation import continued
 
     with watch_looks(quiet or as_json):
-        resolved, target = continued(folder, *read_growth(growth or []), out)
+        resolved, target = continued(folder, *_growth(growth or []), out)
     interruptible(
         lambda: run_one(resolved, target, quiet, as_json, log=log, elsewhere=elsewhere), command("resume", target)
     )
 
 
-@verb
+def _growth(words: list[str]) -> tuple[list[list[str]] | None, str | None]:
+    """New tasks and the place of their images, from the words behind ``rescene continue RUN``.
+
+    >>> _growth(["tasks+=[[boots, sandals], [gloves]]", "data.path=may"])
+    ([['boots', 'sandals'], ['gloves']], 'may')
+    >>> _growth(["tasks+=[boots, 9]"])
+    ([['boots', '9']], None)
+    """
+    tasks, path = None, None
+    for word in words:
+        key, equals, value = word.partition("=")
+        if key == "data.path" and value:
+            path = value
+        elif key == "tasks+" and equals:
+            tasks = _named_tasks(parse_yaml(value, "tasks+"))
+        else:
+            raise ConfigError(
+                "E509",
+                f"{key!r} cannot change in a run that goes on",
+                why="what ran stays true, so only tasks and images may be new",
+                fix="'tasks+=[[new, classes]]', data.path=FOLDER; for anything else a new run",
+            )
+    return tasks, path
+
+
+def _named_tasks(value: Any) -> list[list[str]]:
+    """A list of lists of names; a plain list of names is one task."""
+    rows = value if isinstance(value, list) else [value]
+    rows = rows if any(isinstance(row, list) for row in rows) else [rows]
+    names = [name for row in rows if isinstance(row, list) for name in row]
+    if not all(isinstance(row, list) for row in rows) or not all(type(name) in (str, int) for name in names):
+        raise ConfigError(
+            "E511",
+            "the new tasks are not lists of names",
+            where="tasks+",
+            why="a name such as yes, 1.0 or null needs quotes",
+            fix="""'tasks+=[[boots, sandals], ["yes"]]'""",
+        )
+    return [[str(name) for name in row] for row in rows]
+
+
 def rerun(
-    folder: Annotated[Path, typer.Argument(help="finished run folder")],
+    folder: FinishedRun,
     out: Annotated[Path | None, typer.Option("--out", help="folder for the repetition (default: RUN-again)")] = None,
     quiet: Quiet = False,
     as_json: AsJson = False,
@@ -242,12 +279,65 @@ def rerun(
 ) -> None:
     """Repeat a finished run and compare every number; exit code 5 if one differs."""
     load_plugins(plugin)
-    from rescene.cli.run_folders import rerun as repeat
-
-    interruptible(lambda: 0 if repeat(folder, out, quiet, as_json) else 5)
+    interruptible(lambda: 0 if _repeat(folder, out, quiet, as_json) else 5)
 
 
-@verb
+def _repeat(folder: Path, out: Path | None, quiet: bool, as_json: bool) -> bool:
+    """Run the recipe of a finished run again in a folder beside it. True if every number is the same."""
+    from rescene.api import load
+    from rescene.cli.running import run_one
+    from rescene.config import resolve
+
+    before = load(folder)
+    config = run_config(folder)
+    if before.record.forgotten:
+        raise ConfigError(
+            "E163",
+            "a run that forgot a site cannot be repeated from its recipe alone",
+            where=str(folder),
+            why="its recipe is that of a run which never saw the site",
+            fix="rescene rerun the run it was made from, then rescene forget",
+        )
+    target = out or _beside(folder)
+    if target.resolve() == folder.resolve():
+        raise ConfigError("E186", "a run cannot be repeated in its own folder", where="--out", fix="another --out")
+    run_one(resolve(config), target, quiet, as_json=False, told=not as_json)
+    history = {"continued"}  # how the run came to its tasks, not what came out
+    told = [{k: v for k, v in one.values.items() if k not in history} for one in (before, load(target))]
+    then, now = (flatten(values, into_lists=True) for values in told)
+    known = {key: value for key, value in now.items() if key in then}  # the others are newer than that run
+    numbers = _differences(then, known)
+    machines = _differences(*(json_object(path / "env.json", []) for path in (folder, target)))
+    if as_json:
+        facts = {"folder": str(target), "identical": not numbers, "numbers": numbers, "environment": machines}
+        print(json.dumps(facts))
+    else:
+        _print_differences(numbers, machines)
+    return not numbers
+
+
+def _print_differences(numbers: list[Row], machines: list[Row]) -> None:
+    if not numbers:
+        print("\nidentical: every number of results.json is the same")
+    else:
+        print(f"\n{len(numbers)} numbers of results.json differ:")
+        print_rows(numbers[:20])
+    if machines:
+        print("\nother differences:")
+        print_rows(machines)
+
+
+def _beside(folder: Path) -> Path:
+    """RUN-again, RUN-again2, ...: the first that holds no finished run."""
+    names = (folder.with_name(f"{folder.name}-again{n if n > 1 else ''}") for n in count(1))
+    return next(path for path in names if not is_done(path))
+
+
+def _differences(before: Row, after: Row) -> list[Row]:
+    keys = dict.fromkeys([*before, *after])
+    return [{"what": k, "before": before.get(k), "now": after.get(k)} for k in keys if before.get(k) != after.get(k)]
+
+
 def cost(
     recipe: RecipeName,
     overrides: Overrides = None,
@@ -268,7 +358,6 @@ def cost(
 
 
 @method_app.command("explain")
-@verb
 def explain(method: MethodName, as_json: AsJson = False, plugin: Plugin = None) -> None:
     """Say what a method does, what leaves the site, and its hyperparameters with their place in the paper."""
     load_plugins(plugin)
@@ -302,7 +391,6 @@ def explain_method(name: str) -> tuple[dict[str, str], list[dict[str, Any]]]:
 
 
 @method_app.command("new")
-@verb
 def new_method(
     name: Annotated[str, typer.Argument(help="lower-case name")],
     folder: Annotated[Path, typer.Option("--in", help="folder for the method and its test")] = Path("."),
@@ -328,7 +416,6 @@ def new_method(
 
 
 @lens_app.command("list")
-@verb
 def lens_list(
     lenses: Annotated[
         list[str] | None, typer.Argument(help="names or files; without one, the lenses of the package")
@@ -342,7 +429,6 @@ def lens_list(
 
 
 @lens_app.command("seen")
-@verb
 def lens_seen(
     clear: Annotated[bool, typer.Option("--clear", help="remove all of it; the next run computes it again")] = False,
     as_json: AsJson = False,
@@ -360,10 +446,9 @@ def lens_seen(
 
 
 @lens_app.command("take")
-@verb
 def lens_take(
     source: Annotated[str, typer.Argument(help="timm:NAME@CHECKPOINT, FILE.onnx or FILE.pt2")],
-    out: Annotated[Path, typer.Option("--out", help="safetensors file to write")],
+    out: LensFile,
     made_from: Annotated[
         str | None, typer.Option(help="which images the network was trained on; reports and model cards say it")
     ] = None,
@@ -389,9 +474,8 @@ def _check_out(out: Path) -> None:
 
 
 @lens_app.command("make")
-@verb
 def lens_make(
-    out: Annotated[Path, typer.Option("--out", help="safetensors file to write")],
+    out: LensFile,
     seed: Annotated[int, typer.Option(help="seed of everything random")] = 0,
     small: Annotated[bool, typer.Option("--small", help="make a weak lens in minutes on a CPU, to try it")] = False,
     steps: Annotated[

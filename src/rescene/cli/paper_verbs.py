@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rescene.cli.look_verbs import format_for, loaded, put
-from rescene.cli.shared_options import AsJson, Jobs, Quiet
-from rescene.cli.terminal import busy, interruptible, print_rows, verb, writing
+from rescene.cli.shared_options import AsJson, Quiet, verb_group
+from rescene.cli.terminal import busy, interruptible, print_rows, writing
 from rescene.core.errors import ConfigError
 from rescene.core.json_files import Row
 from rescene.core.run_state import read_object
@@ -24,12 +24,8 @@ if TYPE_CHECKING:
     from rescene.paper.queue_runner import QueueRow
     from rescene.sweeps.grid import SweepCell
 
-paper_app = typer.Typer(
-    help="Run the tables and figures of the paper, and see our numbers beside them.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
-Name = Annotated[str, typer.Argument(help="table of the paper (rescene paper list), with -lite for the small form")]
+paper_app = verb_group("Run the tables and figures of the paper, and see our numbers beside them.")
+TABLE = typer.Argument(help="table of the paper (rescene paper list), with -lite for the small form")
 Only = Annotated[
     list[str] | None, typer.Option("--only", help="cells by name or pattern, e.g. 'cifar10/*/rescene'; may be repeated")
 ]
@@ -39,11 +35,9 @@ Runs = Annotated[
 ]
 Format = Annotated[str, typer.Option("--format", help="text, markdown, latex, csv, html or json")]
 READING = "reading the stored results"
-Written = Annotated[Path | None, typer.Option("--out", help="file; its ending chooses the format")]
 
 
 @paper_app.command("list")
-@verb
 def paper_list(
     runs: Runs = None,
     lite: Annotated[bool, typer.Option("--lite", help="also list the small forms")] = False,
@@ -52,18 +46,15 @@ def paper_list(
     """List the tables: their place in the paper, cells, finished runs, command."""
     with busy(READING):
         from rescene.paper.paper_tables import status_grid
-        from rescene.report.table_formats import render
+        from rescene.report.tables import render
 
         text = render(status_grid(_store(runs), lite), kind)
     print(text, end="")
 
 
 @paper_app.command("run")
-@verb
 def paper_run(
-    name: Annotated[
-        str | None, typer.Argument(help="table of the paper (rescene paper list), with -lite for the small form")
-    ] = None,
+    name: Annotated[str | None, TABLE] = None,
     only: Only = None,
     seeds: Annotated[
         str | None, typer.Option("--seeds", help="seeds, separated by commas (default: 0,1,2 as in the paper)")
@@ -71,7 +62,7 @@ def paper_run(
     fast: Annotated[
         bool, typer.Option("--fast", help="E_srv=10 where the paper has 100: a tenth of the work of the server")
     ] = False,
-    jobs: Jobs = 1,
+    jobs: Annotated[int, typer.Option("--jobs", min=1, help="how many cells run at the same time on one GPU")] = 1,
     queue: Annotated[
         bool, typer.Option("--queue", help="run what is missing of all tables, most informative first")
     ] = False,
@@ -108,7 +99,7 @@ def _run_table(
     from rescene.cli.running import print_plan, run_cells
     from rescene.paper import paper_recipe
     from rescene.paper.paper_tables import NOT_COMPARABLE, table_grid
-    from rescene.report.table_formats import render
+    from rescene.report.tables import render
     from rescene.sweeps.grid import read_seeds
 
     recipe = paper_recipe(name)
@@ -173,9 +164,8 @@ def _run_queue(
     rows = found.rows if plan else []
     if not plan:
 
-        def work() -> int:
+        def work() -> None:
             rows.extend(found.run())
-            return 0
 
         interruptible(work)
     print_rows([asdict(row) for row in rows], as_json)
@@ -190,27 +180,25 @@ def _tell_row(row: QueueRow) -> None:
 
 
 @paper_app.command("table")
-@verb
 def paper_table(
-    name: Name,
+    name: Annotated[str, TABLE],
     only: Only = None,
     runs: Runs = None,
     kind: Format = "",
-    out: Written = None,
+    out: Annotated[Path | None, typer.Option("--out", help="file; its ending chooses the format")] = None,
 ) -> None:
     """Compare our numbers with the paper's, and give the command for what is missing."""
     kind = format_for(kind, out)
     with busy(READING):
         from rescene.paper import paper_recipe
         from rescene.paper.paper_tables import table_grid
-        from rescene.report.table_formats import render
+        from rescene.report.tables import render
 
         text = render(table_grid(paper_recipe(name), _store(runs), only or (), commands=kind != "latex"), kind)
     put(text, out)
 
 
 @paper_app.command("check")
-@verb
 def paper_check(
     name: Annotated[str, typer.Argument(help="a table, claims, or all")] = "all",
     everything: Annotated[bool, typer.Option("--all", help="also list the figures inside their band")] = False,
@@ -224,7 +212,7 @@ def paper_check(
         from rescene.paper.compare import findings
         from rescene.paper.pages import band_grid, claims_grid, failed
         from rescene.paper.recipes import check_name
-        from rescene.report.table_formats import render
+        from rescene.report.tables import render
 
         if name not in (also := ("claims", "all")):
             check_name(name.removeprefix("paper/"), also)
@@ -243,7 +231,6 @@ def paper_check(
 
 
 @paper_app.command("figure")
-@verb
 def paper_figure(
     name: Annotated[str, typer.Argument(help="old-recent or task-curves")],
     out: Annotated[
@@ -268,7 +255,6 @@ def paper_figure(
 
 
 @paper_app.command("readme")
-@verb
 def paper_readme(
     write: Annotated[
         Path, typer.Option("--write", help="document with <!-- rescene paper: results --> ... <!-- end -->")
@@ -285,7 +271,6 @@ def paper_readme(
 
 
 @paper_app.command("theory")
-@verb
 def theory(
     folder: Annotated[Path, typer.Argument(help="finished run, or a folder that holds some")], as_json: AsJson = False
 ) -> None:

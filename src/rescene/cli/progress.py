@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import os
 import sys
 import threading
@@ -10,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
@@ -24,13 +24,13 @@ from rich.text import Text
 
 from rescene.cli.terminal import console, position
 from rescene.core.errors import ConfigError
-from rescene.engine.look_log import LookLog, LookWords, clock
+from rescene.deploy.federation_folder import FederationFolder
 from rescene.lens import looks_to
+from rescene.lens.look_progress import LookLog, LookWords, clock
 from rescene.report import write_report
 from rescene.report.load import is_run
 
 Event = dict[str, Any]
-PAGE = "the report follows the run: {page}"
 WIDE = 1.5  # from this ratio of the slowest to the mean pace, the time left is a range
 HOST = "127.0.0.1"
 REPORT_SHARE = 1 / 20  # of the time of a run may go into its report
@@ -44,51 +44,49 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
+NOTHING_YET = """\
+<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<meta http-equiv="refresh" content="5"><meta name="color-scheme" content="light dark"><title>{name}</title>
+<body style="font:16px/1.5 system-ui,sans-serif;max-width:40em;margin:3em auto;padding:0 1em"><h1>{name}</h1>
+<p>No round has been held yet. This page looks again every five seconds.</p>
+"""
 
 
 @contextmanager
 def watch(quiet: bool) -> Iterator[Callable[[Event], None]]:
     """A function that shows the events of a run: in a live table, in lines, or not at all."""
-    screen = console(stderr=True)
-    if quiet:
-        yield lambda event: None
-    elif screen.is_terminal:
-        panel, look = Panel(screen), LookWords()
-        shown = partial(_above_each_other, partial(_text, look), panel.table)
-        with looks_to(look.take), Live(get_renderable=shown, console=screen, refresh_per_second=4):
-            yield panel.take
-    else:
-        with looks_to(LookLog().take):
-            yield Lines().take
+    panel = Panel(console(stderr=True))
+    take = panel.take if panel.console.is_terminal else Lines().take
+    with watch_looks(quiet, panel):
+        yield (lambda event: None) if quiet else take
 
 
 @contextmanager
-def watch_looks(quiet: bool) -> Iterator[None]:
-    """Show how many pictures passed the lens, of how many, and the time left: in a line that changes, in lines, or not at all."""
-    screen = console(stderr=True)
+def watch_looks(quiet: bool, panel: Panel | None = None) -> Iterator[None]:
+    """Show how many pictures passed the lens, of how many, and the time left: in a line that changes, in lines, or not at all.
+
+    On a terminal the line stands above the table of ``panel``, while it says something.
+    """
+    screen = panel.console if panel else console(stderr=True)
     if quiet:
         yield
     elif screen.is_terminal:
         look = LookWords()
+
+        def shown() -> Text | Table | Group:
+            line = Text(look.words)
+            if panel is None:
+                return line
+            return Group(line, panel.table()) if line else panel.table()
+
         with (
             looks_to(look.take),
-            Live(get_renderable=partial(_text, look), console=screen, refresh_per_second=4, transient=True),
+            Live(get_renderable=shown, console=screen, refresh_per_second=4, transient=panel is None),
         ):
             yield
     else:
         with looks_to(LookLog().take):
             yield
-
-
-def _text(look: LookWords) -> Text:
-    """The words as they are now; nothing before and after a look."""
-    return Text(look.words)
-
-
-def _above_each_other(line: Callable[[], Text], table: Callable[[], Table]) -> Table | Group:
-    """The line above the table, while it says something."""
-    text = line()
-    return Group(text, table()) if text else table()
 
 
 class Pace:
@@ -125,6 +123,14 @@ class Pace:
         return f"{clock(mean)} to {clock(slow)}" if slow > WIDE * mean and slow - mean > 10 else clock(mean)
 
 
+def _remark(event: Event) -> str:
+    """What an event says in a line of its own, wherever the run is shown; mostly nothing."""
+    if event["event"] == "page":
+        return f"the report follows the run: {event['page']}"
+    told = event["event"] == "event" and event["level"] != "info"
+    return f"{event['level']}[{event['code']}] {event['message']}" if told else ""
+
+
 class Lines:
     """One line per round on standard error, for logs and pipes."""
 
@@ -151,10 +157,8 @@ class Lines:
                 f"{event['method']:<8} {position(event['task'], event['num_tasks'])} done: "
                 + "  ".join(f"{a:.1f}" for a in event["accuracy"])
             )
-        elif kind == "page":
-            self._say(PAGE.format(**event))
-        elif kind == "event" and event["level"] != "info":
-            self._say(f"{event['level']}[{event['code']}] {event['message']}")
+        elif remark := _remark(event):
+            self._say(remark)
 
     @staticmethod
     def _say(line: str) -> None:
@@ -196,10 +200,8 @@ class Panel:
             row["tasks"] = "  ".join(f"{a:.0f}" for a in event["accuracy"])
         elif kind == "done":
             row["phase"] = "done"
-        elif kind == "page":
-            self.console.print(PAGE.format(**event), markup=False)
-        elif kind == "event" and event["level"] != "info":
-            self.console.print(f"{event['level']}[{event['code']}] {event['message']}", markup=False)
+        elif remark := _remark(event):
+            self.console.print(remark, markup=False)
         row["left"] = "" if kind == "done" else self.pace.left()
 
     def table(self) -> Table:
@@ -309,6 +311,23 @@ def serving(build: Callable[[], bytes], port: int) -> Iterator[str]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextmanager
+def operator_page(federation: FederationFolder, run: Callable[[], Path | None], port: int) -> Iterator[None]:
+    """Serve the report of ``run()`` on loopback and print the address."""
+    from rescene.deploy.operator import watch_sites
+
+    def build() -> bytes:
+        place = run()
+        if place is None or not is_run(place):
+            return NOTHING_YET.format(name=html.escape(federation.name)).encode()
+        watch_sites(federation, place)
+        return write_report([place], place / "report.html").read_bytes()
+
+    with serving(build, port) as address:
+        print(f"the operator's page: {address}", flush=True)
+        yield
 
 
 class _Handler(BaseHTTPRequestHandler):

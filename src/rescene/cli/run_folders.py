@@ -1,4 +1,4 @@
-"""Run folders: list them, make room, repeat a run, and look at uploads that were put apart."""
+"""Run folders: list them, make room, and look at uploads that were put apart."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ import json
 import shutil
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import typer
 
+from rescene.cli.shared_options import find_runs
 from rescene.cli.terminal import position, print_rows
-from rescene.core.documents import parse_yaml, read_yaml
+from rescene.core.documents import read_yaml
 from rescene.core.errors import ConfigError, command, did_you_mean
 from rescene.core.json_files import Row, json_object
-from rescene.core.recipe_keys import flatten
 from rescene.core.results import read_status, results_of_row
-from rescene.core.run_state import Busy, is_done, state_of, working_in
+from rescene.core.run_state import Busy, state_of, working_in
 from rescene.report.formatting import bytes_text
 from rescene.report.load import is_run
 
@@ -30,30 +29,8 @@ QUARANTINE = {"name": "name", "client": "site", "class": "class", "images": "pic
 _HEADS = {"bytes": "size", "near_copies": "near-copies"}
 
 
-def find_runs(folder: Path) -> list[Path]:
-    """The folder itself if it is a run, else every run below it, in name order."""
-    if (folder / "config.yaml").is_file():
-        return [folder]
-    return sorted(path.parent for path in folder.rglob("config.yaml")) if folder.is_dir() else []
-
-
-def run_config(folder: Path) -> Path:
-    """The recipe of a run folder; an error if there is none."""
-    config = folder / "config.yaml"
-    if not config.is_file():
-        raise ConfigError(
-            "E108", "not a run folder", where=str(folder), why="it has no config.yaml", fix="rescene runs"
-        )
-    return config
-
-
-def run_rows(folder: Path) -> list[Row]:
-    """One row per run under a folder."""
-    return [_row(path) for path in find_runs(folder)]
-
-
 def _row(path: Path) -> Row:
-    """Of one run. If its results cannot be read, the row says so and shows what its status holds."""
+    """One run. If its results cannot be read, the row says so and shows what its status holds."""
     unreadable: list[str] = []
     status = read_status(path)
     results = results_of_row(json_object(path / "results.json", unreadable), [])
@@ -72,7 +49,7 @@ def _row(path: Path) -> Row:
 
 def show_runs(folder: Path, as_json: bool) -> None:
     """Print the runs under a folder, with their state, size and accuracy."""
-    rows = run_rows(folder)
+    rows = [_row(path) for path in find_runs(folder)]
     if as_json:
         print(json.dumps(rows))
         return
@@ -159,103 +136,6 @@ def _may_grow(run: Path) -> bool:
 
 def _size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
-
-
-def read_growth(words: list[str]) -> tuple[list[list[str]] | None, str | None]:
-    """New tasks and the place of their images, from the words behind ``rescene continue RUN``.
-
-    >>> read_growth(["tasks+=[[boots, sandals], [gloves]]", "data.path=may"])
-    ([['boots', 'sandals'], ['gloves']], 'may')
-    >>> read_growth(["tasks+=[boots, 9]"])
-    ([['boots', '9']], None)
-    """
-    tasks, path = None, None
-    for word in words:
-        key, equals, value = word.partition("=")
-        if key == "data.path" and value:
-            path = value
-        elif key == "tasks+" and equals:
-            tasks = _named_tasks(parse_yaml(value, "tasks+"))
-        else:
-            raise ConfigError(
-                "E509",
-                f"{key!r} cannot change in a run that goes on",
-                why="what ran stays true, so only tasks and images may be new",
-                fix="'tasks+=[[new, classes]]', data.path=FOLDER; for anything else a new run",
-            )
-    return tasks, path
-
-
-def _named_tasks(value: Any) -> list[list[str]]:
-    """A list of lists of names; a plain list of names is one task."""
-    rows = value if isinstance(value, list) else [value]
-    rows = rows if any(isinstance(row, list) for row in rows) else [rows]
-    names = [name for row in rows if isinstance(row, list) for name in row]
-    if not all(isinstance(row, list) for row in rows) or not all(type(name) in (str, int) for name in names):
-        raise ConfigError(
-            "E511",
-            "the new tasks are not lists of names",
-            where="tasks+",
-            why="a name such as yes, 1.0 or null needs quotes",
-            fix="""'tasks+=[[boots, sandals], ["yes"]]'""",
-        )
-    return [[str(name) for name in row] for row in rows]
-
-
-def rerun(folder: Path, out: Path | None, quiet: bool, as_json: bool) -> bool:
-    """Run the recipe of a finished run again in a folder beside it. True if every number is the same."""
-    from rescene.api import load
-    from rescene.cli.running import run_one
-    from rescene.config import resolve
-
-    before = load(folder)
-    config = run_config(folder)
-    if before.record.forgotten:
-        raise ConfigError(
-            "E163",
-            "a run that forgot a site cannot be repeated from its recipe alone",
-            where=str(folder),
-            why="its recipe is that of a run which never saw the site",
-            fix="rescene rerun the run it was made from, then rescene forget",
-        )
-    target = out or _beside(folder)
-    if target.resolve() == folder.resolve():
-        raise ConfigError("E186", "a run cannot be repeated in its own folder", where="--out", fix="another --out")
-    run_one(resolve(config), target, quiet, as_json=False, told=not as_json)
-    history = {"continued"}  # how the run came to its tasks, not what came out
-    told = [{k: v for k, v in one.values.items() if k not in history} for one in (before, load(target))]
-    then, now = (flatten(values, into_lists=True) for values in told)
-    known = {key: value for key, value in now.items() if key in then}  # the others are newer than that run
-    numbers = _differences(then, known)
-    machines = _differences(*(json_object(path / "env.json", []) for path in (folder, target)))
-    if as_json:
-        facts = {"folder": str(target), "identical": not numbers, "numbers": numbers, "environment": machines}
-        print(json.dumps(facts))
-    else:
-        _print_differences(numbers, machines)
-    return not numbers
-
-
-def _print_differences(numbers: list[Row], machines: list[Row]) -> None:
-    if not numbers:
-        print("\nidentical: every number of results.json is the same")
-    else:
-        print(f"\n{len(numbers)} numbers of results.json differ:")
-        print_rows(numbers[:20])
-    if machines:
-        print("\nother differences:")
-        print_rows(machines)
-
-
-def _beside(folder: Path) -> Path:
-    """RUN-again, RUN-again2, ...: the first that holds no finished run."""
-    names = (folder.with_name(f"{folder.name}-again{n if n > 1 else ''}") for n in count(1))
-    return next(path for path in names if not is_done(path))
-
-
-def _differences(before: Row, after: Row) -> list[Row]:
-    keys = dict.fromkeys([*before, *after])
-    return [{"what": k, "before": before.get(k), "now": after.get(k)} for k in keys if before.get(k) != after.get(k)]
 
 
 def quarantined(run: Path, admit: list[str], sheet: Path | None, as_json: bool) -> None:

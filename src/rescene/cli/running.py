@@ -19,7 +19,7 @@ from rescene.accel.cuda_graph import Streams, attempt
 from rescene.api import Result, default_folder, execute, load
 from rescene.cli.costing import NO_FORECAST, Priced, big, duration, load_or_stand_in, plan_columns, plan_words, price
 from rescene.cli.progress import live_page, open_page, watch
-from rescene.cli.terminal import busy, print_rows
+from rescene.cli.terminal import accuracy_text, busy, print_rows, teller
 from rescene.config import Resolved, resolve
 from rescene.core.documents import parse_yaml
 from rescene.core.errors import ConfigError, ResceneError, command, for_people
@@ -143,44 +143,33 @@ def print_summary(
     ``names``: of the rows, if they are not methods. ``settings``: what tells rows of one method apart.
     """
     rows: list[Row] = []
-    statements: dict[str, None] = {}
-    methods = [title_of(result) for result in results]
-    for result, name, setting in zip(results, names or methods, settings or [{} for _ in results], strict=True):
-        record = result.record
-        statements[f"{name}: {record.privacy.statement}"] = None
-        if unknown := record.not_measured.get("accuracy"):
-            statements[f"{name}: accuracy {unknown}"] = None
-        per_task = {f"T{j}": _known(v) for j, v in enumerate(record.accuracy_matrix[-1], start=1)}
-        if len(per_task) > MOST_TASKS:
-            per_task = {}
-        upload = (result.upload_bytes or 0) / 1e6
-        missing = "not measured" if "leakage" in record.not_measured else "no images sent"
-        share = record.leakage.near_copies if record.leakage else None
-        copies = missing if share is None else f"{100 * share:.0f} %"
-        rows.append(
-            {
-                "recipe" if names else "method": name,
-                **setting,
-                "AA": _known(record.aa),
-                "AIA": _known(record.aia),
-                **per_task,
-            }
-            | {"forgetting": _known(record.forgetting), "up/site/round": f"{upload:.2f} MB", "near-copies": copies}
-        )
+    statements: list[str] = []
+    # a run that is older than the titles of methods has their names only
+    titles = names or [str(result.record.style.get("title") or result.record.method) for result in results]
+    for result, name, setting in zip(results, titles, settings or [{} for _ in results], strict=True):
+        statements.append(f"{name}: {result.record.privacy.statement}")
+        if unknown := result.record.not_measured.get("accuracy"):
+            statements.append(f"{name}: accuracy {unknown}")
+        rows.append({"recipe" if names else "method": name, **setting, **_scores(result)})
     print_rows(rows)
-    for statement in statements:
-        print(statement)
-    print(f"Report: {page}")
+    print(*dict.fromkeys(statements), f"Report: {page}", sep="\n")
 
 
-def title_of(result: Result) -> str:
-    """What a run's method calls itself in tables; its name where the run is older than such titles."""
-    return str(result.record.style.get("title") or result.record.method)
-
-
-def _known(value: float | None) -> str:
-    """An accuracy in percent; a dash where no site had an image to measure it on."""
-    return "-" if value is None else f"{value:.1f}"
+def _scores(result: Result) -> Row:
+    """The cells of a run in that table."""
+    record = result.record
+    last = record.accuracy_matrix[-1]
+    per_task = {f"T{j}": accuracy_text(v) for j, v in enumerate(last, start=1)} if len(last) <= MOST_TASKS else {}
+    share = record.leakage.near_copies if record.leakage else None
+    missing = "not measured" if "leakage" in record.not_measured else "no images sent"
+    return {
+        "AA": accuracy_text(record.aa),
+        "AIA": accuracy_text(record.aia),
+        **per_task,
+        "forgetting": accuracy_text(record.forgetting),
+        "up/site/round": f"{(result.upload_bytes or 0) / 1e6:.2f} MB",
+        "near-copies": missing if share is None else f"{100 * share:.0f} %",
+    }
 
 
 @dataclass(frozen=True)
@@ -221,19 +210,18 @@ def run_search(
     """Look for good settings on a validation part of the training images. Returns 0, or 1 if no trial gave a value."""
     root = out or default_folder(resolve(recipe, [])).parent.with_name(f"{Path(recipe).stem}-search")
     search = read_search(recipe, overrides, seeds, metric, root)
-    say = (lambda line: None) if how.quiet else (lambda line: print(line, file=sys.stderr, flush=True))
     hushed = replace(how, quiet=True)
 
     def run(cells: list[SweepCell]) -> Outcomes:
         return _outcomes(recipe, cells, hushed, None)
 
     at_once = len(_slots(how)) if how.gpus else how.jobs or 1
-    found = search_settings(search, num_trials, max(1, at_once // len(search.seeds)), run, say)
+    found = search_settings(search, num_trials, max(1, at_once // len(search.seeds)), run, teller(how.quiet))
     if how.as_json:
         print(json.dumps(found))
         return found["best"] is None
     best_first = sorted(found["trials"], key=lambda row: -1.0 if row[metric] is None else row[metric], reverse=True)
-    print_rows([row | {metric: _known(row[metric])} for row in best_first[:10]])
+    print_rows([row | {metric: accuracy_text(row[metric])} for row in best_first[:10]])
     print(f"Chosen on {found['chosen_on']}.")
     if found["test_command"]:
         print(f"Measure the best one on the test images, once: {found['test_command']}")
@@ -283,9 +271,11 @@ def _outcomes(recipe: str, cells: Sequence[SweepCell], how: SweepOptions, page: 
             refuse_others(cell.folder, cell.resolved.recipe)
     orders = [Order(recipe, cell.overrides, str(cell.folder), how.log, how.plugins, how.elsewhere) for cell in cells]
     if how.slurm:
-        return _watched(
-            cells, on_cluster(cells, orders, read_settings(how.slurm_set), started=_submitted(how, cells)), how, page
+        names, tell = varied(cells), teller(how.quiet)
+        jobs_there = on_cluster(
+            cells, orders, read_settings(how.slurm_set), started=lambda i, job: tell(f"job {job}: {names[i]}")
         )
+        return _watched(cells, jobs_there, how, page)
     jobs = how.jobs or 1
     if how.gpus or (jobs > 1 and (how.log or pick_device(cells[0].resolved.recipe.device).type != "cuda")):
         return _watched(cells, in_processes(cells, orders, _slots(how)), how, page)
@@ -301,21 +291,16 @@ def _slots(how: SweepOptions) -> list[dict[str, str]]:
     return slots(how.jobs, how.gpus, cores, torch.cuda.device_count())
 
 
-def _submitted(how: SweepOptions, cells: Sequence[SweepCell]) -> Callable[[int, str], None]:
-    names = varied(cells)
-    return lambda number, job: None if how.quiet else print(f"job {job}: {names[number]}", file=sys.stderr)
-
-
 def _watched(
     cells: Sequence[SweepCell], outcomes: Iterator[tuple[int, Result | Exception]], how: SweepOptions, page: Path | None
 ) -> Outcomes:
     """The outcomes, with a line for each and a report that follows them."""
-    names, whole = varied(cells), open_page([cell.folder for cell in cells], page) if page else nullcontext()
+    names, tell = varied(cells), teller(how.quiet)
+    whole = open_page([cell.folder for cell in cells], page) if page else nullcontext()
     with whole as live, closing(outcomes) as ended:  # type: ignore[type-var]
         for count, (number, outcome) in enumerate(ended, start=1):
-            if not how.quiet:
-                words = f"AA {_known(outcome.record.aa)}" if isinstance(outcome, Result) else "failed"
-                print(f"[{count}/{len(cells)}] {names[number]}: {words}", file=sys.stderr, flush=True)
+            words = f"AA {accuracy_text(outcome.record.aa)}" if isinstance(outcome, Result) else "failed"
+            tell(f"[{count}/{len(cells)}] {names[number]}: {words}")
             if live is not None and count < len(cells):
                 live.perhaps()
             yield cells[number], outcome
@@ -324,13 +309,11 @@ def _watched(
 def _in_turn(
     cells: Sequence[SweepCell], quiet: bool, as_json: bool, page: Path | None, log: str = "", elsewhere: bool = False
 ) -> Outcomes:
-    names = varied(cells)
+    names, tell = varied(cells), teller(quiet)
     whole = open_page([cell.folder for cell in cells], page) if page else nullcontext()
     with whole as common:
         for number, cell in enumerate(cells, start=1):
-            if not quiet:
-                state = "done before" if cell.done else ""
-                print(f"[{number}/{len(cells)}] {names[number - 1]} {state}", file=sys.stderr)
+            tell(f"[{number}/{len(cells)}] {names[number - 1]} {'done before' if cell.done else ''}")
             if cell.done:
                 yield cell, attempt(load, cell.folder)
                 continue
@@ -372,12 +355,11 @@ def _side_by_side(cells: Sequence[SweepCell], quiet: bool, jobs: int) -> Outcome
     def result(cell: SweepCell) -> Result | Exception:
         return attempt(load, cell.folder) if cell.done else _outcome(cell)
 
-    streams = Streams(device, jobs)
+    streams, tell = Streams(device, jobs), teller(quiet)
     try:
         outcomes = streams.outcomes(result, cells)
         for number, (cell, outcome) in enumerate(zip(cells, outcomes, strict=True), start=1):
-            if not quiet:
-                print(f"[{number}/{len(cells)}] {' '.join(cell.overrides)}", file=sys.stderr)
+            tell(f"[{number}/{len(cells)}] {' '.join(cell.overrides)}")
             yield cell, outcome
     except KeyboardInterrupt:
         print("interrupted; the same command continues every cell where it stands", file=sys.stderr)

@@ -1,10 +1,11 @@
-"""Arguments and options that several verbs share, and what the shell offers for them on TAB.
+"""Arguments and options that several verbs share, what they mean, and what the shell offers for them on TAB.
 
 TAB must answer at once, so nothing here imports torch: names and keys are read from the text of the source files.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -22,6 +23,11 @@ _FIELD = re.compile(r"^    ([a-z]\w*): ([^=\n]+?) *(?:=|$)", re.MULTILINE)
 _NAME = re.compile(r'^    name: ClassVar\[str\] = "(.+)"', re.MULTILINE)
 METHOD_KEYS = ("method", "method.name")
 _PACKAGES = ("rescene.config", "rescene.methods", "rescene.training")  # where recipes and methods declare their keys
+
+
+def verb_group(about: str) -> typer.Typer:
+    """An empty group of verbs, such as ``rescene data``."""
+    return typer.Typer(help=about, no_args_is_help=True, rich_markup_mode=None)
 
 
 def complete_recipe(incomplete: str) -> list[str]:
@@ -113,10 +119,32 @@ def load_plugins(paths: list[Path] | None) -> None:
             )
 
 
+def find_runs(folder: Path) -> list[Path]:
+    """The folder itself if it is a run, else every run below it, in name order."""
+    if (folder / "config.yaml").is_file():
+        return [folder]
+    return sorted(path.parent for path in folder.rglob("config.yaml")) if folder.is_dir() else []
+
+
+def run_config(folder: Path) -> Path:
+    """The recipe of a run folder; an error if there is none."""
+    config = folder / "config.yaml"
+    if not config.is_file():
+        raise ConfigError(
+            "E108", "not a run folder", where=str(folder), why="it has no config.yaml", fix="rescene runs"
+        )
+    return config
+
+
 def recipe_of(name: str) -> str | Path:
     """The recipe file of a run if ``name`` is its folder, else the name itself."""
     config = Path(name) / "config.yaml"
     return config if name and config.is_file() else name
+
+
+def runs_root() -> Path:
+    """Where runs lie unless somebody says otherwise."""
+    return Path(os.environ.get("RESCENE_RUNS", "runs"))
 
 
 RecipeName = Annotated[
@@ -136,6 +164,7 @@ Overrides = Annotated[
     typer.Argument(help="key=value overrides, e.g. federation.beta=0.1 seed=1", autocompletion=complete_override),
 ]
 MethodName = Annotated[str, typer.Argument(help="name of a method", autocompletion=complete_method)]
+FinishedRun = Annotated[Path, typer.Argument(help="finished run folder")]
 Out = Annotated[Path | None, typer.Option("--out", help="run folder (default: runs/<recipe>/<method>-s<seed>-<hash>)")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="print results only")]
 Plugin = Annotated[
@@ -145,7 +174,6 @@ Plugin = Annotated[
         help="Python file that registers methods, networks, data sets or observers, or an installed observer; may be repeated",
     ),
 ]
-Jobs = Annotated[int, typer.Option("--jobs", min=1, help="how many cells run at the same time on one GPU")]
 Log = Annotated[
     str, typer.Option("--log", help="also log to tensorboard, wandb (offline), mlflow or trackio; separate with commas")
 ]

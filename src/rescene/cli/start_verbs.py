@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import platform
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rescene.cli.shared_options import AsJson, Overrides, Plugin, Quiet, load_plugins
-from rescene.cli.terminal import interruptible, print_rows, verb
-from rescene.core.errors import ConfigError, did_you_mean
+from rescene.cli.shared_options import AsJson, Overrides, Plugin, Quiet, load_plugins, runs_root, verb_group
+from rescene.cli.terminal import interruptible, print_rows
+from rescene.core.errors import ConfigError, ResceneError, command, did_you_mean
 from rescene.core.json_files import Row
 
 if TYPE_CHECKING:
     from rescene.bench import SpeedFigure
+    from rescene.data import Dataset
 
 Layout = Annotated[
     str, typer.Option("--layout", help="what the first folders are, if unclear: classes, domains, sites, sites-domains")
@@ -51,10 +53,19 @@ BUFFERS = {
     "keep-all": "everything: full accumulation",
     "none": "nothing is kept of finished tasks",
 }
-data_app = typer.Typer(help="Look at, prepare and check image data.", no_args_is_help=True, rich_markup_mode=None)
+MOST_CLASSES = 40  # listed on a terminal; --json has them all
+SHEET = "contact-sheet"
+REASON = (
+    "recipe own: sites send sums of what a frozen lens sees, and nothing is trained. On 2,000 photographs it was the most "
+    "accurate of the recipes that were tried (docs/own-images.md). Exact sums are for a simulation like this one: they guarantee nothing"
+)
+WHY_SMALL = (
+    "larger pictures give more numbers through the lens of recipe own, which cost time and, behind a guarantee, more noise. "
+    "data.image_size=SIDE takes another size"
+)
+data_app = verb_group("Look at, prepare and check image data.")
 
 
-@verb
 def demo(
     overrides: Overrides = None,
     out: Annotated[Path | None, typer.Option("--out", help="folder for the runs (default: runs/demo)")] = None,
@@ -74,7 +85,6 @@ def demo(
     interruptible(lambda: run_demo(list(overrides or []), out, quiet, privacy))
 
 
-@verb
 def list_things(
     what: Annotated[str, typer.Argument(help="methods, recipes, datasets, models or buffers")],
     verified: Annotated[
@@ -93,12 +103,10 @@ def list_things(
             "E109", f"cannot list {what!r}" + (f"; did you mean {close}?" if close else ""), why=", ".join(LISTS)
         )
     rows = LISTS[what]()
-    if as_json:
-        print_rows(rows, as_json)
-    elif what == "methods":
+    if what == "methods" and not as_json:
         _print_methods(rows, verified)
     else:
-        print_rows(rows)
+        print_rows(rows, as_json)
     if what == "recipes" and not as_json:
         print("The paper's tables are recipes of many cells: rescene paper list")
 
@@ -182,16 +190,12 @@ def _takes_small_pictures(name: str) -> bool:
     return True
 
 
-def _buffers() -> list[Row]:
-    return [{"name": name, "keeps": text} for name, text in BUFFERS.items()]
-
-
 LISTS: dict[str, Callable[[], list[Row]]] = {
     "methods": _methods,
     "recipes": _recipes,
     "datasets": _datasets,
     "models": _models,
-    "buffers": _buffers,
+    "buffers": lambda: [{"name": name, "keeps": text} for name, text in BUFFERS.items()],
 }
 
 
@@ -206,14 +210,12 @@ def columns_of(text: str) -> dict[str, str]:
 
 
 @data_app.command("list")
-@verb
 def data_list(as_json: AsJson = False) -> None:
     """List the known data sets and where they were found."""
     print_rows(_datasets(), as_json)
 
 
 @data_app.command("inspect")
-@verb
 def data_inspect(
     path: Annotated[str, typer.Argument(help="folder, file, or name of a known data set")],
     layout: Layout = "auto",
@@ -224,13 +226,146 @@ def data_inspect(
     as_json: AsJson = False,
 ) -> None:
     """Show what is in your images and what is odd, draw a contact sheet, and print the command that suits them."""
-    from rescene.cli.inspecting import inspect_data
+    from rescene.data import inspect, load_readable
+    from rescene.data.inspection import found_files
+    from rescene.data.loading import detect
 
-    inspect_data(path, layout, columns_of(columns), out, as_json)
+    here, roles = Path(path).exists(), columns_of(columns)
+    dataset, told = load_readable("auto" if here else path, path if here else None, layout, columns=roles)
+    found = inspect(dataset, told)
+    found["files"] = found_files(Path(path)) if here and detect(Path(path)) in ("folder", "office31") else {}
+    found["tasks"] = _proposed_tasks(dataset, found)
+    found |= _advice(dataset, _given(path, here, layout, roles, any(warning.code == "W203" for warning in told)))
+    found["lines"] = _file_facts(found)
+    found["odd"] = [text for text in found["warnings"] if not (found["files"] and text.startswith("not read: "))]
+    if not as_json or out is not None:
+        found["sheet"] = _write_sheet(dataset, found, out or runs_root() / "inspect" / dataset.name)
+    if as_json:
+        print(json.dumps(found))
+    else:
+        _print_inspection(found)
+
+
+def _given(path: str, here: bool, layout: str, columns: Mapping[str, str], skip: bool) -> list[str]:
+    """What the command must say about the data."""
+    words = [f"data.path={path}" if here else f"data.name={path}"]
+    words += [f"data.layout={layout}"] if layout != "auto" else []
+    words += [f"data.columns.{role}={name}" for role, name in columns.items()]
+    return words + (["data.skip_unreadable=true"] if skip else [])
+
+
+def _advice(dataset: Dataset, given: Sequence[str]) -> Row:
+    """The command that suits the images and why, and the same with a guarantee; no command where none makes sense."""
+    from rescene.config import resolve
+    from rescene.data.inspection import propose_settings, why_not
+    from rescene.engine import pick_device
+    from rescene.lens import seconds_to_look
+
+    problem = why_not(dataset)
+    if problem:
+        return {"reason": problem, "command": "", "guarantee": "", "run_image_size": None, "looking_s": 0.0}
+    exact, private = (command("run", "own", *given, *propose_settings(dataset, exact)) for exact in (True, False))
+    own = resolve("own").recipe
+    side = own.images.image_size or dataset.image_size
+    num = len(dataset.train) + len(dataset.test)
+    seconds = round(seconds_to_look(str(own.model.lens), side, num, pick_device("auto")), 2)
+    return {"reason": REASON, "command": exact, "guarantee": private, "run_image_size": side, "looking_s": seconds}
+
+
+def _file_facts(found: Row) -> list[str]:
+    """Facts about the files in sentences."""
+    split = "as given" if found["split"] == "given" else f"drawn from each class ({found['split']})"
+    size, files = f"{found['image_size']}x{found['image_size']} pixels", found["files"]
+    lines = []
+    if files:
+        kinds = ", ".join(f"{num:,} {kind}" for kind, num in files["found"].items())
+        lines.append(f"files: {kinds or 'no picture'}")
+        lines += (
+            [f"sizes: {', '.join(f'{name} {text}' for name, text in files['sizes'].items())}"] if files["sizes"] else []
+        )
+        lines += [_not_read(row) for row in files["not_read"]]
+    return [*lines, f"read for this look at {size}; test images {split}", *found["notes"], *_run_size(found)]
+
+
+def _run_size(found: Row) -> list[str]:
+    """The size at which the recommended run reads the pictures, and why; nothing where no run is recommended."""
+    side = found["run_image_size"]
+    if side is None:
+        return []
+    if side == found["image_size"]:
+        return [f"the recommended run reads them at {side}x{side} pixels, too"]
+    return [f"the recommended run reads them at {side}x{side} pixels: {WHY_SMALL}"]
+
+
+def _not_read(row: Row) -> str:
+    return (
+        f"not read: {row['count']:,} {row['what']} ({', '.join(row['examples'])}{', ...' if row['count'] > 3 else ''})"
+    )
+
+
+def _write_sheet(dataset: Dataset, found: Row, folder: Path) -> list[str]:
+    """PNG and HTML; both hold the pictures themselves."""
+    from rescene.data.inspection import contact_sheet
+    from rescene.report.galleries import write_inspection
+
+    folder.mkdir(parents=True, exist_ok=True)
+    stream = io.BytesIO()
+    contact_sheet(dataset).save(stream, "PNG")
+    png = folder / f"{SHEET}.png"
+    png.write_bytes(stream.getvalue())
+    return [str(png), str(write_inspection(found, stream.getvalue(), folder / f"{SHEET}.html"))]
+
+
+def _print_inspection(found: Row) -> None:
+    from rescene.cli.costing import duration
+
+    print(f"{found['name']}: {found['num_train']:,} training and {found['num_test']:,} test images")
+    for line in found["lines"]:
+        print(line)
+    for one, many in (("class", "classes"), ("site", "sites"), ("domain", "domains")):
+        if rows := found[many]:
+            print(f"\n{len(rows)} {one if len(rows) == 1 else many}")
+            print_rows(rows[:MOST_CLASSES])
+            if len(rows) > MOST_CLASSES:
+                print(f"... and {len(rows) - MOST_CLASSES} more (--json)")
+    if found["tasks"]:
+        print("\nproposed tasks")
+        print_rows([row | {"task": row["task"] + 1} for row in found["tasks"]])
+    print("\nwarnings" + (": none" if not found["odd"] else "".join(f"\n  {text}" for text in found["odd"])))
+    print(f"\ncontact sheet: {' and '.join(found['sheet'])}")
+    print(f"\n{found['reason']}")
+    if found["command"]:
+        print(f"run it: {found['command']}")
+        print(
+            f"looking at all images through the lens takes about {duration(found['looking_s'])} on this machine, once"
+        )
+        print(f"\nwith a guarantee of epsilon 8 for each image, as real sites would run it; {found['noise']}")
+        print(f"run it: {found['guarantee']}")
+
+
+def _proposed_tasks(dataset: Dataset, found: Row) -> list[Row]:
+    """The proposed tasks. If the data set cannot be split so, the warnings say why."""
+    from rescene.data import plan_tasks
+
+    try:
+        planned, tasks = plan_tasks(dataset, **found["proposed_tasks"])
+    except ResceneError as error:
+        found["warnings"].append(f"{error.what} ({error.fix})" if error.fix else error.what)
+        return []
+    return [
+        {
+            "task": task.index,
+            "brings": planned.domains[task.domain]
+            if task.domain is not None
+            else ", ".join(planned.classes[c] for c in task.classes),
+            "train": len(task.train),
+            "test": len(task.test),
+        }
+        for task in tasks
+    ]
 
 
 @data_app.command("prepare")
-@verb
 def data_prepare(
     name: Annotated[str, typer.Argument(help="cifar10, cifar100, tinyimagenet, office31, folder, ...")],
     source: Annotated[Path, typer.Option("--from", help="archive or folder to read")],
@@ -247,7 +382,6 @@ def data_prepare(
 
 
 @data_app.command("verify")
-@verb
 def data_verify(
     name: Annotated[str, typer.Argument(help="name of a data set")],
     path: Annotated[Path | None, typer.Option("--path", help="where it is, if not in the usual places")] = None,
@@ -264,7 +398,6 @@ def data_verify(
 
 
 @data_app.command("draw")
-@verb
 def data_draw(
     what: Annotated[str, typer.Argument(help="leaves: the procedural pictures that the lens was made from")],
     out: Annotated[Path, typer.Option("--out", help="folder for the contact sheet")],
@@ -287,7 +420,6 @@ def data_draw(
     print(f"{path}: {len(pictures)} pictures of {side} x {side} pixels")
 
 
-@verb
 def doctor(
     speed: Annotated[bool, typer.Option("--speed", help="measure how fast this machine runs the basic steps")] = False,
     device: Annotated[str, typer.Option("--device", help="with --speed: auto, cpu, cuda or cuda:N")] = "auto",
@@ -344,7 +476,7 @@ def _disk() -> Row:
 
 
 def _writable() -> Row:
-    root = Path(os.environ.get("RESCENE_RUNS", "runs"))
+    root = runs_root()
     parent = root if root.exists() else Path.cwd()
     try:
         with tempfile.TemporaryFile(dir=parent):

@@ -1,4 +1,4 @@
-"""The way to the terminal: safe text, tables, errors as messages, interruption.
+"""The way to the terminal: safe text, tables, files, interruption.
 
 Names come from files, and a name may hold escape sequences that move the cursor, hide text or change the title of the
 window. Everything we print passes here, and such sequences become visible text.
@@ -6,9 +6,7 @@ window. Everything we print passes here, and such sequences become visible text.
 
 from __future__ import annotations
 
-import functools
 import json
-import os
 import re
 import signal
 import sys
@@ -17,11 +15,11 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
-from rescene.core.errors import ConfigError, ResceneError, ResceneWarning, for_people
+from rescene.core.errors import ConfigError, ResceneWarning
 from rescene.core.json_files import Row
 
 if TYPE_CHECKING:
@@ -95,6 +93,11 @@ def console(stderr: bool = False, width: int | None = None) -> Console:
 def busy(what: str) -> Status:
     """``with busy("counting") as status``: shows on a terminal what takes a while; elsewhere it prints nothing."""
     return console(stderr=True).status(f"{what} ...")
+
+
+def teller(quiet: bool) -> Callable[[str], None]:
+    """A function that prints a line on standard error at once, or one that prints nothing."""
+    return (lambda line: None) if quiet else (lambda line: print(line, file=sys.stderr, flush=True))
 
 
 def print_rows(rows: Iterable[Row], as_json: bool = False) -> None:
@@ -175,6 +178,11 @@ def _text(value: Any) -> str:
     return str(value)
 
 
+def accuracy_text(value: float | None) -> str:
+    """An accuracy in percent; a dash where no site had an image to measure it on."""
+    return "-" if value is None else f"{value:.1f}"
+
+
 def position(task: int, num_tasks: int | None = None, round: int | None = None, num_rounds: int | None = None) -> str:
     """Where a run is, in words. The arguments count from 0 as in files; people count from 1.
 
@@ -199,29 +207,6 @@ def writing(path: Path) -> Iterator[None]:
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM, treated like Ctrl-C: the last committed round is safe."""
-
-
-def verb(function: Callable[..., None]) -> Callable[..., None]:
-    """Errors meant for people become a message and an exit code."""
-
-    @functools.wraps(function)
-    def guarded(*args: Any, **kwargs: Any) -> None:
-        try:
-            function(*args, **kwargs)
-        except Exception as error:
-            told = for_people(error)
-            if not isinstance(told, ResceneError):
-                raise
-            _stop(told)
-
-    return guarded
-
-
-def _stop(error: ResceneError) -> NoReturn:
-    if os.environ.get("RESCENE_DEBUG"):
-        raise error
-    print(error, file=sys.stderr)
-    raise typer.Exit(error.exit_code)
 
 
 def warnings_for_people() -> None:

@@ -3,6 +3,10 @@
 A record is a frozen dataclass. Its type hints say what may stand in the file: ``str``, ``bool``, ``int``, ``float`` (finite),
 ``T | None``, ``tuple[T, ...]``, ``dict[str, T]``, other records, or ``Any``. A field without a default must be there; a row of
 a list that lacks one is left out. ``field(metadata={"key": "class"})`` names a key that Python cannot.
+
+A record is also what a file is written from (``row_of``, ``as_json``). Each field is written, unless its metadata says otherwise:
+``LEFT_OUT`` leaves out a value that stands at its default, ``NULL`` writes null for such a value, and ``beside("mechanism")``
+writes the value only where the field ``mechanism`` does not stand at its default.
 """
 
 from __future__ import annotations
@@ -22,7 +26,14 @@ from rescene.core.run_state import read_object
 
 T = TypeVar("T")
 Row = dict[str, Any]
+LEFT_OUT = {"left_out": True}
+NULL = {"null": True}
 _NAMED = 3  # damaged places that a note names
+
+
+def beside(name: str) -> dict[str, str]:
+    """Metadata of a field that is written only where the field ``name`` does not stand at its default."""
+    return {"beside": name}
 
 
 class _Misfit(Exception):
@@ -59,9 +70,38 @@ def records_of(kind: type[T], rows: Sequence[Row], name: str, problems: list[str
 
 
 def row_of(record: Any) -> Row:
-    """A record as the flat row it was read from."""
+    """A record as the row that a file has of it. Values stay as they are (``as_json``)."""
     declared: Any = type(record)
-    return {key: getattr(record, field.name) for field, key, _ in _fields(declared)}
+    known = {field.name: field for field in fields(declared)}
+    row = {}
+    for field, key, _ in _fields(declared):
+        told = field.metadata
+        is_default = _is_default(record, known[told.get("beside", field.name)])
+        if not is_default or not told.keys() & {"left_out", "beside"}:
+            row[key] = None if is_default and "null" in told else getattr(record, field.name)
+    return row
+
+
+def _is_default(record: Any, field: Field[Any]) -> bool:
+    default = field.default if field.default_factory is MISSING else field.default_factory()
+    return bool(getattr(record, field.name) == default)
+
+
+def as_json(value: Any, digits: int | None = None) -> Any:
+    """A value as JSON can hold it: records are rows, tuples are lists, NaN and infinity are null. Floats have so many decimals.
+
+    >>> as_json({"aa": 33.333333333333336, "bwt": float("nan"), "rows": (1, 2)}, digits=10)
+    {'aa': 33.3333333333, 'bwt': None, 'rows': [1, 2]}
+    """
+    if is_dataclass(value):
+        value = row_of(value)
+    if isinstance(value, dict):
+        return {key: as_json(own, digits) for key, own in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_json(own, digits) for own in value]
+    if isinstance(value, float):
+        return None if not math.isfinite(value) else value if digits is None else round(value, digits)
+    return value
 
 
 def noted(name: str, damaged: Sequence[str]) -> list[str]:

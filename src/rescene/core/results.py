@@ -1,7 +1,7 @@
 """The files of a run folder as typed records: results.json, timing.json, env.json, metrics.jsonl and their neighbours.
 
-``read_results`` is the one reader of results.json and ``rounded`` the one writer's form. Accuracies are in percent, sizes in
-bytes, times in seconds, ``near_copies`` is a share from 0 to 1. None says that a figure was not measured.
+A run writes results.json from a ``Results`` (``written``), and ``read_results`` makes one from the file. Accuracies are in percent,
+sizes in bytes, times in seconds, ``near_copies`` is a share from 0 to 1. None says that a figure was not measured.
 """
 
 from __future__ import annotations
@@ -13,34 +13,51 @@ from pathlib import Path
 from typing import Any
 
 from rescene.core.errors import DECLINED, DataError
-from rescene.core.json_files import Row, json_lines, noted, record_file, record_of, records_of
+from rescene.core.json_files import (
+    LEFT_OUT,
+    NULL,
+    Row,
+    as_json,
+    beside,
+    json_lines,
+    noted,
+    record_file,
+    record_of,
+    records_of,
+)
 from rescene.core.run_state import read_object
 from rescene.core.versions import RESULTS, as_it_was, refuse_newer
 
 Numbers = tuple[float | None, ...]
+DIGITS = 10  # decimals of a number in results.json
 
 
 @dataclass(frozen=True)
 class TaskFacts:
-    """One task: its classes, its domain where tasks are domains, and its images."""
+    """One task: its classes, its domain where tasks are domains, and its images.
+
+    A task of a plan for several sites also has its rounds, and whether it was closed before its last one.
+    """
 
     index: int | None = None
     classes: tuple[str, ...] = ()
-    domain: str = ""
+    domain: str = field(default="", metadata=NULL)
     train_size: int | None = None
     test_size: int | None = None
+    rounds: int | None = field(default=None, metadata=LEFT_OUT)
+    closed: bool | None = field(default=None, metadata=LEFT_OUT)
 
 
 @dataclass(frozen=True)
 class CostFigures:
     """What was sent, kept and computed. ``per_message``: per site and round; the other figures are of the whole run."""
 
-    uplink_bytes: float | None = None
-    downlink_bytes: float | None = None
+    uplink_bytes: float | None = field(default=None, metadata=LEFT_OUT)
+    downlink_bytes: float | None = field(default=None, metadata=LEFT_OUT)
     uplink_bytes_per_message: float | None = None
     downlink_bytes_per_message: float | None = None
     client_state_bytes: float | None = None
-    server_state_bytes: float | None = None
+    server_state_bytes: float | None = field(default=None, metadata=LEFT_OUT)
     client_flops: float | None = None
     server_flops: float | None = None
 
@@ -64,47 +81,64 @@ class Cost:
     """Figures as counted, and as the paper's formulas give them."""
 
     measured: CostFigures = CostFigures()
-    nominal: CostFigures = CostFigures()
+    nominal: CostFigures = field(default=CostFigures(), metadata=NULL)
 
 
 @dataclass(frozen=True)
 class Leakage:
-    """Uploaded images against real ones, of the whole run or (in ``per_task``) of one task."""
+    """Uploaded images against real ones, of the whole run or (in ``per_task``) of one task.
+
+    ``start_...`` and ``unmoved`` are against the images that condensation began with, ``traced...`` and ``nearest_seen...`` of the
+    ``num_traced`` images that were looked at with care.
+    """
 
     num_images: int | None = None
-    near_copies: float | None = None
-    exact_copies: int | None = None
+    nearest_rms_mean: float | None = None
     nearest_rms_median: float | None = None
     nearest_rms_min: float | None = None
     nearest_psnr_median_db: float | None = None
-    start_rms_median: float | None = None
-    unmoved: int | None = None
-    traced: float | None = None
-    traced_by_chance: float | None = None
-    statement: str = ""
-    task: int | None = None
-    per_task: tuple[Leakage, ...] = ()
+    near_copies: float | None = None
+    exact_copies: int | None = None
+    start_rms_mean: float | None = field(default=None, metadata=LEFT_OUT)
+    start_rms_median: float | None = field(default=None, metadata=LEFT_OUT)
+    start_rms_min: float | None = field(default=None, metadata=LEFT_OUT)
+    start_psnr_median_db: float | None = field(default=None, metadata=LEFT_OUT)
+    unmoved: int | None = field(default=None, metadata=LEFT_OUT)
+    num_traced: int | None = field(default=None, metadata=LEFT_OUT)
+    traced: float | None = field(default=None, metadata=LEFT_OUT)
+    traced_by_chance: float | None = field(default=None, metadata=LEFT_OUT)
+    nearest_seen: float | None = field(default=None, metadata=LEFT_OUT)
+    nearest_seen_by_chance: float | None = field(default=None, metadata=LEFT_OUT)
+    statement: str = field(default="", metadata=LEFT_OUT)
+    task: int | None = field(default=None, metadata=LEFT_OUT)
+    per_task: tuple[Leakage, ...] = field(default=(), metadata=LEFT_OUT)
 
 
 @dataclass(frozen=True)
 class Privacy:
-    """What is guaranteed over the whole run. ``images``: whether the compared images were uploaded or drawn by the server."""
+    """What is guaranteed over the whole run. ``images``: whether the compared images were uploaded or drawn by the server.
+
+    A run without a mechanism has a statement only.
+    """
 
     private: bool = False
     statement: str = ""
-    leaves_site: str = ""
-    images: str = "uploaded"
-    mechanism: str = ""
-    noise_multiplier: float | None = None
-    clip: float | None = None
-    delta: float | None = None
-    sampling_rate: float | None = None
-    epsilon: float | None = None
-    epsilon_per_round: float | None = None
-    epsilon_replaced: float | None = None
+    leaves_site: str = field(default="", metadata=beside("mechanism"))
+    images: str = field(default="uploaded", metadata=beside("mechanism"))
+    mechanism: str = field(default="", metadata=LEFT_OUT)
+    noise_multiplier: float | None = field(default=None, metadata=beside("mechanism"))
+    clip: float | None = field(default=None, metadata=beside("mechanism"))
+    sampling_rate: float | None = field(default=None, metadata=beside("mechanism"))
+    epsilon: float | None = field(default=None, metadata=beside("mechanism"))
+    epsilon_replaced: float | None = field(default=None, metadata=beside("mechanism"))
+    epsilon_per_round: float | None = field(default=None, metadata=beside("mechanism"))
+    delta: float | None = field(default=None, metadata=beside("mechanism"))
+    neighbours: str | None = field(default=None, metadata=beside("mechanism"))
+    releases_per_record: int | None = field(default=None, metadata=beside("mechanism"))
+    max_participations: int | None = field(default=None, metadata=beside("mechanism"))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ClassTheory:
     """The theory of one class's buffer, measured; symbols in docs/theory.md. ``rounds`` holds columns, one entry per round."""
 
@@ -116,22 +150,29 @@ class ClassTheory:
     target_distance: float
     target_bound: float
     target_random: float
+    delta_window: float | None = None
+    coverage_fails_at: int | None = None
     full_pool_distance: float
     full_pool_bound: float
+    delta_pool: float | None = None
+    full_pool_coverage_fails_at: int | None = None
+    bias_pool: float | None = None
+    bias_window: float | None = None
     removed_bias: float
     sigma: float
     coherence: float
     theorem_needs: float
     corollary_needs: float
     largest_margin: float
-    kept_to_real: float
     herded_to_real: float
     pool_to_real: float
+    window_to_real: float | None = None
     full_pool_to_real: float
-    coverage_fails_at: int | None = None
-    full_pool_coverage_fails_at: int | None = None
     rounds: dict[str, tuple[Any | None, ...]] = field(default_factory=dict)
-    seed: int | None = None
+    kept_to_real: float
+    sampling_error: float | None = None  # below it a round's figures are noise
+    smoothness: float | None = None
+    seed: int | None = field(default=None, metadata=LEFT_OUT)
 
 
 @dataclass(frozen=True)
@@ -139,6 +180,9 @@ class Theory:
     """The theory of every class of a run whose server keeps buffers."""
 
     classes: tuple[ClassTheory, ...] = ()
+    recent_fraction: float | None = None
+    num_rounds: int | None = None
+    real_per_class: int | None = None
 
 
 @dataclass(frozen=True)
@@ -164,31 +208,41 @@ class Stream:
 
 @dataclass(frozen=True)
 class Forgotten:
-    """A site that withdrew: what was removed, and accuracies before and after."""
+    """A site that withdrew: what was removed, and accuracies before and after.
+
+    ``epsilon_...``: what an image of another site was charged before and after, where sums were taken again.
+    """
 
     client: int | None = None
-    name: str = ""
-    exact: bool = False
-    summed_again: bool = False
+    name: str = field(default="", metadata=NULL)
+    step: int | None = None
+    task: int | None = None
     num_images: int | None = None
+    bytes: int | None = None
     num_images_left: int | None = None
-    bytes: float | None = None
-    epochs: int | None = None
+    removed: tuple[dict[str, Any], ...] = ()
     classes_lost: tuple[str, ...] = ()
+    epochs: int | None = None
+    exact: bool = False
     accuracy_before: float | None = None
     accuracy_after: float | None = None
+    per_task_before: Numbers = field(default=(), metadata=NULL)
+    per_task_after: Numbers = field(default=(), metadata=NULL)
     own_images_before: float | None = None
     own_images_after: float | None = None
-    per_task_before: Numbers = ()
-    per_task_after: Numbers = ()
-    removed: tuple[dict[str, Any], ...] = ()
     remains: tuple[str, ...] = ()
+    summed_again: bool = field(default=False, metadata=LEFT_OUT)
+    epsilon_before: float | None = field(default=None, metadata=beside("summed_again"))
+    epsilon_after: float | None = field(default=None, metadata=beside("summed_again"))
+    epsilon_replaced_before: float | None = field(default=None, metadata=beside("summed_again"))
+    epsilon_replaced_after: float | None = field(default=None, metadata=beside("summed_again"))
 
 
 @dataclass(frozen=True)
 class Moved:
-    """A part of a run that went on with other code or on another machine."""
+    """A part of a run that went on with other code or on another machine: after which step, and what was before and now."""
 
+    step: int | None = None
     changed: dict[str, Any] = field(default_factory=dict)
 
 
@@ -202,9 +256,19 @@ class Grown:
 
 @dataclass(frozen=True)
 class Quarantined:
-    """An upload that the screen put apart."""
+    """A group of pictures, of one site, class and round, that the screen put apart: why, and in which round it was admitted."""
 
+    name: str = ""
+    task: int | None = None
+    round: int | None = None
     client: int | None = None
+    label: int | None = None
+    class_name: str = field(default="?", metadata={"key": "class"})
+    images: int | None = None
+    ratio: float | None = None
+    why: str = ""
+    sha256: str = ""
+    admitted: int | None = None
 
 
 @dataclass(frozen=True)
@@ -213,6 +277,17 @@ class ScreenRecord:
 
     judged: dict[str, int] = field(default_factory=dict)
     quarantined: tuple[Quarantined, ...] = ()
+
+
+@dataclass(frozen=True)
+class EventCounts:
+    """How often something happened that a run goes on after."""
+
+    client_failures: int = 0
+    image_fallbacks: int = 0
+    images_withheld: int = 0
+    uploads_declined: int = 0
+    classes_suppressed: int = 0
 
 
 @dataclass(frozen=True)
@@ -264,10 +339,13 @@ class SiteOrder:
 
 @dataclass(frozen=True)
 class Results:
-    """results.json of a finished run. Accuracy [stage][task] is None above the diagonal; all empty for an unfinished run."""
+    """results.json of a finished run. Accuracy [stage][task] is None above the diagonal; all empty for an unfinished run.
+
+    ``orders`` and ``stream`` are there where tasks are of that kind, ``evaluated`` and ``not_measured`` where something could not
+    be measured as usual, and other parts where the thing they tell of happened.
+    """
 
     method: str = ""
-    seed: int | None = None
     aa: float | None = None
     aia: float | None = None
     forgetting: float | None = None
@@ -275,8 +353,8 @@ class Results:
     old: float | None = None
     recent: float | None = None
     worst_task: float | None = None
-    worst_site: float | None = None
-    sites: tuple[SiteAccuracy, ...] = ()
+    worst_site: float | None = field(default=None, metadata=beside("sites"))
+    sites: tuple[SiteAccuracy, ...] = field(default=(), metadata=LEFT_OUT)
     balanced_accuracy: float | None = None
     within_task: Numbers = ()
     incremental_accuracy: Numbers = ()
@@ -285,21 +363,26 @@ class Results:
     tasks: tuple[TaskFacts, ...] = ()
     cost: Cost = Cost()
     leakage: Leakage | None = None
-    theory: Theory = Theory()
+    theory: Theory = field(default=Theory(), metadata=NULL)
     privacy: Privacy = Privacy()
-    stream: Stream | None = None
-    orders: tuple[SiteOrder, ...] = ()
-    forgotten: tuple[Forgotten, ...] = ()
-    elsewhere: tuple[Moved, ...] = ()
-    continued: tuple[Grown, ...] = ()
-    simulated: tuple[str, ...] = ()
-    late_answers: LateCounts | None = None
-    attack_success: float | None = None
-    screen: ScreenRecord | None = None
-    evaluated: str = ""
-    not_measured: dict[str, str] = field(default_factory=dict)
-    made_from_objects: tuple[str, ...] = ()
+    events_summary: EventCounts = EventCounts()
+    evaluated: str = field(default="", metadata=LEFT_OUT)
+    accuracy_by_class: dict[str, float] = field(default_factory=dict, metadata=LEFT_OUT)
+    not_measured: dict[str, str] = field(default_factory=dict, metadata=LEFT_OUT)
+    stream: Stream | None = field(default=None, metadata=LEFT_OUT)
+    orders: tuple[SiteOrder, ...] = field(default=(), metadata=LEFT_OUT)
+    elsewhere: tuple[Moved, ...] = field(default=(), metadata=LEFT_OUT)
+    continued: tuple[Grown, ...] = field(default=(), metadata=LEFT_OUT)
+    forgotten: tuple[Forgotten, ...] = field(default=(), metadata=LEFT_OUT)
+    filtered_by: tuple[str, ...] = field(default=(), metadata=LEFT_OUT)  # observers of a user
+    made_from_objects: tuple[str, ...] = field(default=(), metadata=LEFT_OUT)
+    simulated: tuple[str, ...] = field(default=(), metadata=LEFT_OUT)
+    faults: dict[str, float] = field(default_factory=dict, metadata=LEFT_OUT)
+    late_answers: LateCounts | None = field(default=None, metadata=LEFT_OUT)
+    attack_success: float | None = field(default=None, metadata=LEFT_OUT)
+    screen: ScreenRecord | None = field(default=None, metadata=LEFT_OUT)
     style: dict[str, Any] = field(default_factory=dict)  # a MethodStyle; older runs have none
+    seed: int | None = None
     config: dict[str, Any] = field(default_factory=dict)
 
 
@@ -531,11 +614,12 @@ def read_metrics(folder: Path, problems: list[str]) -> tuple[tuple[RoundRecord, 
 
 
 def read_results(path: Path, problems: list[str]) -> Results:
-    """results.json, converted once; parts that are damaged are noted. DataError E213 if the file cannot be read at all.
+    """results.json, converted once; parts that are damaged are noted. DataError E213 if the file cannot be read at all."""
+    return results_of_row(results_row(path), problems)
 
-    Records of earlier versions are upgraded here: keys that came later have their defaults, and the recipe gets the choices
-    that did not exist yet. A file of a later version is refused (E414).
-    """
+
+def results_row(path: Path) -> Row:
+    """results.json as it stands. E213 if the file cannot be read, E414 if a later version wrote it."""
     try:
         row = read_object(path)
     except (OSError, ValueError) as error:
@@ -543,11 +627,15 @@ def read_results(path: Path, problems: list[str]) -> Results:
         what = f"'{path.parent}' holds a damaged results.json"
         raise DataError("E213", what, where=str(path), why=str(error), fix=fix) from None
     refuse_newer(row.get("schema"), RESULTS, path)
-    return results_of_row(row, problems)
+    return row
 
 
 def results_of_row(row: Row, problems: list[str]) -> Results:
-    """What results.json holds, as a record."""
+    """What results.json holds, as a record; parts that are damaged are noted.
+
+    Records of earlier versions are upgraded here: keys that came later have their defaults, and the recipe gets the choices
+    that did not exist yet.
+    """
     damaged: list[str] = []
     config = row.get("config")
     found = record_of(Results, _upgraded(row, config) if isinstance(config, dict) else row, damaged)
@@ -564,16 +652,6 @@ def _upgraded(row: Row, config: Row) -> Row:
     return row | {"config": told} | ({"method": now, "style": {}} if now != before else {})
 
 
-def rounded(value: Any) -> Any:
-    """A record as it is written: ten decimals, and null for NaN. The same bits give the same text.
-
-    >>> rounded({"aa": 33.333333333333336, "bwt": float("nan"), "rows": (1, 2)})
-    {'aa': 33.3333333333, 'bwt': None, 'rows': [1, 2]}
-    """
-    if isinstance(value, dict):
-        return {key: rounded(own) for key, own in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [rounded(own) for own in value]
-    if isinstance(value, float):
-        return round(value, 10) if math.isfinite(value) else None
-    return value
+def written(results: Results) -> Row:
+    """What results.json holds of a run. The same bits give the same text."""
+    return {"schema": RESULTS, **as_json(results, DIGITS)}

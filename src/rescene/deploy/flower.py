@@ -39,8 +39,8 @@ def answer(message: Message, context: Context) -> Message:
 
 def reply_from(site: Site, message: Message) -> Message:
     """The site's answer to a letter that came in a message of Flower's. The site's log hears how far a look is."""
-    from rescene.engine.look_log import LookLog
     from rescene.lens import looks_to
+    from rescene.lens.look_progress import LookLog
 
     with looks_to(LookLog().take):
         reply = site.answer(Letter(_bytes(message, "head"), _bytes(message, "body")))
@@ -51,9 +51,9 @@ def reply_from(site: Site, message: Message) -> Message:
 def main(grid: Grid, context: Context) -> None:
     """Flower's entry point at the server: run the federation over this grid."""
     from rescene.config import resolve
-    from rescene.deploy.control import seats_of
     from rescene.deploy.federation_folder import FederationFolder
-    from rescene.deploy.server import run_across
+    from rescene.deploy.processes import seats_of
+    from rescene.deploy.server import Roster, run_across
     from rescene.engine import RunFolder, use_all_cores
 
     use_all_cores()
@@ -67,11 +67,9 @@ def main(grid: Grid, context: Context) -> None:
     plan = Path(str(config["plan"])) if config.get("plan") else None
     folder, elsewhere = RunFolder(Path(str(config["out"]))), bool(config.get("elsewhere"))
     federation = FederationFolder.open(recipe.parents[2])
-    run_across(
-        resolve(recipe), folder, post, patience, plan=plan, elsewhere=elsewhere, seats=seats_of(federation),
-        ledgers=federation.server / "ledgers.json", peers=federation.server / "peers.pub",
-        names=federation.sites,
-    )  # fmt: skip
+    kept = federation.server
+    roster = Roster(seats_of(federation), kept / "ledgers.json", kept / "peers.pub", federation.sites)
+    run_across(resolve(recipe), folder, post, patience, roster, plan, elsewhere)
 
 
 class FlowerPost:

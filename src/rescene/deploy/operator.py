@@ -1,14 +1,19 @@
-"""What the operator sees of the sites while a run goes on, and a rehearsal: a whole federation on one machine.
+"""What an operator does and sees: a run is submitted and watched; who has answered, who is late, what was left out.
 
-Who is there, who has answered and whom we wait for is written as sites.json into the run folder, beside what the run itself writes;
-the report reads files only. A rehearsal has real processes, TLS and node keys; nothing is left behind but its folder.
+A run is judged by its listed status: the exit code of `flwr run` says nothing. Who is there, who has answered and whom we
+wait for is written as sites.json into the run folder, beside what the run itself writes; the report reads files only.
+
+A site can leave its federation: the run goes on without it in another folder, and nobody asks the site again.
 """
 
 from __future__ import annotations
 
 import contextlib
-import tempfile
-from collections.abc import Callable
+import json
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,14 +21,301 @@ from typing import Any
 import yaml
 
 from rescene.config import Resolved
-from rescene.core.errors import RunError
-from rescene.core.results import read_waiting
-from rescene.deploy.control import run, start_server, start_site, status_rows
+from rescene.config.site_sections import SitesSection
+from rescene.core.documents import read_yaml
+from rescene.core.errors import DECLINED, ConfigError, ResceneError, RunError, command, error_in
+from rescene.core.json_files import Row
+from rescene.core.results import EventRecord, read_events, read_status, read_waiting
+from rescene.core.run_state import is_done, read_object, state_of
 from rescene.deploy.exchange import Patience
-from rescene.deploy.federation_folder import FederationFolder, init, require_flower
-from rescene.deploy.processes import free_port, stop
-from rescene.engine.checkpoint import write_json
-from rescene.lens import BUILT_IN, absolute
+from rescene.deploy.federation_folder import FederationFolder, require_flower
+from rescene.deploy.plan_file import Held, accuracy_warning, read_plan, with_plan
+from rescene.deploy.processes import LINK, flwr, nodes, registered, running, runs, toml_string
+from rescene.engine import RunFolder
+from rescene.engine.checkpoint import save_atomically, write_json
+from rescene.engine.run_context import with_site_names
+from rescene.lens import absolute
+
+LOOK_S = 5.0
+SUBMISSIONS = 3  # in a row that finish no step
+COMPLETED, LOST = "finished:completed", "lost with the server"
+LASTING = ("E377",)  # all sites decline: somebody must change a floor
+PASSING = ("E410", "E422")  # a disk may get room again, and the process of the run before ends in a while
+RETURN_S = 600.0  # for a server that ended to be started again
+MOST_LEFT_OUT = 20  # uploads left out, the newest
+
+
+def federation_of(run: Path) -> FederationFolder | None:
+    """The federation on whose server this run folder lies; None if it lies elsewhere."""
+    folder = run.resolve()
+    root = folder.parents[2] if len(folder.parents) > 2 else folder
+    inside = folder.parent == root / "server" / "runs" and (root / "federation.yaml").is_file()
+    return FederationFolder.open(root) if inside else None
+
+
+def place_without(federation: FederationFolder, run: Path, client: int) -> Path:
+    """The folder in which the run goes on: where `rescene deploy run` looks for it. Refuses one that was left behind."""
+    if run.resolve().name.split("-without-")[0] == "plan" and run.resolve() != federation.plan_run:
+        raise ConfigError(
+            "E165", "the federation goes on elsewhere", where=str(run), fix=command("forget", federation.plan_run)
+        )
+    gone = sorted({*federation.exclude, client})
+    return run.with_name("-without-".join([run.resolve().name.split("-without-")[0], *map(str, gone)]))
+
+
+def leave(federation: FederationFolder, name: str, run: Path) -> None:
+    """Write into federation.yaml that the site has left, and where a plan goes on."""
+    path = federation.path / "federation.yaml"
+    facts = read_yaml(path)
+    facts["left"] = sorted({*federation.left, name})
+    if run.name.split("-without-")[0] == "plan":
+        facts["plan_folder"] = run.name
+    save_atomically(path, yaml.safe_dump(facts, sort_keys=False).encode())
+
+
+def without_left(federation: FederationFolder, resolved: Resolved) -> Resolved:
+    """The recipe without the sites that left."""
+    recipe = resolved.recipe
+    for client in federation.exclude:
+        if client < recipe.federation.num_clients:
+            recipe = recipe.without(client)
+    return replace(resolved, recipe=recipe)
+
+
+def run(
+    federation: FederationFolder,
+    resolved: Resolved,
+    out: Path,
+    patience: Patience = Patience(),
+    tell: Callable[[str], None] = print,
+    look_s: float = LOOK_S,
+    elsewhere: bool = False,
+) -> dict[str, Any]:
+    """Submit, watch, and submit again what failed: the run goes on from its checkpoint. Returns its results.
+
+    A federation with a plan runs that: all its sites, in the plan's own run folder.
+    """
+    require_flower()
+    resolved = _for_sites(federation, resolved, out)
+    if warning := accuracy_warning(resolved.recipe):
+        tell(str(warning))
+    out = out.resolve()
+    config = _run_config(federation, _with_whole_paths(resolved), out, patience, elsewhere)
+    fruitless = 0
+    while fruitless < SUBMISSIONS:
+        done = read_status(out).done
+        answer = flwr(federation, "run", str(federation.app), LINK, "--format", "json", "--run-config", config)
+        status, why = _watch(federation, int(answer["run-id"]), out, tell, look_s)
+        if status == COMPLETED and is_done(out):
+            return read_object(out / "results.json")
+        error = error_in(why)
+        if error and not _may_pass(error):
+            raise error
+        status = f"{status} ({why})" if why else status
+        fruitless = fruitless + 1 if read_status(out).done <= done else 0
+        tell(f"ended as {status}; submissions in a row without a finished step: {fruitless} of {SUBMISSIONS}")
+        if status == LOST:
+            break
+        _wait_for_link(federation, look_s)
+    raise RunError(
+        "E351",
+        f"the run ended as {status}",
+        where=str(out),
+        why="\n".join(f"{one.code} {one.message}" for one in read_events(out, []) if one.level == "error") or None,
+        fix=f"see {federation.server / 'logs' / 'executor.log'}; the same command goes on from the last round",
+    )
+
+
+def _for_sites(federation: FederationFolder, resolved: Resolved, out: Path) -> Resolved:
+    """The recipe for the sites of this federation; refuses one that cannot run there."""
+    plan = read_plan(federation.plan)
+    if plan is not None:
+        resolved = with_plan(resolved, plan, len(federation.sites), out)
+    resolved = without_left(federation, resolved)
+    if plan is not None:
+        RunFolder(out).check(resolved)
+    if not running(federation.server):
+        raise ConfigError("E128", "the server is not running", fix=_again(federation))
+    if resolved.recipe.tasks.drift is not None:
+        raise ConfigError("E167", "only a simulation can let classes drift in", where="tasks.drift", fix="leave it out")
+    num_clients = resolved.recipe.federation.num_clients
+    if num_clients > len(federation.sites):
+        raise ConfigError(
+            "E129",
+            f"the recipe has {num_clients} sites, the federation {len(federation.sites)}",
+            fix=f"federation.num_clients={len(federation.sites)}",
+        )
+    return resolved
+
+
+def _run_config(
+    federation: FederationFolder, resolved: Resolved, out: Path, patience: Patience, elsewhere: bool
+) -> str:
+    """What the server app is told on the command line of `flwr run`; the recipe lies in a file."""
+    recipe = federation.server / "recipes" / f"{resolved.name}-{resolved.digest()}.yaml"
+    recipe.parent.mkdir(exist_ok=True)
+    save_atomically(recipe, yaml.safe_dump(resolved.recipe.model_dump(mode="json"), sort_keys=False).encode())
+    config = {"recipe": str(recipe), "out": str(out), "gather-s": patience.gather_s}
+    config |= {"deadline-s": patience.deadline_s, "poll-s": patience.poll_s}
+    config |= {"plan": str(federation.plan)} if federation.plan.exists() else {}
+    config |= {"elsewhere": True} if elsewhere else {}
+    return " ".join(
+        f"{key}={toml_string(value) if isinstance(value, str) else json.dumps(value)}" for key, value in config.items()
+    )
+
+
+def _with_whole_paths(resolved: Resolved) -> Resolved:
+    """The recipe with the full paths of the model's files: the server works in its own folder."""
+    model = resolved.recipe.model
+    lens = absolute(model.lens) if model.lens else None
+    init = str(Path(model.init).expanduser().absolute()) if model.init else None
+    model = model.model_copy(update={"lens": lens, "init": init})
+    return replace(resolved, recipe=resolved.recipe.model_copy(update={"model": model}))
+
+
+def _watch(
+    federation: FederationFolder, run_id: int, out: Path, tell: Callable[[str], None], look_s: float
+) -> tuple[str, str]:
+    """Until the run is listed as finished: as what, and why. Tells each step once. A link that is gone may come back,
+    and the run with it.
+    """
+    told, lost_at = "", 0.0
+    while True:
+        gone = {"link", "executor"} - {one.name for one in running(federation.server)}
+        again = f"the {' and the '.join(sorted(gone))} of the server ended; {_again(federation)}"
+        line = again if gone else progress(out, federation.sites)
+        if not told and not gone and is_done(out):  # what the folder says of the tasks before
+            line = "starting"
+        if line != told:
+            tell(line)
+            told = line
+        lost_at = (lost_at or time.monotonic()) if gone else 0.0
+        if gone and time.monotonic() - lost_at > RETURN_S:
+            return LOST, ""
+        with contextlib.suppress(RunError):  # the link is busy, or away
+            found = next((r for r in runs(federation) if str(r["run-id"]) == str(run_id)), {})
+            status = str(found.get("status", ""))
+            if status.startswith("finished"):
+                return status, str(found.get("status-details") or "")
+        time.sleep(look_s)
+
+
+def _may_pass(error: ResceneError) -> bool:
+    """Sites come back; what else a server app refuses, it refuses every time, but for two things."""
+    return (error.code.startswith("E3") and error.code not in LASTING) or error.code in PASSING
+
+
+def _wait_for_link(federation: FederationFolder, look_s: float) -> None:
+    """A server that ended and took the run with it may come back; if not, the next command says so."""
+    until = time.monotonic() + RETURN_S
+    while time.monotonic() < until:
+        with contextlib.suppress(RunError):
+            runs(federation)
+            return
+        time.sleep(look_s)
+
+
+def _again(federation: FederationFolder) -> str:
+    return command("deploy", "server", federation.path)
+
+
+def progress(out: Path, sites: Sequence[str] = ()) -> str:
+    """One line: how far the run is and whom it waits for; ``sites`` are their names."""
+    status = read_status(out)
+    if status.steps is None:
+        return "starting"
+    aa = "" if status.aa is None else f", AA {status.aa:.1f}"
+    late = with_site_names(", ".join(read_waiting(out).waiting_for), sites)
+    state = state_of(out)
+    wait = f"; waiting for {late}" if late and state == "running" else ""
+    return f"{state}: {status.done} of {status.steps} steps{aa}{wait}"
+
+
+def status_rows(federation: FederationFolder) -> list[dict[str, Any]]:
+    """One row for the server, each site, each run, the task under way and each upload left out: what it is, how it is."""
+    up = {one.name for one in running(federation.server)}
+    rows = [{"what": "server", "name": part, "state": "up" if part in up else "down"} for part in ("link", "executor")]
+    listed = {node["node-id"]: str(node["status"]) for node in nodes(federation)} if "link" in up else {}
+    known, folders = registered(federation), run_folders(federation)
+    answers = site_answers(folders, federation.sites)
+    for name in federation.sites:
+        state = "left" if name in federation.left else listed.get(known.get(name, ""), "unknown")
+        rows.append({"what": "site", "name": name, "state": f"{state}; {answers[name]}" if name in answers else state})
+    rows += [{"what": "run", "name": folder.name, "state": progress(folder, federation.sites)} for folder in folders]
+    return rows + task_rows(read_plan(federation.plan), federation.plan_run) + left_out_rows(folders, federation.sites)
+
+
+def run_folders(federation: FederationFolder) -> list[Path]:
+    """The run folders on the server, by name."""
+    return [path.parent for path in sorted((federation.server / "runs").glob("*/status.json"))]
+
+
+def newest_run(federation: FederationFolder) -> Path | None:
+    """The run folder that was touched last."""
+    touched = {folder: (folder / "status.json").stat().st_mtime for folder in run_folders(federation)}
+    return max(touched, key=lambda folder: touched[folder], default=None)
+
+
+def site_answers(runs: list[Path], sites: list[str], now: datetime | None = None) -> dict[str, str]:
+    """For each site that a running run has asked: that it has answered, or since when it is waited for."""
+    found: dict[str, str] = {}
+    for run in runs:
+        waiting = read_waiting(run)
+        if state_of(run) != "running" or not waiting.asked:
+            continue
+        asked = datetime.fromisoformat(waiting.asked)
+        minutes = int(((now or datetime.now(UTC)) - asked).total_seconds() // 60)
+        found |= dict.fromkeys(_names(waiting.answered, sites), "answered")
+        words = f"waited for since {asked:%Y-%m-%d %H:%M} UTC ({minutes} min)"
+        found |= dict.fromkeys(_names(waiting.waiting_for, sites), words)
+    return found
+
+
+def task_rows(plan: SitesSection | None, run: Path) -> list[Row]:
+    """The tasks of the plan: classes, rounds held, and whether it is ended, running or waiting for its turn."""
+    if plan is None:
+        return []
+    held, rows = Held.of(run), []
+    finished = held.task if held.task is not None else read_status(run).num_tasks or 0
+    for number, task in enumerate(plan.tasks):
+        state = "ended" if number < finished else "not begun"
+        if number == held.task:
+            state = f"{held.rounds} of {task.rounds} rounds held" + (", closing" if task.closed else "")
+        rows.append({"what": "task", "name": str(number + 1), "state": f"{state}: {', '.join(task.classes)}"})
+    return rows
+
+
+def left_out_rows(runs: list[Path], sites: list[str]) -> list[Row]:
+    """Uploads that did not count, with code and reason; the newest last."""
+    rows = []
+    for run in runs:
+        for event in read_events(run, []):
+            if event.left_out and event.client is not None:
+                place = _place(event)
+                name = sites[event.client] if event.client < len(sites) else f"site {event.client}"
+                rows.append({"what": "left out", "name": name, "state": f"{place}: {event.code} {event.message}"})
+    return rows[-MOST_LEFT_OUT:]
+
+
+def declined(run: Path, sites: Sequence[str]) -> list[str]:
+    """Sites that did not send what they were asked for, each reason once: the model was made without it."""
+    found = [
+        f"{sites[event.client]}, {_place(event)}: {event.message}"
+        for event in read_events(run, [])
+        if event.code == DECLINED and event.client is not None and event.client < len(sites)
+    ]
+    return list(dict.fromkeys(found))
+
+
+def _names(told: Sequence[str], sites: list[str]) -> list[str]:
+    """Names of the sites that the server calls by number."""
+    numbers = [int(found[1]) for word in told if (found := re.fullmatch(r"site (\d+)", word))]
+    return [sites[k] for k in numbers if k < len(sites)]
+
+
+def _place(event: EventRecord) -> str:
+    task, round = event.task or 0, -1 if event.round is None else event.round
+    return f"task {task + 1}" + (f", round {round + 1}" if round >= 0 else "")
 
 
 def watch_sites(federation: FederationFolder, run: Path) -> None:
@@ -45,42 +337,3 @@ def watch_sites(federation: FederationFolder, run: Path) -> None:
     now = datetime.now(UTC).isoformat(timespec="seconds")
     facts = {"schema": 1, "federation": federation.name, "updated": now, "sites": sites}
     write_json(run / "sites.json", facts, sync="none")
-
-
-def newest_run(federation: FederationFolder) -> Path | None:
-    """The run folder that was touched last."""
-    found = sorted((federation.server / "runs").glob("*/status.json"), key=lambda path: path.stat().st_mtime)
-    return found[-1].parent if found else None
-
-
-def rehearse(
-    resolved: Resolved,
-    folder: Path | None,
-    out: Path,
-    tell: Callable[[str], None] = print,
-    patience: Patience = Patience(gather_s=300, deadline_s=600),
-) -> dict[str, Any]:
-    """Set up one site per client of the recipe, run it, stop everything; returns the run's results."""
-    require_flower()
-    with tempfile.TemporaryDirectory(prefix="rescene-") as spare:
-        names = [f"site-{k}" for k in range(resolved.recipe.federation.num_clients)]
-        federation = init(folder or Path(spare) / "rehearsal", names, port=free_port())
-        lens = resolved.recipe.model.lens
-        if lens is not None and lens not in BUILT_IN:  # as an operator would give it out
-            for name in names:
-                with open(federation.site(name) / "site.yaml", "a") as file:
-                    file.write(yaml.safe_dump({"lens": absolute(lens)}))
-        tell(f"keys and certificates for the server and {', '.join(names)}")
-        try:
-            start_server(federation)
-            tell(f"server at https://{federation.host}:{federation.port}")
-            for name in names:
-                start_site(federation.site(name))
-            tell(f"{len(names)} sites started")
-            results = run(federation, resolved, out, patience, tell)
-            watch_sites(federation, out)
-            return results
-        finally:
-            for place in (*map(federation.site, names), federation.server):
-                stop(place)
-            tell("all processes stopped")

@@ -1,6 +1,9 @@
-"""Processes of a federation on this machine: started apart, found again by their id, ended with all their children.
+"""Server and sites as processes on this machine: started apart, found again by their id, ended with all their children.
 
 An id is only trusted together with the time its process began, so that a number used again is never hit.
+
+Flower runs in its robust mode: the link keeps its messages in a database and the apps run under an executor of their own,
+so a link that dies and comes back costs nothing. Link and nodes give tasks only to an executor that has their secret.
 
 A site's node is started until the server has taken it, or it is said why it never will. After a crash the link believes for up to a
 minute that the old node is still there, and refuses the new one with the very words it has for a key that it does not know. So a
@@ -13,6 +16,8 @@ import contextlib
 import json
 import os
 import re
+import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -21,9 +26,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rescene.core.errors import ConfigError, RunError, command
-from rescene.engine.checkpoint import write_json
+from rescene.core.json_files import json_object
+from rescene.deploy.federation_folder import FederationFolder, check_path, require_flower
+from rescene.deploy.site import Site, tighten
+from rescene.deploy.site_config import local_images
+from rescene.engine.checkpoint import save_atomically, write_json
 
 CLOSED_NETWORK = {  # Flower asks the internet for nothing
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -68,7 +78,7 @@ def start(folder: Path, name: str, argv: Sequence[str], env: Mapping[str, str]) 
         child = subprocess.Popen(
             argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env, cwd=folder, start_new_session=True
         )
-    started = Started(name, child.pid, _facts(child.pid).get("began", ""), str(log))
+    started = _seen(name, child.pid, str(log))
     try:
         write_json(folder / "processes" / f"{name}.json", asdict(started), sync="none")
     except RunError:
@@ -129,15 +139,14 @@ def end_orphans(folder: Path) -> None:
     """
     dead = {str(one.pid) for one in _recorded(folder) if not alive(one)}
     home = f"FLWR_HOME={folder.resolve() / 'flwr'}".encode()
-    for path in Path("/proc").glob("[0-9]*"):
-        facts = _facts(int(path.name))
+    for pid, facts in _everybody().items():
         with contextlib.suppress(OSError):  # another's, or gone
-            if facts.get("session") in dead and home in (path / "environ").read_bytes().split(b"\0"):
-                _end(Started("orphan", int(path.name), facts["began"], ""))
+            if facts["session"] in dead and home in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                _end(Started("orphan", pid, facts["began"], ""))
 
 
 def _end(one: Started) -> None:
-    family = [Started(one.name, pid, _facts(pid).get("began", ""), "") for pid in [one.pid, *_descendants(one.pid)]]
+    family = [_seen(one.name, pid) for pid in [one.pid, *_descendants(one.pid)]]
     for number in (signal.SIGTERM, signal.SIGKILL):
         for member in family:
             if alive(member):
@@ -152,16 +161,24 @@ def _end(one: Started) -> None:
 
 def _descendants(pid: int) -> list[int]:
     children: dict[int, list[int]] = {}
-    for path in Path("/proc").glob("[0-9]*"):
-        facts = _facts(int(path.name))
-        if facts:
-            children.setdefault(int(facts["parent"]), []).append(int(path.name))
+    for member, facts in _everybody().items():
+        children.setdefault(int(facts["parent"]), []).append(member)
     found, todo = [], [pid]
     while todo:
         below = children.get(todo.pop(), [])
         found += below
         todo += below
     return found
+
+
+def _seen(name: str, pid: int, log: str = "") -> Started:
+    return Started(name, pid, _facts(pid).get("began", ""), log)
+
+
+def _everybody() -> dict[int, dict[str, str]]:
+    """The facts of all processes that are there."""
+    found = {int(path.name): _facts(int(path.name)) for path in Path("/proc").glob("[0-9]*")}
+    return {pid: facts for pid, facts in found.items() if facts}
 
 
 def _facts(pid: int) -> dict[str, str]:
@@ -212,6 +229,186 @@ def wait_for_port(one: Started, host: str, port: int) -> None:
         where=one.log,
         why="\n".join(Path(one.log).read_text(encoding="utf-8", errors="replace").splitlines()[-5:]),
     )
+
+
+LINK = "here"  # the name of our link in Flower's own configuration
+SECRET_BYTES = 32
+
+
+def start_server(federation: FederationFolder) -> list[Started]:
+    """Link and executor, whichever is not there, then the keys of all sites: an unknown one is turned away for good."""
+    require_flower()
+    folder, host, port = federation.server, "127.0.0.1", federation.port  # its control API has no login
+    up = {one.name: one for one in running(folder)}
+    if len(up) == 2:
+        raise ConfigError("E126", "the server is already running", where=str(folder), fix="rescene deploy stop FOLDER")
+    check_path(folder)
+    secret = _secret(folder)
+    env, address, ca = environment(folder / "flwr"), f"{host}:{port}", str(folder / "ca.crt")
+    if "link" not in up:
+        check_port(host, port)
+        up["link"] = start(folder, "link", [
+            program("flower-superlink"), "--isolation", "process", "--host", host, "--port", str(port),
+            "--ssl-ca-certfile", ca, "--ssl-certfile", str(folder / "server.pem"),
+            "--ssl-keyfile", str(folder / "server.key"),
+            "--database", "sqlite:///state.db",  # in its folder, whose path may hold what an address cannot
+            "--enable-supernode-auth", "--superexec-auth-secret-file", str(secret),
+            "--disable-runtime-dependency-installation",
+        ], env)  # fmt: skip
+        wait_for_port(up["link"], host, port)
+    if "executor" not in up:
+        up["executor"] = start(folder, "executor", _executor(address, ca, secret), env)
+    home = folder / "flwr"
+    home.mkdir(exist_ok=True)
+    settings = {"address": address, "root-certificates": ca}
+    lines = ["[superlink]", f"default = {toml_string(LINK)}", f"[superlink.{LINK}]"]
+    lines += [f"{key} = {toml_string(value)}" for key, value in settings.items()]
+    save_atomically(home / "config.toml", "\n".join(lines).encode())
+    _register(federation)
+    return list(up.values())
+
+
+def _executor(address: str, authority: str, secret: Path, *more: str) -> list[str]:
+    return [
+        sys.executable, "-P", "-m", "rescene.deploy.executor", "--runtime-api-address", address,
+        "--root-certificates", authority, "--superexec-auth-secret-file", str(secret), *more,
+    ]  # fmt: skip
+
+
+def _register(federation: FederationFolder) -> None:
+    """Make the sites' keys known to the link, each once; it lists nodes by its own numbers, so we keep whose is whose."""
+    from rescene.deploy.keys import write_peers
+
+    known, there = registered(federation), {node["node-id"] for node in nodes(federation)}
+    for name in federation.sites:
+        if known.get(name) not in there and name not in federation.left:
+            key = str(federation.site(name) / "node.pub")
+            try:
+                known[name] = flwr(federation, "supernode", "register", key, LINK, "--format", "json")["node-id"]
+            except RunError as error:
+                if "already in use" not in (error.why or ""):
+                    raise
+                continue  # nodes.json was lost; the link knows the key
+            write_json(federation.server / "nodes.json", known)
+    there_are = {number: path for number, path in federation.public_keys.items() if path.is_file()}
+    write_peers(federation.server / "peers.pub", there_are)
+
+
+def registered(federation: FederationFolder) -> dict[str, str]:
+    """Name of a site -> the link's number for its node."""
+    return {name: str(number) for name, number in json_object(federation.server / "nodes.json", []).items()}
+
+
+def seats_of(federation: FederationFolder) -> dict[int, int]:
+    """The link's number for a node -> its client, so that a site can answer with its own key only."""
+    known = registered(federation)
+    return {int(known[name]): client for client, name in enumerate(federation.sites) if name in known}
+
+
+def nodes(federation: FederationFolder) -> list[dict[str, Any]]:
+    """The registered nodes with their status, as the link lists them."""
+    found: list[dict[str, Any]] = flwr(federation, "supernode", "list", LINK, "--format", "json").get("nodes", [])
+    return found
+
+
+def runs(federation: FederationFolder) -> list[dict[str, Any]]:
+    """The runs that Flower's server knows, as ``flwr list`` tells them."""
+    found: list[dict[str, Any]] = flwr(federation, "list", LINK, "--format", "json").get("runs", [])
+    return found
+
+
+def flwr(federation: FederationFolder, *words: str) -> dict[str, Any]:
+    """A command of Flower's own, with what it prints as JSON where it does."""
+    env = environment(federation.server / "flwr")
+    done = subprocess.run([program("flwr"), *words], capture_output=True, text=True, env=env, cwd=federation.server)
+    try:
+        found = json.loads(done.stdout) if "json" in words else {}
+    except ValueError:
+        found = {"success": False}
+    if done.returncode or found.get("success") is False:
+        said = (found.get("error-message") or done.stderr or done.stdout).strip()
+        raise RunError("E352", f"flwr {words[0]} failed", where=str(federation.server), why=said[-500:] or None)
+    return dict(found)
+
+
+def toml_string(text: str) -> str:
+    """A string as Flower reads it from its file and from its command line, where a quotation mark may not stand.
+
+    >>> print(toml_string('a "b" 😀'))
+    "a \\u0022b\\u0022 😀"
+    """
+    return '"' + json.dumps(text, ensure_ascii=False)[1:-1].replace('\\"', "\\u0022") + '"'
+
+
+def start_site(folder: Path) -> list[Started]:
+    """The node of one site, which keeps trying until the server is there, and the executor of its apps."""
+    require_flower()
+    folder = folder.resolve()
+    site = Site.open(folder)
+    check_path(folder)
+    if site.section.holds == "own":
+        local_images(site.section)  # what is wrong with them is told here and now, not in a log
+    missing = [name for name in ("ca.crt", "node.key") if not (folder / name).is_file()]
+    if missing or not site.section.server:
+        lacks = missing[0] if missing else "server: host:port in site.yaml"
+        raise ConfigError("E127", f"the site's folder lacks {lacks}", where=str(folder), fix="ask the operator for it")
+    if len(running(folder)) == 2:
+        raise ConfigError("E126", "the site is already running", where=str(folder), fix="rescene deploy stop FOLDER")
+    stop(folder)  # half a site, and what a node left behind that was killed
+    tighten(folder)
+    door = _door(folder)
+    port, env = free_port(), environment(folder / "flwr")
+    node = start(folder, "node", [
+        program("flower-supernode"), "--superlink", site.section.server, "--root-certificates", str(folder / "ca.crt"),
+        "--auth-supernode-private-key", str(folder / "node.key"), "--node-config", f"folder={toml_string(str(folder))}",
+        "--isolation", "process", "--superexec-auth-secret-file", str(door / "executor.secret"),
+        "--host", "127.0.0.1", "--port", str(port), "--ssl-ca-certfile", str(door / "ca.crt"),
+        "--ssl-certfile", str(door / "server.pem"), "--ssl-keyfile", str(door / "server.key"),
+    ], env)  # fmt: skip
+    address, authority = f"127.0.0.1:{port}", str(door / "ca.crt")
+    argv = _executor(address, authority, door / "executor.secret", "--parent-pid", str(node.pid))
+    return [node, start(folder, "executor", argv, env)]
+
+
+def _door(folder: Path) -> Path:
+    """Secret and certificate of the port at which a node gives out its tasks, new at every start.
+
+    Without them anyone on this machine could take a task and answer it, or hand the executor a task of his own.
+    """
+    from rescene.deploy.keys import make_certificates
+
+    door = folder / "door"
+    try:
+        shutil.rmtree(door, ignore_errors=True)
+        door.mkdir(mode=0o700)
+        make_certificates(door, "node", "localhost")
+        (door / "ca.key").unlink()  # it has signed the one certificate it is for
+    except OSError as error:
+        raise cannot_write(door, error) from None
+    _secret(door)
+    return door
+
+
+def _secret(folder: Path) -> Path:
+    """What an executor proves itself with; made anew if a full disk cut it short."""
+    from rescene.deploy.keys import write_secret
+
+    path = folder / "executor.secret"
+    try:
+        if not path.exists() or path.stat().st_size != SECRET_BYTES:
+            path.unlink(missing_ok=True)
+            write_secret(path, secrets.token_bytes(SECRET_BYTES))
+    except OSError as error:
+        raise cannot_write(path, error) from None
+    return path
+
+
+def stay(started: list[Started]) -> None:
+    """Until one of them ends, which is an error: whoever watches this process starts it again."""
+    while all(map(alive, started)):
+        time.sleep(1)
+    gone = next(one for one in started if not alive(one))
+    raise RunError("E350", f"{gone.name} has ended", where=gone.log)
 
 
 ONLINE, REFUSED = "SuperNode ID", "Failed to activate"  # Flower's words in the node's log

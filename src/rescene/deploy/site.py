@@ -74,8 +74,8 @@ from rescene.engine import Experiment, use_all_cores
 from rescene.engine import wire as on_wire
 from rescene.engine.checkpoint import save_atomically
 from rescene.engine.evaluate import Tally, noised, tally
-from rescene.engine.in_process import first_line, site_at
 from rescene.engine.run_context import warnings_to
+from rescene.engine.transport import first_line, site_at
 from rescene.lens import FeatureCache
 from rescene.methods import Method
 from rescene.nets import flops_to

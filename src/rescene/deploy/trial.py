@@ -1,7 +1,10 @@
-"""A round that goes nowhere: the site answers a server in its own process, and sees what would leave before it does.
+"""Trying before it counts: one round at a site that goes nowhere, and a whole federation on one machine.
 
-Letters, work and answers are those of a real round; only the post ends here. Memory and ledger lie in a folder that is
-removed, so nothing is spent. What a lens saw of the images stays in the site's folder, for its runs.
+In a trial round the site answers a server in its own process, and sees what would leave before it does. Letters, work and
+answers are those of a real round; only the post ends here. Memory and ledger lie in a folder that is removed, so nothing
+is spent. What a lens saw of the images stays in the site's folder, for its runs.
+
+A rehearsal has real processes, TLS and node keys; nothing is left behind but its folder.
 """
 
 from __future__ import annotations
@@ -9,24 +12,29 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor
 
 from rescene.config import Resolved
 from rescene.config.site_sections import PlannedTask, SitesSection
 from rescene.core.errors import DECLINED, DataError, RunError
 from rescene.deploy.exchange import HELLO, Letter, Patience, Undelivered
+from rescene.deploy.federation_folder import init, require_flower
 from rescene.deploy.message_bytes import unpack_message
-from rescene.deploy.post_transport import PostTransport
+from rescene.deploy.operator import run, watch_sites
+from rescene.deploy.processes import free_port, start_server, start_site, stop
+from rescene.deploy.server import PostTransport
 from rescene.deploy.site import Site
 from rescene.deploy.site_config import lens_of, local_images
 from rescene.engine import RunFolder
 from rescene.engine.loop import Run
+from rescene.lens import BUILT_IN, absolute
 from rescene.privacy import NEAR_COPY_DB, nearest_real, psnr
 
 SHOWN = 10
@@ -196,3 +204,36 @@ def _beside(upload: dict[str, Any], real: Tensor, transform: Any, classes: Seque
         "surrogates": transform.to_pixels(images[chosen]).cpu(),
         "nearest": real[where[chosen]].cpu(),
     }
+
+
+def rehearse(
+    resolved: Resolved,
+    folder: Path | None,
+    out: Path,
+    tell: Callable[[str], None] = print,
+    patience: Patience = Patience(gather_s=300, deadline_s=600),
+) -> dict[str, Any]:
+    """Set up one site per client of the recipe, run it, stop everything; returns the run's results."""
+    require_flower()
+    with tempfile.TemporaryDirectory(prefix="rescene-") as spare:
+        names = [f"site-{k}" for k in range(resolved.recipe.federation.num_clients)]
+        federation = init(folder or Path(spare) / "rehearsal", names, port=free_port())
+        lens = resolved.recipe.model.lens
+        if lens is not None and lens not in BUILT_IN:  # as an operator would give it out
+            for name in names:
+                with open(federation.site(name) / "site.yaml", "a") as file:
+                    file.write(yaml.safe_dump({"lens": absolute(lens)}))
+        tell(f"keys and certificates for the server and {', '.join(names)}")
+        try:
+            start_server(federation)
+            tell(f"server at https://{federation.host}:{federation.port}")
+            for name in names:
+                start_site(federation.site(name))
+            tell(f"{len(names)} sites started")
+            results = run(federation, resolved, out, patience, tell)
+            watch_sites(federation, out)
+            return results
+        finally:
+            for place in (*map(federation.site, names), federation.server):
+                stop(place)
+            tell("all processes stopped")

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rescene.core.errors import DataError
+from rescene.core.json_files import as_json
 from rescene.core.record import record
-from rescene.core.results import rounded
+from rescene.core.results import DIGITS, SiteAccuracy
 from rescene.data import Dataset, Images, SiteOrders, Task
 from rescene.engine.experiment import Experiment
 from rescene.nets import Net
@@ -67,7 +68,7 @@ def _in_own_orders(found: Evaluation, scores: Tensor, truth: Tensor, orders: Sit
     groups = {own for k in sites for own in (*orders.steps[k][:num_steps], orders.met(k, num_steps - 1))}
     right = {classes: _on_classes(scores, truth, classes) for classes in groups}
     per_task, within = (
-        [_mean([right[orders.steps[k][t]][kind] for k in sites]) for t in range(num_steps)] for kind in (0, 1)
+        [mean_of_known([right[orders.steps[k][t]][kind] for k in sites]) for t in range(num_steps)] for kind in (0, 1)
     )
     return replace(
         found,
@@ -87,7 +88,8 @@ def _on_classes(scores: Tensor, truth: Tensor, classes: tuple[int, ...]) -> tupl
     return _percent(scores.argmax(dim=1) == truth), _percent(labels[scores[:, labels].argmax(dim=1)] == truth)
 
 
-def _mean(values: Sequence[float]) -> float:
+def mean_of_known(values: Sequence[float]) -> float:
+    """The mean without NaN; NaN if nothing is left."""
     known = [value for value in values if not math.isnan(value)]
     return sum(known) / len(known) if known else math.nan
 
@@ -151,28 +153,25 @@ def _percent(right: Tensor) -> float:
     return 100.0 * int(right.sum()) / max(len(right), 1)
 
 
-def site_records(model: Mapping[str, Tensor], experiment: Experiment) -> dict[str, Any]:
-    """``sites``: name, images and percent right of each, over all classes; ``worst_site``. Nothing where test images have no site."""
+def site_accuracies(model: Mapping[str, Tensor], experiment: Experiment) -> tuple[SiteAccuracy, ...]:
+    """Name, images and percent right of each site, over all classes. Nothing where test images have no site."""
     held = _tested(experiment)
     if held is None:
-        return {}
+        return ()
     test, site = held
     num_seen = experiment.tasks[-1].num_seen
     net = experiment.arch.restore(model).to(experiment.device)
     scores = class_scores(net, test.pixels, experiment.dataset.transform.normalise)[:, :num_seen]
     right = scores.argmax(dim=1) == test.labels
-    rows: list[dict[str, Any]] = [
-        {
-            "name": name,
-            "train_size": sum(len(shards[k]) for shards in experiment.shards),
-            "test_size": int((site == k).sum()),
-            "accuracy": _percent_or_nan(right[site == k]),
-        }
+    return tuple(
+        SiteAccuracy(
+            name=name,
+            train_size=sum(len(shards[k]) for shards in experiment.shards),
+            test_size=int((site == k).sum()),
+            accuracy=_percent_or_nan(right[site == k]),
+        )
         for k, name in enumerate(experiment.dataset.sites)
-    ]
-    known = [row["accuracy"] for row in rows if not math.isnan(row["accuracy"])]
-    found: dict[str, Any] = rounded({"sites": rows, "worst_site": min(known, default=math.nan)})
-    return found
+    )
 
 
 @dataclass(frozen=True)
@@ -202,7 +201,7 @@ def tuned_records(net: Net, experiment: Experiment, tuning: Tuning) -> list[dict
         head = tuned_head(features, own.labels, shared, tuning) if len(own) else shared
         after = _percent_or_nan(_answers(seen, *head) == held_out.labels)
         row = {"site": name, "train": len(own), "test": len(held_out), "shared head": before, "tuned head": after}
-        rows.append(rounded(row | {"gain": after - before}))
+        rows.append(as_json(row | {"gain": after - before}, DIGITS))
     return rows
 
 

@@ -24,11 +24,11 @@ from rescene.data.derived_sets import away, joined, validation_part
 from rescene.data.inspection import warn_of_leaks, warn_of_near_copies, warn_of_repeats
 from rescene.data.partition import by_site, warn_of_unused_sites
 from rescene.data.tasks import cut, in_own_orders, tested
-from rescene.engine.model_file import initial_weights
 from rescene.lens import FeatureCache, sized, through, users_own
 from rescene.methods import Method
 from rescene.methods.base import Client
 from rescene.nets import Arch, is_own, own_model
+from rescene.nets.model_file import initial_weights
 from rescene.privacy.ledger import Touched
 from rescene.privacy.mechanism import SitePrivacy
 from rescene.privacy.promise import check_records

@@ -20,8 +20,7 @@ from rescene.data import Images, Task
 from rescene.engine import wire as on_wire
 from rescene.engine.evaluate import Evaluation, summed
 from rescene.engine.faults import LateAnswers
-from rescene.engine.in_process import InProcess
-from rescene.engine.transport import Answer, Call, FederationSettings, Transport
+from rescene.engine.transport import Answer, Call, FederationSettings, InProcess, Transport
 from rescene.methods import Payload, Uploads
 from rescene.methods.base import Client
 from rescene.methods.upload_schema import Form, Misfit, Place, check_form

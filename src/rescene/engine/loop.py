@@ -21,18 +21,18 @@ from torch import Tensor
 
 from rescene.config import Resolved
 from rescene.core.errors import RunError
+from rescene.core.json_files import as_json
+from rescene.core.results import written
 from rescene.core.rng import torch_draws_from
 from rescene.data import Task
 from rescene.engine.checkpoint import reach, write_json
-from rescene.engine.evaluate import Evaluation, evaluate, site_records
-from rescene.engine.in_process import InProcess
+from rescene.engine.evaluate import Evaluation, evaluate
 from rescene.engine.observers import Guarded, RunView
 from rescene.engine.results_writer import results_of, save_model, write_tables
-from rescene.engine.resume import commit, restore, status_of
-from rescene.engine.run_context import Progress, memory_mb, notes_of, plain, warnings_to
+from rescene.engine.run_context import Progress, memory_mb, notes_of, warnings_to
 from rescene.engine.run_folder import RunFolder
-from rescene.engine.run_setup import Step, check_transport, set_up
-from rescene.engine.transport import Transport
+from rescene.engine.run_parts import Step, check_transport, set_up
+from rescene.engine.transport import InProcess, Transport
 from rescene.methods import Payload, Uploads
 from rescene.nets import flops_to
 
@@ -79,7 +79,7 @@ class Run:
     def complete(self) -> dict[str, Any]:
         """All steps that are not done yet; if something stops them, the status says so and the checkpoint stands."""
         parts, context = self.parts, self.context
-        parts.done = restore(parts, self.elsewhere)
+        parts.restore(self.elsewhere)
         context.tell("start", done=parts.done, steps=len(parts.steps), left_out=context.experiment.left_out)
         try:
             with self.listening():
@@ -99,7 +99,7 @@ class Run:
             state = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
             with contextlib.suppress(RunError):  # the disk may be what failed
                 self._last_write()
-                self.folder.status(**status_of(parts, state, parts.done))
+                parts.tell_status(state)
             with contextlib.suppress(RunError):  # what stopped the run matters more
                 self.observers.tell("close")
             raise
@@ -118,7 +118,7 @@ class Run:
 
     def commit(self, number: int) -> None:
         """The first ``number`` steps are done."""
-        commit(self.parts, number)
+        self.parts.commit(number)
 
     def _begin(self) -> None:
         for name in self.observers.filters:
@@ -206,7 +206,7 @@ class Run:
 
     def write_row(self, row: dict[str, Any]) -> None:
         """Append the row of a round or task to metrics.jsonl, and tell of it."""
-        self.folder.append("metrics.jsonl", plain(row))
+        self.folder.append("metrics.jsonl", as_json(row))
         self.context.tell(row["kind"], **row)
 
     def _held(self, task: Task, r: int) -> tuple[Uploads, Any]:
@@ -296,12 +296,12 @@ class Run:
         """The model first, then the tables: whatever happens later, the result of the training is safe."""
         path, e = self.folder.path, self.context.experiment
         save_model(self.folder, e, self.parts.state.model)
-        results = results_of(e, vars(self.context.facts), self.federation.ledger)
-        results |= site_records(self.parts.state.model, e)
-        write_tables(self.folder.directory("csv"), results, path / "metrics.jsonl")
+        found = results_of(e, self.context.facts, self.federation.ledger, self.parts.state.model)
+        write_tables(self.folder.directory("csv"), found, path / "metrics.jsonl")
         write_json(path / "timing.json", self.context.timer.report())
+        results = written(found)
         write_json(path / "results.json", results)
-        self.folder.status(**status_of(self.parts, "done", self.parts.done))
+        self.parts.tell_status("done")
         self.context.tell("done", results=results)
         return results
 

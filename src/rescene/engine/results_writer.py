@@ -7,8 +7,8 @@ import io
 import json
 import math
 import warnings
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,30 @@ from safetensors.torch import save
 from rescene import functional as fn
 from rescene.config import Recipe
 from rescene.core.errors import ResceneWarning
-from rescene.core.results import rounded
-from rescene.core.versions import MODEL, RESULTS
+from rescene.core.json_files import as_json
+from rescene.core.results import (
+    DIGITS,
+    Cost,
+    CostFigures,
+    EventCounts,
+    LateCounts,
+    Leakage,
+    Privacy,
+    Results,
+    ScreenRecord,
+    SiteOrder,
+    TaskFacts,
+)
+from rescene.core.versions import MODEL
+from rescene.data import Task
 from rescene.data.derived_sets import VALIDATION_WORDS
 from rescene.engine.checkpoint import save_atomically, write_json
 from rescene.engine.cost_ledger import CostLedger, nominal_cost
+from rescene.engine.evaluate import mean_of_known, site_accuracies
 from rescene.engine.experiment import Experiment
-from rescene.engine.observers.counts import stream_record
-from rescene.engine.observers.theory_watch import theory_record, theory_tables
+from rescene.engine.observers.counts import stream_of
+from rescene.engine.observers.theory_watch import theory_of, theory_tables
+from rescene.engine.run_context import Facts
 from rescene.engine.run_folder import RunFolder, words_of
 from rescene.lens import open_lens
 from rescene.methods import Method
@@ -35,124 +51,105 @@ from rescene.privacy.promise import HOW_TO_MEASURE, NO_COUNTS
 NO_GUARANTEE = "Not private: uploads carry no formal guarantee."
 
 
-def results_of(experiment: Experiment, facts: dict[str, Any], ledger: CostLedger) -> dict[str, Any]:
-    """The record of a finished run. Percent throughout; entries of the accuracy matrix above the diagonal are null."""
-    matrix = facts["matrix"]
-    tasks = experiment.tasks
-    tested = facts["test_sizes"] or [len(task.test) for task in tasks]
-    sizes = None if experiment.recipe.tasks.scenario == "domain" else tested
+def results_of(experiment: Experiment, facts: Facts, ledger: CostLedger, model: Model) -> Results:
+    """The record of a finished run with this final model. Percent throughout; NaN stands for what nobody measured."""
+    recipe, method, tasks, matrix = experiment.recipe, experiment.method, experiment.tasks, facts.matrix
+    tested = facts.test_sizes or [len(task.test) for task in tasks]
+    aa, aia = _averages(experiment, facts, None if recipe.tasks.scenario == "domain" else tested)
     old, recent = fn.old_and_recent(matrix)
-    leakage = _leakage(facts["leakage"])
-    record: dict[str, Any] = rounded(
-        {
-            "schema": RESULTS,
-            "method": experiment.method.name,
-            **_averages(experiment, facts, sizes),
-            "forgetting": fn.forgetting(matrix),
-            "bwt": fn.backward_transfer(matrix),
-            "old": old,
-            "recent": recent,
-            "worst_task": min(matrix[-1]),
-            "balanced_accuracy": fn.balanced_accuracy(facts["confusion"])
-            if facts["confusion"]
-            else _mean(facts["recall"]),
-            "within_task": facts["within_task"],
-            "incremental_accuracy": facts["incremental"],
-            "accuracy_matrix": matrix,
-            "confusion": facts["confusion"],
-            "tasks": [
-                {
-                    "index": task.index,
-                    "classes": [experiment.dataset.classes[c] for c in experiment.new_classes(task)],
-                    "domain": None if task.domain is None else experiment.dataset.domains[task.domain],
-                    "train_size": len(task.train) if experiment.has_images else None,
-                    "test_size": tested[task.index],
-                }
-                | _held(experiment, task.index)
-                for task in tasks
-            ],
-            "cost": {"measured": ledger.measured(), "nominal": nominal_cost(experiment)},
-            "leakage": leakage,
-            "theory": theory_record(experiment, facts["theory"]),
-            "privacy": privacy_record(experiment.recipe, experiment.method, len(tasks), leakage),
-            "events_summary": {
-                "client_failures": facts["num_client_failures"],
-                "image_fallbacks": facts["num_fallbacks"],
-                "images_withheld": facts["num_withheld"],
-                "uploads_declined": facts["num_declined"],
-                "classes_suppressed": facts["num_suppressed"],
-            },
-            **_at_sites(experiment, facts["recall"], ledger.sites_tell),
-            **stream_record(experiment, facts["closings"]),
-            **_own_orders(experiment, facts["by_site"]),
-            **{name: facts[name] for name in ("elsewhere", "continued", "forgotten", "filtered_by") if facts[name]},
-            **({"made_from_objects": words} if (words := words_of(experiment.recipe)) else {}),
-            **_hazards(experiment, facts),
-            "style": asdict(experiment.method.style()),
-            "seed": experiment.recipe.seed,
-            "config": experiment.recipe.model_dump(mode="json", exclude={"device"}),
-        }
+    sites, leakage = site_accuracies(model, experiment), leakage_of(facts.leakage)
+    return Results(
+        method=method.name,
+        aa=aa,
+        aia=aia,
+        forgetting=fn.forgetting(matrix),
+        bwt=fn.backward_transfer(matrix),
+        old=old,
+        recent=recent,
+        worst_task=min(matrix[-1]),
+        worst_site=min(
+            (a for site in sites if (a := site.accuracy) is not None and math.isfinite(a)), default=math.nan
+        ),
+        sites=sites,
+        balanced_accuracy=fn.balanced_accuracy(facts.confusion) if facts.confusion else mean_of_known(facts.recall),
+        within_task=tuple(facts.within_task),
+        incremental_accuracy=tuple(facts.incremental),
+        accuracy_matrix=tuple(map(tuple, matrix)),
+        confusion=tuple(map(tuple, facts.confusion)),
+        tasks=tuple(_task_facts(experiment, task, tested[task.index]) for task in tasks),
+        cost=Cost(CostFigures(**ledger.measured()), CostFigures(**nominal_cost(experiment) or {})),
+        leakage=leakage,
+        theory=theory_of(experiment, facts.theory),
+        privacy=privacy_of(recipe, method, len(tasks), leakage),
+        stream=stream_of(experiment, facts.closings),
+        orders=_own_orders(experiment, facts.by_site),
+        elsewhere=tuple(facts.elsewhere),
+        continued=tuple(facts.continued),
+        forgotten=tuple(facts.forgotten),
+        filtered_by=tuple(facts.filtered_by),
+        made_from_objects=tuple(words_of(recipe)),
+        style=asdict(method.style()),
+        seed=recipe.seed,
+        config=recipe.model_dump(mode="json", exclude={"device"}),
+        **_happened(recipe, facts),
+        **_at_sites(experiment, facts.recall, ledger.sites_tell),
     )
-    return record
 
 
-def _averages(experiment: Experiment, facts: dict[str, Any], sizes: list[int] | None) -> dict[str, float]:
+def _averages(experiment: Experiment, facts: Facts, sizes: list[int] | None) -> tuple[float, float]:
     """AA and AIA. With an order for each site they are over the classes that anybody has met, which the matrix does not tell."""
-    matrix, after = facts["matrix"], facts["incremental"]
+    matrix, after = facts.matrix, facts.incremental
     if experiment.orders is not None:
-        return {"aa": after[-1], "aia": sum(after) / len(after)}
-    return {"aa": fn.average_accuracy(matrix, sizes), "aia": fn.average_incremental_accuracy(matrix, sizes)}
+        return after[-1], sum(after) / len(after)
+    return fn.average_accuracy(matrix, sizes), fn.average_incremental_accuracy(matrix, sizes)
 
 
-def _own_orders(experiment: Experiment, by_site: list[list[float]]) -> dict[str, Any]:
+def _task_facts(experiment: Experiment, task: Task, tested: int) -> TaskFacts:
+    dataset, plan = experiment.dataset, experiment.recipe.sites
+    return TaskFacts(
+        index=task.index,
+        classes=tuple(dataset.classes[c] for c in experiment.new_classes(task)),
+        domain="" if task.domain is None else dataset.domains[task.domain],
+        train_size=len(task.train) if experiment.has_images else None,
+        test_size=tested,
+        rounds=None if plan is None else plan.tasks[task.index].rounds,
+        closed=None if plan is None else plan.tasks[task.index].closed,
+    )
+
+
+def _own_orders(experiment: Experiment, by_site: list[list[float]]) -> tuple[SiteOrder, ...]:
     """What each site met in each step, and the accuracy on all it had met by then; nothing where all have one order."""
     if experiment.orders is None:
-        return {}
+        return ()
     names = experiment.dataset.classes
-    rows = [
-        {
-            "site": site,
-            "tasks": [[names[c] for c in classes] for classes in steps],
-            "accuracy": [after[site] for after in by_site],
-        }
+    return tuple(
+        SiteOrder(
+            site=site,
+            tasks=tuple(tuple(names[c] for c in classes) for classes in steps),
+            accuracy=tuple(after[site] for after in by_site),
+        )
         for site, steps in enumerate(experiment.orders.steps)
-    ]
-    return {"orders": rows}
+    )
 
 
-def write_tables(folder: Path, results: dict[str, Any], metrics: Path) -> None:
+def write_tables(folder: Path, results: Results, metrics: Path) -> None:
     """The same numbers as CSV: accuracy matrix, rounds, cost, confusion, theory."""
-    tasks = [f"task_{j}" for j in range(len(results["tasks"]))]
-    _write_csv(
-        folder / "accuracy_matrix.csv",
-        ["after_task", *tasks],
-        ([i, *row] for i, row in enumerate(results["accuracy_matrix"])),
-    )
-    names = [name for task in results["tasks"] for name in task["classes"]]
-    names = names[: len(results["confusion"])]
-    _write_csv(
-        folder / "confusion.csv",
-        ["true_class", *names],
-        ([name, *row] for name, row in zip(names, results["confusion"], strict=True)),
-    )
-    lines = _lines(metrics)
+    matrix, confusion = as_json(results.accuracy_matrix, DIGITS), results.confusion
+    header = ["after_task", *(f"task_{j}" for j in range(len(results.tasks)))]
+    _write_csv(folder / "accuracy_matrix.csv", header, ([i, *row] for i, row in enumerate(matrix)))
+    names = [name for task in results.tasks for name in task.classes][: len(confusion)]
+    rows = ([name, *row] for name, row in zip(names, confusion, strict=True))
+    _write_csv(folder / "confusion.csv", ["true_class", *names], rows)
+    rounds = [row for row in _lines(metrics) if row["kind"] == "round"]
     keys = ("task", "round", "accuracy", "uplink_bytes", "downlink_bytes")
-    rounds = [row for row in lines if row["kind"] == "round"]
     _write_csv(folder / "rounds.csv", list(keys), ([row[key] for key in keys] for row in rounds))
-    _write_csv(
-        folder / "participation.csv",
-        ["task", "round", "client"],
-        ([row["task"], row["round"], client] for row in rounds for client in row["participants"]),
-    )
-    cost = results["cost"]
-    nominal = cost["nominal"] or {}
-    _write_csv(
-        folder / "cost.csv",
-        ["quantity", "measured", "nominal"],
-        ([key, value, nominal.get(key)] for key, value in cost["measured"].items()),
-    )
-    for name, (header, rows) in theory_tables(results["theory"]).items():
-        _write_csv(folder / f"{name}.csv", header, rows)
+    turns = ([row["task"], row["round"], client] for row in rounds for client in row["participants"])
+    _write_csv(folder / "participation.csv", ["task", "round", "client"], turns)
+    measured, nominal = (as_json(figures, DIGITS) for figures in (results.cost.measured, results.cost.nominal))
+    costs = ([key, value, nominal.get(key)] for key, value in measured.items())
+    _write_csv(folder / "cost.csv", ["quantity", "measured", "nominal"], costs)
+    for name, (header, table) in theory_tables(results.theory).items():
+        _write_csv(folder / f"{name}.csv", header, table)
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -168,28 +165,25 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _held(experiment: Experiment, task: int) -> dict[str, Any]:
-    """Rounds of a task of a plan, and whether it was closed before its last one."""
-    plan = experiment.recipe.sites
-    return {} if plan is None else {"rounds": plan.tasks[task].rounds, "closed": plan.tasks[task].closed}
-
-
-def _hazards(experiment: Experiment, facts: dict[str, Any]) -> dict[str, Any]:
-    """What was simulated to go wrong, what an attack achieved, what the screen did; nothing for an ordinary run."""
-    federation, found = experiment.recipe.federation, dict[str, Any]()
-    if federation.simulated:
-        found["simulated"] = list(federation.simulated)
-    if facts["faults"]:
-        found["faults"] = facts["faults"]
+def _happened(recipe: Recipe, facts: Facts) -> dict[str, Any]:
+    """What was counted, what was simulated to go wrong, what an attack achieved, what the screen did."""
+    federation, found = recipe.federation, dict[str, Any]()
     if federation.delay:
-        known = {"sent": 0, "on_time": 0, "late": 0, "rounds_late": 0, "dropped": 0} | facts["late_answers"]
-        arrived = known["on_time"] + known["late"] + known["dropped"]
-        found["late_answers"] = known | {"under_way": known["sent"] - arrived}
+        known = LateCounts(**{"sent": 0, "on_time": 0, "late": 0, "rounds_late": 0, "dropped": 0} | facts.late_answers)
+        arrived = sum(getattr(known, name) for name in ("on_time", "late", "dropped"))
+        found["late_answers"] = replace(known, under_way=(known.sent or 0) - arrived)
     if federation.faults.attack != "none":
-        found["attack_success"] = facts["attack_success"]
+        found["attack_success"] = facts.attack_success
     if federation.screen != "none":
-        found["screen"] = {"judged": facts["judged"], "quarantined": facts["quarantine"]}
-    return found
+        found["screen"] = ScreenRecord(facts.judged, tuple(facts.quarantine))
+    events = EventCounts(
+        client_failures=facts.num_client_failures,
+        image_fallbacks=facts.num_fallbacks,
+        images_withheld=facts.num_withheld,
+        uploads_declined=facts.num_declined,
+        classes_suppressed=facts.num_suppressed,
+    )
+    return found | {"events_summary": events, "simulated": tuple(federation.simulated), "faults": facts.faults}
 
 
 def _at_sites(experiment: Experiment, recall: list[float], sites_tell: bool) -> dict[str, Any]:
@@ -213,90 +207,93 @@ def _at_sites(experiment: Experiment, recall: list[float], sites_tell: bool) -> 
     }
 
 
-def _mean(values: list[float]) -> float:
-    known = [value for value in values if math.isfinite(value)]
-    return sum(known) / len(known) if known else math.nan
-
-
-def _leakage(per_task: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Figures over the whole run from those of the tasks: counts add up, means are weighted by images."""
-    total = sum(row["num_images"] for row in per_task)
-    if not total:
+def leakage_of(tasks: Sequence[Leakage]) -> Leakage | None:
+    """Figures over the whole run from those of its tasks: counts add up, means are weighted by images."""
+    if not sum(task.num_images or 0 for task in tasks):
         return None
 
-    def mean(key: str) -> float:
-        return float(sum(row[key] * row["num_images"] for row in per_task) / total)
+    def column(key: str) -> list[float]:
+        return [math.nan if (value := getattr(task, key)) is None else value for task in tasks]
 
-    starts = {}
-    if all("start_rms_mean" in row for row in per_task):
-        starts = {key: mean(key) for key in ("start_rms_mean", "start_rms_median", "start_psnr_median_db")}
-        starts["start_rms_min"] = min(row["start_rms_min"] for row in per_task)
-        starts["unmoved"] = sum(row["unmoved"] for row in per_task)
-    traced = {}
-    if all("num_traced" in row for row in per_task):
-        num = sum(row["num_traced"] for row in per_task)
+    def total(key: str) -> int:
+        return sum(getattr(task, key) for task in tasks)
+
+    def mean(key: str, weight: str = "num_images") -> float:
+        return float(sum(a * b for a, b in zip(column(key), column(weight), strict=True)) / total(weight))
+
+    more: dict[str, Any] = {}
+    if all(task.start_rms_mean is not None for task in tasks):
+        more = {key: mean(key) for key in ("start_rms_mean", "start_rms_median", "start_psnr_median_db")}
+        more |= {"start_rms_min": min(column("start_rms_min")), "unmoved": total("unmoved")}
+    if all(task.num_traced is not None for task in tasks):
         keys = ("traced", "traced_by_chance", "nearest_seen", "nearest_seen_by_chance")
-        traced = {key: sum(row[key] * row["num_traced"] for row in per_task) / num for key in keys}
-        traced["num_traced"] = num
-    return {
-        "num_images": total,
-        "nearest_rms_mean": mean("nearest_rms_mean"),
-        "nearest_rms_median": mean("nearest_rms_median"),
-        "nearest_rms_min": min(row["nearest_rms_min"] for row in per_task),
-        "nearest_psnr_median_db": mean("nearest_psnr_median_db"),
-        "near_copies": mean("near_copies"),
-        "exact_copies": sum(row["exact_copies"] for row in per_task),
-        **starts,
-        **traced,
-        "per_task": per_task,
-    }
+        more |= {key: mean(key, "num_traced") for key in keys} | {"num_traced": total("num_traced")}
+    return Leakage(
+        num_images=total("num_images"),
+        nearest_rms_mean=mean("nearest_rms_mean"),
+        nearest_rms_median=mean("nearest_rms_median"),
+        nearest_rms_min=min(column("nearest_rms_min")),
+        nearest_psnr_median_db=mean("nearest_psnr_median_db"),
+        near_copies=mean("near_copies"),
+        exact_copies=total("exact_copies"),
+        **more,
+        per_task=tuple(tasks),
+    )
 
 
-def privacy_record(recipe: Recipe, method: Method, num_tasks: int, leakage: Mapping[str, Any] | None) -> dict[str, Any]:
+def privacy_of(recipe: Recipe, method: Method, num_tasks: int, leakage: Leakage | None) -> Privacy:
     """What is guaranteed over the whole run, and in plain words what is not. It follows from the recipe and what was measured."""
     promise = recipe.promise(num_tasks)
     if promise is None:
-        return {"private": False, "statement": _statement(method, leakage)}
+        return Privacy(private=False, statement=_statement(method, leakage))
     words = promise.statement()
     if leakage is not None:
         images = "images that the server drew" if promise.mechanism.sends_sums else "uploaded images"
-        words += f" {100 * leakage['near_copies']:.0f} % of the {images} are near-copies of a real training image{_traced(leakage)}."
-    return {
-        "private": promise.formal,
-        "statement": words,
-        "leaves_site": method.leaving(promise.mechanism),
-        "images": "drawn" if promise.mechanism.sends_sums else "uploaded",
-        "mechanism": promise.mechanism.kind,
-        "noise_multiplier": promise.mechanism.sigma,
-        "clip": promise.mechanism.clip,
-        "sampling_rate": promise.composition.rate,
-        "epsilon": promise.epsilon(),
-        "epsilon_replaced": promise.epsilon_replaced(),
-        "epsilon_per_round": promise.epsilon_per_round(),
-        "delta": promise.delta if promise.formal else None,
-        "neighbours": NEIGHBOURS if promise.formal else None,
-        "releases_per_record": promise.whole.releases,
-        "max_participations": promise.whole.participations,
-    }
+        words += f" {_share(leakage.near_copies)} of the {images} are near-copies of a real training image{_traced(leakage)}."
+    return Privacy(
+        private=promise.formal,
+        statement=words,
+        leaves_site=method.leaving(promise.mechanism),
+        images="drawn" if promise.mechanism.sends_sums else "uploaded",
+        mechanism=promise.mechanism.kind,
+        noise_multiplier=promise.mechanism.sigma,
+        clip=promise.mechanism.clip,
+        sampling_rate=promise.composition.rate,
+        epsilon=promise.epsilon(),
+        epsilon_replaced=promise.epsilon_replaced(),
+        epsilon_per_round=promise.epsilon_per_round(),
+        delta=promise.delta if promise.formal else None,
+        neighbours=NEIGHBOURS if promise.formal else None,
+        releases_per_record=promise.whole.releases,
+        max_participations=promise.whole.participations,
+    )
 
 
-def _statement(method: Method, leakage: Mapping[str, Any] | None) -> str:
+def _statement(method: Method, leakage: Leakage | None) -> str:
     if leakage is None:
         simulated = "Simulation, exact sums. " if method.additive else ""
         return f"{simulated}{NO_GUARANTEE} What leaves a site: {method.leaves_site}."
-    share = f"{100 * leakage['near_copies']:.0f} %"
+    share = _share(leakage.near_copies)
     words = f"{share} of the uploaded images are near-copies (PSNR > 30 dB) of a real training image{_traced(leakage)}."
     return f"{NO_GUARANTEE} {words} {method.leakage_note()}".rstrip()
 
 
-def _traced(leakage: Mapping[str, Any]) -> str:
+def _traced(leakage: Leakage) -> str:
     """What stands beside the near-copies; nothing where no image was left to compare with."""
-    if "traced" not in leakage:
+    if leakage.traced is None:
         return ""
-    found, chance = (f"{100 * leakage[key]:.0f} %" for key in ("traced", "traced_by_chance"))
-    return (
-        f"; of {leakage['num_traced']} looked at with care {found} can be traced to one (images nobody sent: {chance})"
-    )
+    found, chance = _share(leakage.traced), _share(leakage.traced_by_chance)
+    return f"; of {leakage.num_traced} looked at with care {found} can be traced to one (images nobody sent: {chance})"
+
+
+def _share(value: float | None) -> str:
+    """
+    >>> _share(0.25)
+    '25 %'
+    """
+    if value is None:
+        raise ValueError("the share of near-copies is not known")
+    return f"{100 * value:.0f} %"
 
 
 def _write_csv(path: Path, header: list[str], rows: Iterable[list[Any]]) -> None:

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rescene.core.errors import ResceneWarning
-from rescene.core.json_files import json_lines
+from rescene.core.json_files import json_lines, record_of
+from rescene.core.results import ClassTheory, Forgotten, Grown, Leakage, Moved, Quarantined
 
 if TYPE_CHECKING:
     from rescene.config import Resolved
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Facts:
-    """In plain values; part of every checkpoint."""
+    """What a run found out so far, part of every checkpoint: plain values, and records of results.json."""
 
     matrix: list[list[float]] = field(default_factory=list)
     incremental: list[float] = field(default_factory=list)
@@ -37,23 +38,45 @@ class Facts:
     recall: list[float] = field(default_factory=list)
     test_sizes: list[int] = field(default_factory=list)
     by_site: list[list[float]] = field(default_factory=list)  # after each task, on what each site has met (own orders)
-    leakage: list[dict[str, Any]] = field(default_factory=list)
-    theory: list[dict[str, Any]] = field(default_factory=list)
-    elsewhere: list[dict[str, Any]] = field(default_factory=list)  # where the run went on with other code or machine
-    continued: list[dict[str, Any]] = field(default_factory=list)  # when tasks were added to a finished run
+    leakage: list[Leakage] = field(default_factory=list)  # of each task
+    theory: list[ClassTheory] = field(default_factory=list)
+    elsewhere: list[Moved] = field(default_factory=list)  # where the run went on with other code or machine
+    continued: list[Grown] = field(default_factory=list)  # when tasks were added to a finished run
     filtered_by: list[str] = field(default_factory=list)  # observers of a user that decide what the server learns from
     faults: dict[str, float] = field(default_factory=dict)  # counts of what was simulated
     late_answers: dict[str, int] = field(default_factory=dict)  # counts, with federation.delay
     attack_success: float | None = None
-    quarantine: list[dict[str, Any]] = field(default_factory=list)
+    quarantine: list[Quarantined] = field(default_factory=list)
     judged: dict[str, int] = field(default_factory=dict)  # by client: groups of one class and round that were screened
-    forgotten: list[dict[str, Any]] = field(default_factory=list)  # sites whose uploads were removed (withdrawal.py)
+    forgotten: list[Forgotten] = field(default_factory=list)  # sites whose uploads were removed (withdrawal.py)
     closings: list[list[int]] = field(default_factory=list)  # label, round of the stream (observers/counts.py)
     num_client_failures: int = 0
     num_fallbacks: int = 0
     num_withheld: int = 0
     num_declined: int = 0
     num_suppressed: int = 0
+
+
+RECORDS: dict[str, type[Any]] = {
+    "leakage": Leakage,
+    "theory": ClassTheory,
+    "elsewhere": Moved,
+    "continued": Grown,
+    "quarantine": Quarantined,
+    "forgotten": Forgotten,
+}  # kinds of the records among the facts
+
+
+def restored(facts: dict[str, Any]) -> Facts:
+    """From a checkpoint, in which records are rows and NaN is null."""
+
+    def back(value: Any) -> Any:
+        return [back(v) for v in value] if isinstance(value, list) else math.nan if value is None else value
+
+    names = ("matrix", "incremental", "within_task", "recall", "by_site")
+    numbers = {name: back(facts.get(name, [])) for name in names}
+    records = {name: [record_of(kind, row, []) for row in facts.get(name, [])] for name, kind in RECORDS.items()}
+    return Facts(**facts | numbers | records)
 
 
 def notes_of(state: Any, uploads: Any) -> dict[str, float]:
@@ -64,25 +87,6 @@ def notes_of(state: Any, uploads: Any) -> dict[str, float]:
             gathered.setdefault(key, []).append(float(value))
     means = {key: sum(values) / len(values) for key, values in gathered.items()}
     return {key: value for key, value in (means | getattr(state, "notes", {})).items() if math.isfinite(value)}
-
-
-def plain(value: Any) -> Any:
-    """NaN as null, so that JSON stays JSON."""
-    if isinstance(value, dict):
-        return {key: plain(v) for key, v in value.items()}
-    if isinstance(value, list):
-        return [plain(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def restored(facts: dict[str, Any]) -> Facts:
-    """From a checkpoint, in which NaN is null."""
-
-    def back(value: Any) -> Any:
-        return [back(v) for v in value] if isinstance(value, list) else math.nan if value is None else value
-
-    names = ("matrix", "incremental", "within_task", "recall", "by_site")
-    return Facts(**facts | {name: back(facts.get(name, [])) for name in names})
 
 
 Progress = Callable[[dict[str, Any]], None]

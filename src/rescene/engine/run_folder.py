@@ -41,6 +41,7 @@ from rescene.config.compose import difference
 from rescene.config.site_sections import grows
 from rescene.core.documents import read_yaml
 from rescene.core.errors import ConfigError, ResceneWarning, RunError, shortened
+from rescene.core.json_files import as_json, json_object
 from rescene.core.recipe_keys import flatten
 from rescene.core.run_state import LOCK, Busy, is_done, working_in
 from rescene.core.versions import FOLDER, refuse_newer, source_hash
@@ -93,11 +94,8 @@ def words_of(recipe: Recipe) -> list[str]:
 
 def refuse_others(folder: Path, recipe: Recipe) -> None:
     """E428, with what differs, unless the objects of this recipe are those that the run in this folder was made from."""
-    try:
-        before = json.loads((folder / OBJECTS).read_bytes())["objects"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return
-    changed = differences(before, json.loads(json.dumps(objects_of(recipe))))
+    before = json_object(folder / OBJECTS, []).get("objects")
+    changed = [] if before is None else differences(before, as_json(objects_of(recipe)))
     if changed:
         raise RunError(
             "E428",
@@ -312,7 +310,7 @@ class RunFolder:
             self,
         ):  # the folder may be read-only, or another process just be done with it
             self.sweep()
-            status = self._facts("status.json")
+            status = json_object(self.path / "status.json", [])
             if status.get("state") != "done":
                 self.status(**status | {"state": "done"})
 
@@ -338,13 +336,7 @@ class RunFolder:
 
     def environment(self) -> dict[str, Any]:
         """Where the run began; empty if that cannot be read."""
-        return self._facts("env.json")
-
-    def _facts(self, name: str) -> dict[str, Any]:
-        try:
-            return dict(json.loads((self.path / name).read_bytes()))
-        except (OSError, ValueError, TypeError):
-            return {}
+        return json_object(self.path / "env.json", [])
 
     def append(self, name: str, row: dict[str, Any]) -> None:
         """Add one line of JSON to a file of the folder."""

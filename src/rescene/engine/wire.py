@@ -153,7 +153,7 @@ def _predicted(left: Tensor, up: Tensor, corner: Tensor) -> Tensor:
 
 
 def _deflated(data: bytes) -> bytes:
-    # Run lengths and Huffman codes; prediction leaves no repeated strings to look for (docs/wire.md has the comparison)
+    # Run lengths and Huffman codes; prediction leaves no repeated strings to look for (results/wire/README.md has the comparison)
     stream = zlib.compressobj(9, strategy=zlib.Z_RLE)
     return stream.compress(data) + stream.flush()
 

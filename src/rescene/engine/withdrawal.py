@@ -23,15 +23,15 @@ from rescene.config import Resolved
 from rescene.core.errors import ConfigError, DataError, RunError, command
 from rescene.core.files import replacing
 from rescene.core.record import to_device
+from rescene.core.results import Forgotten
 from rescene.data import Task
 from rescene.engine.checkpoint import Saved, save_atomically
 from rescene.engine.evaluate import summed
 from rescene.engine.experiment import Experiment
-from rescene.engine.in_process import ledger_in
 from rescene.engine.loop import Run
-from rescene.engine.resume import adopt, status_of
 from rescene.engine.run_context import Progress
 from rescene.engine.run_folder import APPENDED, RunFolder
+from rescene.engine.transport import ledger_in
 from rescene.methods.base import Kept, Method, Model
 from rescene.nets import grow_head
 from rescene.privacy.ledger_file import Declined
@@ -259,7 +259,7 @@ class Withdrawal:
     def forget(self, source: RunFolder, saved: Saved, client: int, name: str | None) -> None:
         parts, e = self.parts, self.context.experiment
         _copy_history(source, parts.folder, saved, client)
-        adopt(parts, saved, elsewhere=True)
+        parts.adopt(saved, elsewhere=True)
         self._start(done=saved.step)
         step, before = parts.steps[saved.step - 1], parts.state
         held = sum(one.round is not None for one in parts.steps[: saved.step])
@@ -318,7 +318,7 @@ class Withdrawal:
         if step == len(self.parts.steps):
             self.run.finish()
         else:
-            self.parts.folder.status(**status_of(self.parts, "interrupted", step))
+            self.parts.tell_status("interrupted")
 
     def _fresh(self) -> Model:
         """The weights the run began with, with a head for the classes it knows by now."""
@@ -343,40 +343,40 @@ class Withdrawal:
         lost = sorted({label for _, label, _ in own.images} - {label for _, label, _ in left})
         again = sums_again(self.context.resolved)
         epochs = 0 if method.additive else held * self.context.experiment.recipe.train.server_epochs
-        record = {
-            "client": client,
-            "name": name,
-            "step": step,
-            "task": self.context.place[0],
-            "num_images": None if again else sum(own.images.values()),
-            "bytes": own.num_bytes,
-            "num_images_left": sum(left.values()),
-            "removed": self._rows(own.images),
-            "classes_lost": [classes[label] for label in lost],
-            "epochs": epochs,
-            "exact": method.additive,
-            "accuracy_before": old["found"].overall if old["found"] else None,
-            "accuracy_after": new["found"].overall if new["found"] else None,
-            "per_task_before": old["found"].per_task if old["found"] else None,
-            "per_task_after": new["found"].per_task if new["found"] else None,
-            "own_images_before": old["own"],
-            "own_images_after": new["own"],
-            "remains": list(_remains(method, again)),
+        record = Forgotten(
+            client=client,
+            name=name or "",
+            step=step,
+            task=self.context.place[0],
+            num_images=None if again else sum(own.images.values()),
+            bytes=own.num_bytes,
+            num_images_left=sum(left.values()),
+            removed=tuple(self._rows(own.images)),
+            classes_lost=tuple(classes[label] for label in lost),
+            epochs=epochs,
+            exact=method.additive,
+            accuracy_before=old["found"].overall if old["found"] else None,
+            accuracy_after=new["found"].overall if new["found"] else None,
+            per_task_before=tuple(old["found"].per_task) if old["found"] else (),
+            per_task_after=tuple(new["found"].per_task) if new["found"] else (),
+            own_images_before=old["own"],
+            own_images_after=new["own"],
+            remains=_remains(method, again),
             **(self._charged() if again else {}),
-        }
+        )
         self.context.facts.forgotten.append(record)
         if self.parts.leakage.samples:
             self.parts.leakage.save_gallery()
         done = (
             "sums over the other sites were taken anew, with fresh noise, and their images charged again"
             if again
-            else f"its sums over {record['num_images']} images were subtracted, and the model solved anew"
+            else f"its sums over {record.num_images} images were subtracted, and the model solved anew"
             if method.additive
-            else f"{record['num_images']} of its images were removed, and the model trained anew"
+            else f"{record.num_images} of its images were removed, and the model trained anew"
         )
         self.context.note("info", "I402", f"site {name or client} left: {done}", client=client)
         if lost:
-            names = ", ".join(record["classes_lost"])
+            names = ", ".join(record.classes_lost)
             self.context.note("warning", "W404", f"nobody else sent images of {names}: the model has lost them")
 
     def _charged(self) -> dict[str, Any]:

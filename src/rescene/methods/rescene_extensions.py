@@ -79,7 +79,7 @@ class ReSCENEExtensions(SurrogateMethod):
         return order[-budget:] if self.buffer == "latest" else order
 
     def close_absent(self, state: Any, now: int, federation: Federation, rng: Rng) -> Any:
-        """Where no end is announced: close the classes that have not come for W rounds (docs/open-ended.md)."""
+        """Where no end is announced: close the classes that have not come for W rounds (docs/arrivals.md)."""
         pool, patience = joined(state.pool), self.close_after or PATIENCE
         assert pool is not None
         seen = {label: int(pool.rounds[pool.labels == label].max()) for label in pool.labels.unique().tolist()}

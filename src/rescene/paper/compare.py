@@ -19,6 +19,7 @@ from rescene.paper.recipes import FAST_LABEL, PaperCell, PaperRecipe, our_cells,
 from rescene.paper.store import BYTES, COSTS, FLOPS, NOMINAL, REPLAY, Store, Stored, over_seeds, read, relative
 from rescene.report.groups import Spread, spread
 from rescene.report.leaderboard import InPaper
+from rescene.report.load import RunRecord
 
 # The paper's B=2000 is its full accumulation by its own words, and prints 68.36 against 69.19 (App. D.4, Table 4b).
 RUN_TO_RUN = 0.83
@@ -125,9 +126,12 @@ def printed_beside(folders: Iterable[Path]) -> dict[Path, dict[str, str]]:
     return found
 
 
-def places_in_paper(folders: Iterable[Path]) -> dict[Path, InPaper]:
-    """How these runs' settings read the paper, and the AA that it prints for them; a run that is in no table is not here."""
-    store, found = Store(folders), dict[Path, InPaper]()
+def places_in_paper(folders: Iterable[Path], loaded: Iterable[RunRecord] = ()) -> dict[Path, InPaper]:
+    """How these runs' settings read the paper, and the AA that it prints for them; a run that is in no table is not here.
+
+    ``loaded``: runs of these folders that need not be read again.
+    """
+    store, found = Store(folders, loaded), dict[Path, InPaper]()
     for recipe in map(paper_recipe, recipe_names(lite=False)):
         for line in compare(recipe, store, costs=False):
             number = None if line.other_epochs or line.reading else line.paper.get("aa")

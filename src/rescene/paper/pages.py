@@ -24,7 +24,7 @@ from rescene.paper.paper_tables import DATA, OURS, copies, folders, results_grid
 from rescene.paper.queue_runner import Missing, missing_cells, predictor
 from rescene.paper.recipes import paper_recipe, recipe_names
 from rescene.paper.store import Store, label, over_seeds
-from rescene.report.table_formats import TableCell, TableEntry, TableGrid, render
+from rescene.report.tables import TableCell, TableEntry, TableGrid, render
 
 FAILED = ("open", "not supported")
 KINDS = {"accuracy": "accuracy", "measured cost": "measured costs", "formula": "formulas (no run)"}

@@ -14,7 +14,7 @@ from rescene.paper.numbers import printed
 from rescene.paper.recipes import FAST_LABEL, PaperRecipe, paper_recipe, recipe_names
 from rescene.paper.store import NOMINAL, REPLAY, Store, label
 from rescene.report.groups import Spread
-from rescene.report.table_formats import TableCell, TableEntry, TableGrid
+from rescene.report.tables import TableCell, TableEntry, TableGrid
 
 SIDE_BY_SIDE = 2  # more metrics than this, and ours and the paper's stand one below the other
 DATA = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "tinyimagenet": "TinyImageNet", "office31": "Office-31"}

@@ -149,7 +149,7 @@ def _work(base: str, overrides: tuple[str, ...]) -> float | None:
     return None if found is None else found["client_flops"] + found["server_flops"]
 
 
-# several runs on one GPU: how much longer each takes than alone (docs/performance.md); more than four gain nothing
+# several runs on one GPU: how much longer each takes than alone (results/bench/README.md); more than four gain nothing
 SLOWER = {1: 1.0, 2: 1.6, 3: 2.25, 4: 2.95}
 KEPT = ("results.json", "config.yaml", "env.json", "timing.json", "metrics.jsonl", "command.txt", "origin.json")
 GRACE_S = 60.0  # for a run to stop: it ends within the round that it is in or is killed; finished rounds are saved

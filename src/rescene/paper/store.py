@@ -26,6 +26,7 @@ from rescene.methods import method_class
 from rescene.methods.averaging import AveragingMethod
 from rescene.methods.surrogates import SurrogateMethod
 from rescene.report.groups import Spread, spread
+from rescene.report.load import RunRecord
 
 # May differ between two runs of the same experiment: where and how it ran, not what.
 VOLATILE = {
@@ -67,18 +68,22 @@ def identity(recipe: Recipe) -> str:
 
 
 class Store:
-    """All finished runs below some folders. ``unreadable``: results that are damaged or of another version."""
+    """All finished runs below some folders. ``unreadable``: results that are damaged or of another version.
 
-    def __init__(self, roots: Iterable[Path]) -> None:
+    ``loaded``: runs of these folders that need not be read again.
+    """
+
+    def __init__(self, roots: Iterable[Path], loaded: Iterable[RunRecord] = ()) -> None:
         self.runs: dict[str, dict[int, Stored]] = {}  # identity -> seed -> run; the first one found counts
         self.unreadable: list[Path] = []
+        known = {run.folder: run for run in loaded if run.finished}
         for file in _result_files(roots):
-            self._enter(file)
+            self._enter(file, known.get(file.parent))
 
-    def _enter(self, file: Path) -> None:
+    def _enter(self, file: Path, run: RunRecord | None) -> None:
         try:
-            row = read_object(file)
-            recipe, results = Recipe.model_validate(row["config"]), results_of_row(row, [])
+            row = run.raw if run else read_object(file)
+            recipe, results = Recipe.model_validate(row["config"]), run.results if run else results_of_row(row, [])
             if results.aa is None or not results.accuracy_matrix:
                 raise ValueError("no accuracy")
         except (OSError, ValueError, KeyError, TypeError, ValidationError, ResceneError):

@@ -9,9 +9,9 @@ from __future__ import annotations
 import io
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -21,9 +21,9 @@ import numpy as np
 from rescene.core.errors import ConfigError
 from rescene.core.json_files import Row
 from rescene.core.method_style import BROWN, INK, SLATE, YELLOW, MethodStyle
-from rescene.report.formatting import data_uri, visible
+from rescene.report.formatting import data_uri, visible, wrapped
 from rescene.report.groups import RunGroup
-from rescene.report.table_formats import csv_text
+from rescene.report.tables import csv_text
 
 # Neutral colours of the figures, beside INK. On the page they become the theme's variables.
 MUTED, GRID, CARD = "#6a7180", "#dfe2e8", "#ffffff"
@@ -385,3 +385,31 @@ def name_rows(axes: Any, groups: Sequence[RunGroup]) -> None:
     axes.set_ylim(len(groups) - 0.5, -0.5)
     axes.grid(False, axis="y")
     axes.spines["left"].set_visible(False)
+
+
+_PANEL_IN = 3.6  # two of them are as wide as a printed page
+
+
+def together(plots: Sequence[Plot], across: int) -> Plot:
+    """Several plots as panels of one, each under its title; a legend they share stands once, above them."""
+    across = min(across, len(plots))
+    down = -(-len(plots) // across)
+    wide = max(plot.width_in for plot in plots) if across == 1 else min(_PANEL_IN, plots[0].width_in)
+    heights = [max(plot.height_in for plot in plots[i : i + across]) for i in range(0, len(plots), across)]
+
+    def draw(sheet: Any) -> None:
+        parts = sheet.subfigures(down, across, squeeze=False, height_ratios=heights).ravel()
+        for part, plot in zip(parts, plots, strict=False):
+            plot.draw(part)
+            part.suptitle(wrapped(plot.title, 44), fontsize=10, color=INK)
+        _one_legend(sheet, parts)
+
+    return replace(plots[0], draw=draw, width_in=wide * across, height_in=sum(heights) + 0.3 * down)
+
+
+def _one_legend(sheet: Any, parts: Iterable[Any]) -> None:
+    entries: dict[str, Any] = {}
+    for part in parts:
+        for axes in part.axes:
+            entries |= dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
+    legend_above(sheet, list(entries.values()), list(entries))

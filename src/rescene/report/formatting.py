@@ -1,4 +1,4 @@
-"""Numbers and names as text: units, one printable line, labels that fit and differ."""
+"""Numbers, names and pages as text: units, one printable line, labels that fit and differ, filled templates."""
 
 from __future__ import annotations
 
@@ -8,8 +8,14 @@ import math
 import re
 import textwrap
 from collections.abc import Sequence
+from importlib.resources import files
 from itertools import chain
 from itertools import count as counting
+from pathlib import Path
+from typing import Any
+
+from rescene import __version__
+from rescene.core.files import ANYBODY, unique_draft, write_atomically
 
 NONE = "–"
 PERCENT = "\u00a0%"  # the sign never stands alone on a line
@@ -190,3 +196,28 @@ def distinct(names: Sequence[str], numbered: str = "{} ({})") -> list[str]:
 def visible(labels: Sequence[str], width: int, lines: int = 2) -> list[str]:
     """Labels as a figure shows them: wrapped, cut where they must be, and still no two the same."""
     return distinct([wrapped(label, width, lines) for label in labels])
+
+
+def render_page(template: str, /, script: str = "", **values: Any) -> str:
+    """A page of ours with its style sheet and ``script``: everything put into it is escaped, and what is missing is an error."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    env = Environment(
+        loader=PackageLoader("rescene.report", ""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    css = (files("rescene.report") / "page.css").read_text("utf-8")
+    if script:  # the page's policy allows this one script, by its hash
+        code = (files("rescene.report") / script).read_text("utf-8")
+        digest = hashlib.sha256(f"\n{code}".encode()).digest()
+        values |= {"script": code, "script_hash": base64.b64encode(digest).decode()}
+    return env.get_template(template).render(version=__version__, css=css, **values)
+
+
+def put_page(html: str, out: Path, mode: int = ANYBODY) -> Path:
+    """Whoever opens the page meanwhile sees the old one or the new one, whole."""
+    write_atomically(out, html.encode(), sync="none", mode=mode, draft=unique_draft(out))
+    return out

@@ -68,9 +68,19 @@ class RunGroup:
         """Runs whose curves are drawn: the finished ones, or else the one that got furthest."""
         return self.finished or (max(self.runs, key=lambda run: len(run.rounds)),)
 
+    @property
+    def aa(self) -> Spread | None:
+        """Average accuracy after the last task, in percent."""
+        return self.spread(lambda run: run.results.aa)
+
     def spread(self, pick: Callable[[RunRecord], float | None]) -> Spread | None:
         """Mean and deviation over the finished seeds that have the value."""
         return spread(pick(run) for run in self.finished)
+
+    def mean(self, pick: Callable[[RunRecord], float | None]) -> float | None:
+        """Mean over the finished seeds that have the value."""
+        found = self.spread(pick)
+        return found.mean if found else None
 
     def alike(self, pick: Callable[[RunRecord], np.ndarray]) -> tuple[RunRecord, ...]:
         """The shown runs whose array has the shape of the first one's."""
@@ -189,8 +199,7 @@ def _numbered(groups: list[RunGroup]) -> list[RunGroup]:
 
 
 def _rank(group: RunGroup) -> tuple[bool, float, str]:
-    aa = group.spread(lambda run: run.results.aa)
-    return (aa is None, -(aa.mean if aa else 0.0), group.label)
+    return (group.aa is None, -(group.aa.mean if group.aa else 0.0), group.label)
 
 
 def _with_hero(groups: list[RunGroup]) -> list[RunGroup]:

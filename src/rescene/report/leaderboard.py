@@ -1,29 +1,44 @@
-"""The leaderboard: one row for each method in each setting, from run folders, as a page without a server and as CSV.
+"""The leaderboard: its rows from run folders, as a page without a server and as CSV; and the check of a folder that is handed in.
 
 Runs that differ in nothing but the seed are one row. Rows are only comparable within a problem: the same data, tasks, split, sites,
 rounds and network. The page groups by it, and its filters choose one. Costs are as counted, accuracies in percent.
 Title, verification and what leaves a site come from the registered method and not from a run's files (``MethodFacts``).
+
+A check derives anew what the recipe and the registered method give (``Expected``, made by the caller) and compares it with the
+files. Numbers are compared with what they follow from: the accuracy matrix, the figures of each task, and ``metrics.jsonl``.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
+import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from importlib.resources import files
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rescene import functional as fn
+from rescene.core.errors import ConfigError, DataError, command
+from rescene.core.json_files import Row, json_lines, json_object
 from rescene.core.method_style import MethodStyle
+from rescene.core.recipe_keys import flatten
 from rescene.core.verification import Verified, in_full, in_short
-from rescene.report.formatting import NONE, bytes_text, count, flops_text, percent, plain, server_work, site_work
+from rescene.report.formatting import (
+    NONE,
+    bytes_text,
+    count,
+    flops_text,
+    percent,
+    plain,
+    put_page,
+    render_page,
+    server_work,
+    site_work,
+)
 from rescene.report.groups import RunGroup, Spread, group_runs
-from rescene.report.load import RunRecord
-from rescene.report.page import put_page, render_page
-from rescene.report.table_formats import csv_text
+from rescene.report.load import RunRecord, load_run
+from rescene.report.tables import csv_text
 
 PAPER_DATA = ("cifar10", "cifar100", "tinyimagenet", "office31")
 BEHIND = " behind "  # a network that sees pictures through a lens
@@ -65,7 +80,7 @@ class Problem:
         >>> Problem("cifar10", "5 class tasks", "beta 0.5", "10 of 20 sites", "20 rounds", "resnet18").text
         'cifar10, 5 class tasks, beta 0.5, 10 of 20 sites, 20 rounds, resnet18'
         """
-        return ", ".join((self.data, self.tasks, self.split, self.sites, self.rounds, self.network))
+        return ", ".join(astuple(self))
 
 
 @dataclass(frozen=True)
@@ -151,47 +166,37 @@ def _place(problem: Problem, runs: Sequence[RunRecord]) -> tuple[int, str, int, 
 def _problem(run: RunRecord) -> Problem:
     told = run.settings
     scenario = told.get("tasks.scenario") or "class"
-    split = f"beta {told.get('federation.beta')}" if _by_beta(told) else str(told.get("federation.partition"))
+    beta, partition = (told.get(f"federation.{key}") for key in ("beta", "partition"))
     drift = f", drift {told['tasks.drift']}" if told.get("tasks.drift") else ""
     orders = ", an order for each site" if told.get("tasks.order") == "per-site" else ""
     seen = told.get("model.lens")
     return Problem(
         data=plain(run.data or told.get("data.name") or "unknown", 40),
         tasks=count(len(run.tasks), f"{scenario} task") + drift + orders,
-        split=split,
+        split=str(partition) if beta is None or partition in ("sites", "iid") else f"beta {beta}",
         sites=f"{told.get('federation.per_round')} of {told.get('federation.num_clients')} sites",
         rounds=count(int(told.get("federation.num_rounds") or 0), "round"),
         network=f"{told.get('model.name')}{BEHIND}{Path(str(seen)).name}" if seen else str(told.get("model.name")),
     )
 
 
-def _by_beta(told: Mapping[str, Any]) -> bool:
-    return told.get("federation.partition") not in ("sites", "iid") and told.get("federation.beta") is not None
-
-
 def _entry(problem: Problem, group: RunGroup, facts: MethodFacts, in_paper: Mapping[Path, InPaper]) -> BoardRow:
     runs = group.finished
-    aa = group.spread(lambda run: run.results.aa)
-    assert aa is not None  # entries() takes finished runs alone
+    assert group.aa is not None  # entries() takes finished runs alone
     place = next((in_paper[key] for run in runs if (key := run.folder.resolve()) in in_paper), InPaper())
-
-    def mean(pick: Callable[[RunRecord], float | None]) -> float | None:
-        found = group.spread(pick)
-        return None if found is None else found.mean
-
     return BoardRow(
         problem=problem,
         label=group.label,
         method=group.method,
         n=len(runs),
-        aa=aa,
+        aa=group.aa,
         aia=group.spread(lambda run: run.results.aia),
         worst_task=group.spread(worst_task),
-        bytes_per_site_and_task=mean(bytes_per_site_and_task),
-        client_flops=mean(lambda run: run.results.cost.measured.client_flops),
-        server_flops=mean(lambda run: run.results.cost.measured.server_flops),
+        bytes_per_site_and_task=group.mean(bytes_per_site_and_task),
+        client_flops=group.mean(lambda run: run.results.cost.measured.client_flops),
+        server_flops=group.mean(lambda run: run.results.cost.measured.server_flops),
         leaves=facts.leaves,
-        near_copies=mean(lambda run: run.near_copies),
+        near_copies=group.mean(lambda run: run.near_copies),
         epsilon=runs[0].epsilon if runs[0].privacy.private else None,
         reference=group.style.reference,
         reading=place.reading,
@@ -199,21 +204,16 @@ def _entry(problem: Problem, group: RunGroup, facts: MethodFacts, in_paper: Mapp
         verified=facts.verified,
         folders=tuple(run.folder for run in runs),
         num_recorded=sum(bool(run.task_rows) for run in runs),
-        repeats=tuple((run.folder, _counted(run, runs)) for run in group.repeats),
+        repeats=tuple(
+            (run.folder, counted.folder) for run in group.repeats for counted in runs if counted.seed == run.seed
+        ),
     )
-
-
-def _counted(run: RunRecord, runs: Sequence[RunRecord]) -> Path:
-    """The folder that counts for the seed of a run that does not."""
-    return next(other.folder for other in runs if other.seed == run.seed)
 
 
 def worst_task(run: RunRecord) -> float | None:
     """The lowest accuracy of a task after the last one, in percent."""
-    final = (
-        [value for value in run.results.accuracy_matrix[-1] if value is not None] if run.results.accuracy_matrix else []
-    )
-    return min(final, default=None)
+    final = run.results.accuracy_matrix[-1:]
+    return min((value for row in final for value in row if value is not None), default=None)
 
 
 def bytes_per_site_and_task(run: RunRecord) -> float | None:
@@ -228,10 +228,9 @@ def csv_of(rows: Sequence[BoardRow], root: Path) -> str:
 
 
 def _csv_row(row: BoardRow, root: Path) -> dict[str, Any]:
-    problem = row.problem
     return {
-        **{"data": problem.data, "tasks": problem.tasks, "split": problem.split, "sites": problem.sites},
-        **{"rounds": problem.rounds, "network": problem.network, "method": row.method, "label": row.label, "n": row.n},
+        **asdict(row.problem),
+        **{"method": row.method, "label": row.label, "n": row.n},
         **_two("aa", row.aa),
         **_two("aia", row.aia),
         **_two("worst_task", row.worst_task),
@@ -269,13 +268,11 @@ def write_leaderboard(rows: Sequence[BoardRow], out: Path, root: Path) -> list[P
 
 def page_of(rows: Sequence[BoardRow], root: Path) -> str:
     """The page. It names folders relative to ``root`` and does not link them: it also lies in the built site, where none is."""
-    script = (files("rescene.report") / "leaderboard.js").read_text("utf-8")
     names = ("data", "split", "setting", "leaves", "guarantee", "reading")
     told = [_shown(row, root) for row in rows]
     return render_page(
         "leaderboard.html.j2",
-        script=script,
-        script_hash=base64.b64encode(hashlib.sha256(f"\n{script}".encode()).digest()).decode(),
+        script="leaderboard.js",
         rows=told,
         filters={name: sorted({row[name] for row in told}) for name in names},
         num_runs=sum(row.n for row in rows),
@@ -322,3 +319,345 @@ def _figure(value: Spread | None) -> dict[str, str]:
 
 def _amount(value: float | None, words: Callable[[float | None], str]) -> dict[str, str]:
     return {"sort": "" if value is None else f"{value:.6g}", "text": words(value)}
+
+
+FILES = ("config.yaml", "results.json", "env.json")
+ROUNDS = "metrics.jsonl"
+REFUSALS = ("E541", "E542", "E543", "E544", "E545", "E546", "E547")
+SAME = 1e-6  # results.json has ten decimals
+MADE_ON = ("code", "torch", "threads", "cpu_capability", "device")  # with all of these equal, so are the bits
+POINTS = 5.0  # of accuracy, where another machine or version holds the rounds again
+BYTES = 0.01  # share: messages hold numbers whose length depends on their value
+ACCOUNTING = 1e-3  # share: another version may compute the same guarantee more tightly
+PROMISED = ("private", "epsilon", "epsilon_replaced", "delta", "mechanism", "noise_multiplier")
+MOST = 12  # differences that are told
+OTHER_HASH = "a hash of this run does not agree"
+AS_IT_WAS_LEFT = "hand in the folder as the run left it"
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What config.yaml, the registered method and this program give, so that no other file needs to be believed."""
+
+    recipe: Row  # config.yaml, as sections
+    digest: str  # hash of the keys that config.yaml has
+    missing: tuple[str, ...]  # keys of today's recipes that config.yaml does not have
+    style: Row  # how the registered method is shown
+    privacy: Row  # what the recipe guarantees
+    code: str  # hash of this program
+
+
+def read_submission(folder: Path) -> RunRecord:
+    """The run, with all files that a check needs; E545 if one is missing or damaged, E414 if a newer version wrote it."""
+    refuse_missing(folder, (*FILES, ROUNDS))
+    try:
+        return load_run(folder)
+    except DataError as error:
+        refuse_damaged(folder, [f"results.json could not be read ({error.why})"])
+        raise
+
+
+def refuse_missing(folder: Path, names: Sequence[str]) -> None:
+    """E545 if a folder does not have these files."""
+    missing = ", no ".join(name for name in names if not (folder / name).is_file())
+    why, fix = [f"it has no {missing}"] if missing else [], "hand in the folder of a finished run with all of its files"
+    _refuse("E545", "this folder cannot be checked", folder, why, fix)
+
+
+def refuse_damaged(folder: Path, problems: Sequence[str]) -> None:
+    """E545 if something in a folder's files cannot be read."""
+    _refuse("E545", "files of this folder are damaged", folder, problems, AS_IT_WAS_LEFT)
+
+
+def _refuse(code: str, what: str, folder: Path, found: Sequence[str], fix: str) -> None:
+    """The refusal with what was found, a line each and only the first of many; nothing if nothing was found."""
+    if found:
+        more = [f"and {len(found) - MOST} more"] if len(found) > MOST else []
+        raise ConfigError(code, what, where=str(folder), why="\n".join([*found[:MOST], *more]), fix=fix)
+
+
+def compare_files(run: RunRecord, expected: Expected) -> list[str]:
+    """What the files say that the board shows, against what it follows from. Returns what was compared, in sentences.
+
+    E545: files are missing or damaged. E541: two recipes. E546: a recipe without keys that it must have. E542: another hash.
+    E543: a number does not follow from the recorded ones. E547: method, style or guarantee are not those of the recipe.
+    """
+    refuse_missing(run.folder, FILES)
+    refuse_damaged(run.folder, [*run.problems, *_unusable_numbers(run)])
+    for code, what, found, fix in _comparisons(run, expected, run.env.get("code") == expected.code):
+        _refuse(code, what, run.folder, found, fix)
+    return _compared(run, expected)
+
+
+def _comparisons(run: RunRecord, expected: Expected, same_code: bool) -> Iterator[tuple[str, str, list[str], str]]:
+    """Comparison by comparison: its code, what it means if something differs, what differs, what to do then."""
+    recorded = flatten(run.raw.get("config") or {})
+    apart = differences(flatten(expected.recipe), recorded, "config.yaml", "results.json", {"device"})
+    yield "E541", "the recipe is not the one that was run", apart, AS_IT_WAS_LEFT
+    missing = [f"config.yaml has no {key}" for key in expected.missing] if same_code else []
+    yield "E546", "the recipe is not whole", missing, AS_IT_WAS_LEFT
+    yield "E542", OTHER_HASH, _other_hash(run.folder, expected.digest), "the recipe of this run"
+    again = f"run it again: {command('rerun', run.folder)}"
+    yield "E543", "numbers of this run do not agree", _numbers(run, same_code), again
+    claims = _claims(run.raw, recorded.get("method.name"), expected, same_code)
+    yield "E547", "method, style or guarantee are not those of the recipe", claims, AS_IT_WAS_LEFT
+
+
+def check_images(folder: Path, environment: Mapping[str, Any]) -> None:
+    """E542 if the images here, of which ``environment`` tells, are not those that the run was made from."""
+    before = json_object(folder / "env.json", [])
+    words = {"data_fingerprint": "fingerprint of the images", "data": "name of the images"}
+    found = [
+        f"{text}: env.json says {before.get(key)}, the images here give {environment.get(key)}"
+        for key, text in words.items()
+        if before.get(key) != environment.get(key)
+    ]
+    _refuse("E542", OTHER_HASH, folder, found, "the images of this run")
+
+
+def check_rounds(folder: Path, held: Sequence[Row], environment: Mapping[str, Any]) -> list[str]:
+    """E544 if rounds that were ``held`` again differ from the recorded ones.
+
+    On the machine and version that made the run every number must be the same. Elsewhere sites must be the same, bytes within a
+    percent and accuracies within five points. Returns how they were compared: what differs of the machine, or nothing.
+    """
+    made_on = json_object(folder / "env.json", [])
+    pairs = {key: (made_on.get(key), environment.get(key)) for key in MADE_ON}
+    moved = [f"{key}: {then} -> {now}" for key, (then, now) in pairs.items() if then != now]
+    recorded = {_step_of(row): row for row in json_lines(folder / ROUNDS, [])}
+    found = []
+    for row in held:
+        before = recorded.get(_step_of(row))
+        if before is None:
+            found.append(f"{_words(row)}: {ROUNDS} does not have it")
+        else:
+            found += _row_differences(before, row, exact=not moved)
+    _refuse("E544", "the first rounds held again give other numbers", folder, found, command("rerun", folder))
+    return moved
+
+
+def differences(
+    one: Mapping[str, Any],
+    other: Mapping[str, Any],
+    first: str,
+    second: str,
+    left_out: set[str] | frozenset[str] = frozenset(),
+    share: float = 0.0,
+) -> list[str]:
+    """Keys whose values differ, as sentences; numbers may differ by a ``share`` of themselves.
+
+    >>> differences({"a": 1, "b": 2}, {"a": 1, "b": 3}, "here", "there")
+    ['b: here says 2, there says 3']
+    >>> differences({"epsilon": 8.0}, {"epsilon": 7.999}, "here", "there", share=0.001)
+    []
+    """
+    keys = [key for key in dict.fromkeys([*one, *other]) if key not in left_out]
+    return [
+        f"{key}: {first} says {one.get(key)!r}, {second} says {other.get(key)!r}"
+        for key in keys
+        if not _alike(one.get(key), other.get(key), share)
+    ]
+
+
+def _alike(one: Any, other: Any, share: float) -> bool:
+    if isinstance(one, float) and isinstance(other, (int, float)) and not isinstance(other, bool):
+        return math.isclose(one, other, rel_tol=share)
+    return bool(one == other)
+
+
+def _unusable_numbers(run: RunRecord) -> list[str]:
+    """Whether an accuracy is there for each task after each task, and counts for each class, so that one can compute with them."""
+    results, num = run.results, len(run.tasks)
+    matrix, counts = results.accuracy_matrix, results.confusion
+    measured = [value for i, row in enumerate(matrix) for value in row[: i + 1] if value is not None]
+    square = len(matrix) == num and all(len(row) == num for row in matrix)
+    found = []
+    if not square or results.aa is None or not (results.orders or len(measured) == num * (num + 1) // 2 > 0):
+        accuracies = f"{len(measured)} accuracies in {len(matrix)} rows"
+        found.append(f"results.json: AA {results.aa} with {num} tasks and {accuracies}")
+    if any(len(row) != len(counts) or None in row for row in counts):
+        found.append("results.json: the confusion table is not square")
+    return found
+
+
+def _other_hash(folder: Path, digest: str) -> list[str]:
+    told = _hash_in_name(folder)
+    if not told or told == digest:
+        return []
+    return [f"hash of the recipe: the folder's name says {told}, config.yaml gives {digest}"]
+
+
+def _hash_in_name(folder: Path) -> str:
+    """The hash that the folder's name ends with; empty if it has none. ``-without-3`` names a site that was left out."""
+    told = folder.resolve().name.partition("-without-")[0].rpartition("-")[2]
+    return told if len(told) == 8 and all(char in "0123456789abcdef" for char in told) else ""
+
+
+def _claims(results: Row, asked: Any, expected: Expected, same_code: bool) -> list[str]:
+    """Method, style and guarantee. Words and styles change between versions, so they are compared within one version alone."""
+    told, recorded, privacy = results.get("method"), results.get("privacy") or {}, expected.privacy
+    found = [] if told == asked else [f"method: results.json says {told!r}, the recipe says {asked!r}"]
+    if same_code:
+        styles = differences(results.get("style") or {}, expected.style, "results.json", "the method")
+        found += [f"style.{text}" for text in styles]
+    else:
+        private = {"private": bool(recorded.get("private"))}
+        recorded = {key: recorded[key] for key in PROMISED if key in recorded} | private
+        privacy = {key: ({"private": False} | privacy).get(key) for key in {**recorded, "epsilon": None}}
+    share = SAME if same_code else ACCOUNTING
+    promises = differences(recorded, privacy, "results.json", "the recipe", share=share)
+    return found + [f"privacy.{text}" for text in promises]
+
+
+def _numbers(run: RunRecord, same_code: bool) -> list[str]:
+    found = [*_own_numbers(run), *_own_leakage(run)]
+    if run.task_rows or same_code:
+        found += [*_recorded_tasks(run), *_recorded_costs(run, same_code)]
+    return found
+
+
+def _own_numbers(run: RunRecord) -> list[str]:
+    """What results.json says against what its own accuracy matrix and confusion table give."""
+    matrix = run.results.accuracy_matrix
+    sizes = None if run.settings.get("tasks.scenario") == "domain" else [task.test_size or 0 for task in run.tasks]
+    old, recent = fn.old_and_recent(matrix)
+    after = [value for value in run.results.incremental_accuracy if value is not None]
+    own_orders = bool(run.results.orders) and bool(after)  # AA is then over the classes that anybody has met
+    given = {
+        "aa": after[-1] if own_orders else fn.average_accuracy(matrix, sizes),
+        "aia": sum(after) / len(after) if own_orders else fn.average_incremental_accuracy(matrix, sizes),
+        "forgetting": fn.forgetting(matrix),
+        "bwt": fn.backward_transfer(matrix),
+        "old": old,
+        "recent": recent,
+        "worst_task": min(value for value in matrix[-1] if value is not None),
+    }
+    if run.results.confusion:
+        given["balanced_accuracy"] = fn.balanced_accuracy(run.results.confusion)
+    found = [
+        f"{name}: results.json says {run.raw[name]}, its accuracy matrix gives {value:.10g}"
+        for name, value in given.items()
+        if run.raw.get(name) is not None and not _equal(run.raw[name], value)
+    ]
+    if after and not _equal(run.results.aa, after[-1]):
+        found.append(f"aa: results.json says {run.results.aa}, its accuracy after the last task is {after[-1]}")
+    if run.results.seed != run.config.get("seed"):
+        found.append(f"seed: results.json says {run.results.seed}, the recipe says {run.config.get('seed')}")
+    return found
+
+
+def _own_leakage(run: RunRecord) -> list[str]:
+    """The near-copies of the whole run against those of its tasks. Nothing else in the folder tells of them."""
+    whole = run.leakage
+    if whole is None:
+        return []
+    num = sum(task.num_images or 0 for task in whole.per_task)
+    copies = sum((task.near_copies or 0.0) * (task.num_images or 0) for task in whole.per_task)
+    given = {
+        "near_copies": copies / num if num else None,
+        "num_images": num,
+        "exact_copies": sum(task.exact_copies or 0 for task in whole.per_task),
+    }
+    return [
+        f"leakage.{name}: results.json says {getattr(whole, name)}, its tasks give {value}"
+        for name, value in given.items()
+        if getattr(whole, name) is not None and not _equal(getattr(whole, name), value)
+    ]
+
+
+def _recorded_tasks(run: RunRecord) -> list[str]:
+    """The accuracy matrix against what metrics.jsonl recorded when each task ended."""
+    found = []
+    if len(run.task_rows) != len(run.results.accuracy_matrix):
+        found.append(f"tasks: results.json has {len(run.results.accuracy_matrix)}, {ROUNDS} {len(run.task_rows)}")
+    for row, line in zip(run.task_rows, run.results.accuracy_matrix, strict=False):
+        for j, (then, now) in enumerate(zip(row.accuracy, line, strict=False)):
+            if not _equal(then, now):
+                found.append(f"accuracy on task {j + 1} after task {row.task + 1}: {ROUNDS} {then}, results.json {now}")
+    for row, now in zip(run.task_rows, run.results.incremental_accuracy, strict=False):
+        if not _equal(row.aa, now):
+            found.append(f"accuracy after task {row.task + 1}: {ROUNDS} {row.aa}, results.json {now}")
+    return found
+
+
+def _recorded_costs(run: RunRecord, same_code: bool) -> list[str]:
+    """Bytes and FLOPs of the run against those that metrics.jsonl has at the end of the last task, and bytes against its rounds."""
+    measured, found = run.results.cost.measured, []
+    for name, then in _costs_at_the_end(run).items():
+        now = getattr(measured, name)
+        unknown = (then is None and not same_code) or (now is None and not then)  # older runs; sites that do not tell
+        if not unknown and now != then:
+            last = f"{ROUNDS} {_digits(then)} at the end of the last task"
+            found.append(f"{name}: results.json says {_digits(now)}, {last}")
+    for name in ("uplink_bytes", "downlink_bytes"):
+        sent, total = sum(getattr(row, name) or 0 for row in run.rounds), getattr(measured, name)
+        if sent and (total is None or sent > total + 0.5):
+            whole = f"results.json says {_digits(total)} in all"
+            found.append(f"{name}: the rounds of {ROUNDS} have {_digits(sent)}, {whole}")
+    return found
+
+
+def _costs_at_the_end(run: RunRecord) -> dict[str, float | None]:
+    last = run.task_rows[-1] if run.task_rows else None
+    names = {"client_flops": "client_flops", "server_flops": "server_flops"}
+    names |= {f"{way}_bytes": f"{way}_bytes_so_far" for way in ("uplink", "downlink")}
+    return {name: getattr(last, key, None) for name, key in names.items()}
+
+
+def _compared(run: RunRecord, expected: Expected) -> list[str]:
+    """What ``compare_files`` compared, and what an older run gave it no means to compare."""
+    told, unknown = _hash_in_name(run.folder), [name for name, then in _costs_at_the_end(run).items() if then is None]
+    hashed = f"the folder's name has their hash {told}" if told else "the folder's name has no hash"
+    guarantee = f"epsilon {run.epsilon:g}" if run.epsilon is not None else "none"
+    return [
+        f"recipe: config.yaml and results.json agree, {hashed}",
+        *_lacking(expected.missing),
+        f"numbers: AA {run.results.aa} and AIA {run.results.aia} follow from the accuracy matrix and {ROUNDS}",
+        *([f"older version: {ROUNDS} has no totals of {', '.join(unknown)} to compare with"] if unknown else []),
+        f"method: {run.method}; guarantee: {guarantee}, as the recipe gives them",
+    ]
+
+
+def _lacking(missing: Sequence[str]) -> list[str]:
+    """The mark of a recipe that an older version wrote.
+
+    >>> _lacking(["federation.delay"])
+    ['older version: config.yaml lacks keys of today (1: federation.delay), which stand at their defaults']
+    """
+    names = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+    words = f"older version: config.yaml lacks keys of today ({len(missing)}: {names}), which stand at their defaults"
+    return [words] if missing else []
+
+
+def _row_differences(before: Row, now: Row, *, exact: bool) -> list[str]:
+    if exact:
+        then, again = flatten(before), flatten(now)
+        return [f"{_words(now)}, {text}" for text in differences(then, again, ROUNDS, "held again it")]
+    found = []
+    if before.get("participants") != now.get("participants"):
+        found.append(f"sites: {ROUNDS} says {before.get('participants')}, held again {now.get('participants')}")
+    for key in ("uplink_bytes", "downlink_bytes"):
+        one, other = before.get(key), now.get(key)
+        if one is not None and other is not None and abs(one - other) > BYTES * max(one, other):
+            found.append(f"{key}: {ROUNDS} says {one}, held again {other}")
+    one, other = before.get("accuracy"), now.get("accuracy")
+    if isinstance(one, (int, float)) and isinstance(other, (int, float)) and abs(one - other) > POINTS:
+        found.append(f"accuracy: {ROUNDS} says {one}, held again {other}")
+    return [f"{_words(now)}, {text}" for text in found]
+
+
+def _step_of(row: Row) -> tuple[Any, ...]:
+    return row.get("kind"), row.get("task"), row.get("round")
+
+
+def _words(row: Row) -> str:
+    return f"task {row['task'] + 1}" + (f", round {row['round'] + 1}" if row.get("kind") == "round" else "")
+
+
+def _digits(value: float | None) -> str:
+    return "nothing" if value is None else f"{value:.0f}"
+
+
+def _equal(one: float | None, other: float | None) -> bool:
+    missing = [value is None or math.isnan(value) for value in (one, other)]
+    return all(missing) if any(missing) else abs(float(one or 0) - float(other or 0)) <= SAME

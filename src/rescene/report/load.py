@@ -39,7 +39,8 @@ from rescene.core.results import (
     WithdrawalCheck,
     read_events,
     read_metrics,
-    read_results,
+    results_of_row,
+    results_row,
 )
 from rescene.core.run_state import State, state_of
 from rescene.core.versions import as_it_was
@@ -58,6 +59,7 @@ class RunRecord:
     state: State
     finished: bool
     results: Results  # empty while the run is going
+    raw: Row  # results.json as it stands, for whoever checks it
     status: Status
     timing: Timing
     env: Row  # shown as it is
@@ -159,7 +161,7 @@ class RunRecord:
 
 def vector(values: Numbers) -> np.ndarray:
     """Numbers as floats, NaN for what is missing."""
-    return np.array([math.nan if value is None else value for value in values], dtype=float)
+    return np.array(values, dtype=float)
 
 
 def triangle(rows: Sequence[Numbers]) -> np.ndarray:
@@ -182,7 +184,8 @@ def load_run(folder: Path) -> RunRecord:
         raise _not_a_run(folder)
     problems: list[str] = []
     finished = (folder / "results.json").is_file()
-    results = read_results(folder / "results.json", problems) if finished else Results()
+    raw = results_row(folder / "results.json") if finished else {}
+    results = results_of_row(raw, problems)
     config = results.config or as_it_was(yaml_object(folder / "config.yaml", problems))
     origin = record_file(Origin, folder / "origin.json", problems)
     method, (rounds, tasks) = _method(folder, results, config), read_metrics(folder, problems)
@@ -194,6 +197,7 @@ def load_run(folder: Path) -> RunRecord:
         state=state_of(folder),
         finished=finished,
         results=results,
+        raw=raw,
         status=record_file(Status, folder / "status.json", problems),
         timing=record_file(Timing, folder / "timing.json", problems),
         env=json_object(folder / "env.json", problems),

@@ -11,7 +11,7 @@ from rescene.core.errors import RunError, command
 from rescene.report.formatting import bytes_text, count, percent, plain, seconds_text, server_work, site_work, task_name
 from rescene.report.load import RunRecord, load_run
 from rescene.report.summary import flattered, simulated, unmeasured
-from rescene.report.table_formats import TableCell, TableEntry, TableGrid, render
+from rescene.report.tables import TableCell, TableEntry, TableGrid, render
 
 NAME = "MODEL_CARD.md"
 

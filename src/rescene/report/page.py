@@ -1,33 +1,22 @@
-"""One HTML file from run folders: read files, draw figures, fill the template.
+"""From run folders to one HTML file (``rescene report``) or one figure (``rescene plot``): read files, draw, fill the template.
 
 The first screen is a summary: the verdict, the comparison, one curve, what left the sites. Everything else is folded. Nothing
 is fetched, and the page's own policy forbids it. The one script sorts tables and opens sections; without it all can be read.
-
-There are pages of pictures too: what a model says about them (``rescene predict``), and what a site would send
-(``rescene deploy check``).
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from importlib.resources import files
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from rescene import __version__
-from rescene.core.errors import DataError, ResceneError
-from rescene.core.files import ANYBODY, US_ALONE, unique_draft, write_atomically
-from rescene.core.json_files import Row, record_of
-from rescene.core.results import PairRecord
+from rescene.core.errors import ConfigError, DataError, ResceneError, did_you_mean
 from rescene.report import figures_accuracy, figures_theory, figures_tradeoffs
 from rescene.report import page_sections as sections
-from rescene.report.drawing import Figure, Plot, css_colour, render
-from rescene.report.formatting import count, data_uri, percent, plain
+from rescene.report.drawing import Figure, Plot, checked_ending, css_colour, render, save, together
+from rescene.report.formatting import count, data_uri, percent, put_page, render_page
+from rescene.report.galleries import contact_sheet, gallery
 from rescene.report.groups import (
     SERVER_EPOCHS,
     RunGroup,
@@ -39,7 +28,8 @@ from rescene.report.groups import (
 from rescene.report.load import RunRecord, load_runs, text_of
 from rescene.report.summary import Departure, departure, verdict
 from rescene.report.tables import METRICS, PAGE, cost_rows, cost_titles, downloads, page_cells
-from rescene.report.uploads import gallery, pair_of, png_uri, through_lens
+
+Groups = Sequence[RunGroup]
 
 
 def write_report(folders: list[Path], out: Path, printed: Mapping[Path, Mapping[str, str]] | None = None) -> Path:
@@ -67,28 +57,7 @@ def write_page(
     plots.mkdir(parents=True, exist_ok=True)
     view = _view(runs, plots, printed or {})
     view["problems"] += [(folder.name, f"left out, {error.why or error.what}") for folder, error in unreadable.items()]
-    return put_page(render_page("page.html.j2", **view), out)
-
-
-def put_page(html: str, out: Path, mode: int = ANYBODY) -> Path:
-    """Whoever opens the page meanwhile sees the old one or the new one, whole."""
-    write_atomically(out, html.encode(), sync="none", mode=mode, draft=unique_draft(out))
-    return out
-
-
-def render_page(template: str, /, **values: Any) -> str:
-    """A page of ours with its style sheet: everything put into it is escaped, and what is missing is an error."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    env = Environment(
-        loader=PackageLoader("rescene.report", ""),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    css = (files("rescene.report") / "page.css").read_text("utf-8")
-    return env.get_template(template).render(version=__version__, css=css, **values)
+    return put_page(render_page("page.html.j2", script="page.js", **view), out)
 
 
 def _view(runs: Sequence[RunRecord], plots: Path, printed: Mapping[Path, Mapping[str, str]]) -> dict[str, Any]:
@@ -96,11 +65,8 @@ def _view(runs: Sequence[RunRecord], plots: Path, printed: Mapping[Path, Mapping
     groups = group_runs(runs)
     head = headline_group(groups)
     told = (head.finished if head else groups[0].shown)[0]  # the run whose setting and data are described
-    script = (files("rescene.report") / "page.js").read_text("utf-8")
     figures = {figure.name: figure for figure in _figures(groups, head, told, plots)}
     return {
-        "script": script,
-        "script_hash": base64.b64encode(hashlib.sha256(f"\n{script}".encode()).digest()).decode(),
         "title": _title(groups),
         "running": any(run.state == "running" for run in runs),
         "groups": groups,
@@ -119,9 +85,7 @@ def _view(runs: Sequence[RunRecord], plots: Path, printed: Mapping[Path, Mapping
     }
 
 
-def _comparison(
-    groups: Sequence[RunGroup], runs: Sequence[RunRecord], printed: Mapping[Path, Mapping[str, str]]
-) -> dict[str, Any]:
+def _comparison(groups: Groups, runs: Sequence[RunRecord], printed: Mapping[Path, Mapping[str, str]]) -> dict[str, Any]:
     rows = comparison_rows(runs)
     return {
         "rows": [
@@ -139,7 +103,7 @@ def _comparison(
     }
 
 
-def _privacy(groups: Sequence[RunGroup], head: RunGroup | None) -> dict[str, Any]:
+def _privacy(groups: Groups, head: RunGroup | None) -> dict[str, Any]:
     departures = [departure(group) for group in sorted(groups, key=lambda group: group is not head)]
     finished = [one for one in departures if one.group.finished]
     return {
@@ -160,9 +124,7 @@ def _guarantees(departures: Sequence[Departure]) -> list[tuple[list[RunGroup], s
     return [(groups, words, mechanism) for (words, mechanism), groups in found.items()]
 
 
-def _small_print(
-    groups: Sequence[RunGroup], head: RunGroup | None, told: RunRecord, runs: Sequence[RunRecord]
-) -> dict[str, Any]:
+def _small_print(groups: Groups, head: RunGroup | None, told: RunRecord, runs: Sequence[RunRecord]) -> dict[str, Any]:
     text = text_of(told.folder / "config.yaml")
     return {
         "federation": sections.sites_view(runs),
@@ -184,7 +146,7 @@ def _small_print(
     }
 
 
-def _title(groups: Sequence[RunGroup]) -> str:
+def _title(groups: Groups) -> str:
     names = list(dict.fromkeys(group.style.label for group in groups))
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
@@ -197,8 +159,9 @@ def _printed(group: RunGroup, printed: Mapping[Path, Mapping[str, str]]) -> dict
     return {key: (text, f"{own.mean - paper[key]:+.2f}" if (own := ours[key]) else "") for key, text in told.items()}
 
 
-def _figures(groups: Sequence[RunGroup], head: RunGroup | None, told: RunRecord, plots: Path) -> Iterable[Figure]:
-    """All figures there is data for."""
+def _figures(groups: Groups, head: RunGroup | None, told: RunRecord, plots: Path) -> Iterable[Figure]:
+    """All figures there is data for. Of one group, those with a point per method say no more than the table."""
+    several = len(groups) > 1
     fronts = figures_tradeoffs.frontier(figures_tradeoffs.beside_stored(groups))
     wanted: list[Plot | None] = [
         figures_accuracy.inside_between(groups),
@@ -214,102 +177,57 @@ def _figures(groups: Sequence[RunGroup], head: RunGroup | None, told: RunRecord,
         figures_theory.pool_balance(told),
         figures_tradeoffs.accuracy_for_noise(groups),
         figures_tradeoffs.timing(groups),
-        *(_between_methods(groups) if len(groups) > 1 else ()),
-        *(fronts or (_leaks(groups) if len(groups) > 1 else ())),
+        *((figures_accuracy.old_recent(groups), *_for_cost(groups)) if several else ()),
+        *(fronts or (_for_leaks(groups) if several else ())),
         *figures_theory.theory_plots(figures_theory.theory_rows(head)),
     ]
     return [render(plot, plots) for plot in wanted if plot]
 
 
-def _between_methods(groups: Sequence[RunGroup]) -> list[Plot | None]:
-    """Figures of one point per method: a single point says no more than the table."""
-    return [
-        figures_accuracy.old_recent(groups),
-        figures_tradeoffs.accuracy_for_upload(groups),
-        figures_tradeoffs.accuracy_for_compute(groups),
-    ]
+def _for_cost(groups: Groups) -> list[Plot | None]:
+    return [figures_tradeoffs.accuracy_for_upload(groups), figures_tradeoffs.accuracy_for_compute(groups)]
 
 
-def _leaks(groups: Sequence[RunGroup]) -> list[Plot | None]:
+def _for_leaks(groups: Groups) -> list[Plot | None]:
     return [figures_tradeoffs.accuracy_for_copies(groups), figures_tradeoffs.accuracy_for_distance(groups)]
 
 
-MOST = 500  # pictures on a page; more would be slow to open
-UNSURE = 0.5  # confidence below which an answer is marked
+# kind: (what draws its panels, how many stand side by side, what the runs must hold)
+KINDS: dict[str, tuple[Callable[[Groups], Iterable[Plot | None]], int, str]] = {
+    "old-recent": (lambda groups: [figures_accuracy.old_recent(groups)], 1, "a finished run of two or more tasks"),
+    "curves": (
+        lambda groups: [figures_accuracy.task_curve(groups), figures_accuracy.incremental_curve(groups)],
+        2,
+        "a finished task",
+    ),
+    "matrix": (lambda groups: map(figures_accuracy.accuracy_matrix, groups), 3, "a finished task"),
+    "rounds": (lambda groups: [figures_accuracy.rounds_curve(groups)], 1, "metrics.jsonl with an evaluated round"),
+    "cost": (_for_cost, 2, "results.json with measured cost"),
+    "privacy": (
+        lambda groups: [*_for_leaks(groups), figures_tradeoffs.accuracy_for_noise(groups)],
+        2,
+        "a finished run of a method that uploads images",
+    ),
+    "frontier": (
+        lambda groups: figures_tradeoffs.frontier(figures_tradeoffs.points_of(groups)),
+        3,
+        "finished runs in two modes of privacy",
+    ),
+    "surrogates": (lambda groups: map(contact_sheet, groups), 1, "surrogates.safetensors and surrogates.json"),
+}
 
 
-@dataclass(frozen=True)
-class GalleryAnswer:
-    """A picture uint8 [3,H,W] and its likeliest classes with confidence (0 to 1)."""
-
-    name: str
-    top: Sequence[tuple[str, float]]
-    pixels: np.ndarray
-
-
-def write_gallery(answers: Sequence[GalleryAnswer], model: str, classes: Sequence[str], out: Path) -> Path:
-    """The page; it holds the pictures themselves, so treat it like them."""
-    pictures = [
-        {
-            "uri": png_uri(answer.pixels),
-            "name": plain(answer.name, 60),
-            "top": [(plain(name, 40), 100 * value) for name, value in answer.top],
-            "unsure": answer.top[0][1] < UNSURE,
-        }
-        for answer in answers[:MOST]
-    ]
-    counts: dict[str, int] = {}
-    for answer in answers:
-        counts[answer.top[0][0]] = counts.get(answer.top[0][0], 0) + 1
-    html = render_page(
-        "gallery.html.j2",
-        model=model,
-        classes=[plain(name, 40) for name in classes],
-        title=count(len(answers), "picture"),
-        counts=sorted(counts.items(), key=lambda item: (-item[1], item[0])),
-        num_unsure=sum(answer.top[0][1] < UNSURE for answer in answers),
-        pictures=pictures,
-        num=len(answers),
-    )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(html, encoding="utf-8")
-    return out
-
-
-def write_inspection(found: Row, sheet: bytes, out: Path) -> Path:
-    """The page of ``rescene data inspect``: counts, what is odd, the command, and the contact sheet (a PNG)."""
-    tables = {key: found[key] for key in ("classes", "sites", "domains") if found[key]}
-    html = render_page("inspection.html.j2", found=found, tables=tables, uri=data_uri("image/png", sheet))
-    return put_page(html, out)
-
-
-@dataclass(frozen=True)
-class Preview:
-    """A trial round in words and pictures (uint8 [n,3,H,W], one entry per pair)."""
-
-    facts: dict[str, str]
-    leaves_site: str
-    drawn: bool
-    num_images: int
-    near_copies: float
-    entries: Sequence[Row]
-    surrogates: np.ndarray
-    nearest: np.ndarray
-
-
-def write_check(rows: Sequence[Row], preview: Preview | None, name: str, out: Path) -> Path:
-    """One page that fetches nothing and that nobody else can read: it shows the site's images."""
-    pairs = []
-    if preview:
-        shown = zip(preview.entries, preview.surrogates, preview.nearest, strict=True)
-        pairs = [pair_of(record_of(PairRecord, entry, []), surrogate, nearest) for entry, surrogate, nearest in shown]
-    html = render_page(
-        "check.html.j2",
-        name=name,
-        rows=rows,
-        problems=[row for row in rows if row["problem"]],
-        preview=preview,
-        pairs=pairs,
-        lens=through_lens(preview.surrogates) if preview else "",
-    )
-    return put_page(html, out, mode=US_ALONE)
+def figure(groups: Groups, kind: str, out: Path) -> list[Path]:
+    """Draw one kind into ``out`` (.png, .pdf or .svg), with the numbers behind it as CSV; returns both paths."""
+    if kind not in KINDS:
+        close = did_you_mean(kind, KINDS)
+        what = f"unknown kind of figure {kind!r}" + (f"; did you mean {close}?" if close else "")
+        raise ConfigError("E145", what, where="the first word, or --kind", why=f"known are {', '.join(KINDS)}")
+    checked_ending(out)
+    panels, across, needs = KINDS[kind]
+    plots = [plot for plot in panels(groups) if plot]
+    if not plots:
+        raise ConfigError("E146", f"nothing to draw for {kind}", where="these runs", why=f"it needs {needs}")
+    drawn = plots[0] if len(plots) == 1 else together(plots, across)
+    rows = [{"panel": plot.name, **row} for plot in plots for row in plot.rows]
+    return save(replace(drawn, rows=rows), out)

@@ -1,15 +1,24 @@
-"""Tables of runs: the page's comparison, ``rescene table`` with rows by what differs, and what methods cost.
+"""Tables of runs: the page's comparison, ``rescene table`` with rows by what differs, what methods cost; and their six forms.
 
-Everything the page, ``rescene table`` and the downloads print comes from ``figures``. Runs are averaged only over seeds.
-Asking for fewer columns than differ never melts two recipes into one row: they stay two rows, and a note says what else
-differs.
+Runs are averaged only over seeds. Asking for fewer columns than differ never melts two recipes into one row: they stay two
+rows, and a note says what else differs. A cell is a word or a measurement. CSV and JSON carry every digit; text, markdown,
+latex and html print ``TableCell.digits`` places, the best of a column in bold (a star in plain text) and the deviation over
+seeds small and grey.
 """
 
 from __future__ import annotations
 
+import csv
+import html
+import io
+import itertools
 import json
+import math
+import re
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from rescene.core.errors import ConfigError, did_you_mean
 from rescene.core.json_files import Row
@@ -37,7 +46,238 @@ from rescene.report.groups import (
     traits,
 )
 from rescene.report.load import RunRecord
-from rescene.report.table_formats import TableCell, TableEntry, TableGrid, csv_text, render
+
+_FOLD = 80  # characters of a sentence on one line of plain text; commands are shorter and stay whole
+
+
+@dataclass(frozen=True)
+class TableCell:
+    """A measured figure: mean and deviation (n-1) over n runs. ``mean`` None: not measured; ``note``: a word beside it."""
+
+    mean: float | None
+    std: float | None = None
+    n: int = 0
+    best: bool = False
+    note: str = ""
+    digits: int = 2
+
+    def __post_init__(self) -> None:
+        for key in ("mean", "std"):  # NaN and infinity are no measurements
+            value = getattr(self, key)
+            if value is not None and not math.isfinite(value):
+                object.__setattr__(self, key, None)
+
+    @property
+    def text(self) -> str:
+        """The mean as it is printed, or a dash."""
+        return self._printed(self.mean) or NONE
+
+    @property
+    def std_text(self) -> str:
+        """The deviation as printed; empty for a single run."""
+        return self._printed(self.std) if self.mean is not None else ""
+
+    def _printed(self, value: float | None) -> str:
+        return "" if value is None else f"{value:.{self.digits}f}"
+
+
+TableEntry = str | TableCell
+
+
+@dataclass(frozen=True)
+class TableGrid:
+    """A table: one entry per column in every row, and remarks that belong under it."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[TableEntry, ...], ...]
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for row in self.rows:
+            if len(row) != len(self.columns):
+                raise ValueError(f"{len(row)} entries for {len(self.columns)} columns: {row}")
+
+    @property
+    def measured(self) -> list[bool]:
+        """Which columns hold figures; those are set to the right."""
+        return [any(isinstance(row[j], TableCell) for row in self.rows) for j in range(len(self.columns))]
+
+
+def render(grid: TableGrid, kind: str) -> str:
+    """The grid in one of KINDS, ending with a newline.
+
+    >>> print(render(TableGrid("", ("method", "AA"), (("ours", TableCell(77.0, 0.5, 3, best=True)),)), "markdown"), end="")
+    | method | AA |
+    |---|--:|
+    | ours | **77.00** ± 0.50 |
+    """
+    if kind not in KINDS:
+        close = did_you_mean(kind, KINDS)
+        what = f"unknown table format {kind!r}" + (f"; did you mean {close}?" if close else "")
+        raise ConfigError("E140", what, why=f"known are {', '.join(KINDS)}")
+    return KINDS[kind](grid).rstrip("\n") + "\n"
+
+
+def _entry(escape: Callable[[str], str], best: str, std: str, note: str) -> Callable[[TableEntry], str]:
+    """How a format writes an entry: its escape, and its marks around the best mean, a deviation and a note."""
+
+    def written(entry: TableEntry) -> str:
+        if isinstance(entry, str):
+            return escape(entry)
+        parts = [(best if entry.best else "{}", entry.text), (std, entry.std_text), (note, entry.note)]
+        return " ".join(marks.format(escape(part)) for marks, part in parts if part)
+
+    return written
+
+
+_plain = _entry(str, "{}*", "± {}", "({})")
+
+
+def _text(grid: TableGrid) -> str:
+    """Columns side by side, sentences folded; a star after the best."""
+    fold = textwrap.TextWrapper(_FOLD, break_long_words=False, break_on_hyphens=False).wrap
+    table = [grid.columns]
+    for row in grid.rows:
+        table += itertools.zip_longest(*(fold(_plain(entry)) or [""] for entry in row), fillvalue="")
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    places = [f"{'>' if right else '<'}{width}" for right, width in zip(grid.measured, widths, strict=True)]
+    lines = ["  ".join(map(format, line, places)).rstrip() for line in table]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join([*([grid.title, ""] if grid.title else []), *lines, *([""] if grid.notes else []), *grid.notes])
+
+
+def _markdown(grid: TableGrid) -> str:
+    head = ["| " + " | ".join(map(_md, grid.columns)) + " |"]
+    head.append("|" + "|".join("--:" if right else "---" for right in grid.measured) + "|")
+    body = ["| " + " | ".join(map(_md_entry, row)) + " |" for row in grid.rows]
+    title = [f"**{_md(grid.title)}**", ""] if grid.title else []
+    return "\n".join([*title, *head, *body, *([""] if grid.notes else []), *(f"{_md(note)}  " for note in grid.notes)])
+
+
+def _md(text: str) -> str:
+    return re.sub(r"([\\|*_`<])", r"\\\1", text)
+
+
+_md_entry = _entry(_md, "**{}**", "± {}", "({})")
+
+_TEX = {
+    **{char: "\\" + char for char in "&%$#_{}"},
+    **{"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": "$<$", ">": "$>$"},
+    **{"–": "--", "±": r"$\pm$", "·": r"$\cdot$", "×": r"$\times$", "−": "$-$", "≤": r"$\leq$", "≥": r"$\geq$"},
+    **{"…": r"\ldots{}", "\u00a0": "~", "α": r"$\alpha$", "β": r"$\beta$", "λ": r"$\lambda$", "σ": r"$\sigma$"},
+    **{"τ": r"$\tau$", "ε": r"$\varepsilon$", "Δ": r"$\Delta$"},
+}
+
+
+def _latex(grid: TableGrid) -> str:
+    align = "".join("r" if right else "l" for right in grid.measured)
+    lines = [r"% \usepackage{booktabs,xcolor}", *([f"% {_tex(grid.title)}"] if grid.title else [])]
+    lines += [rf"\begin{{tabular}}{{{align}}}", r"\toprule", _tex_line(map(_tex, grid.columns)), r"\midrule"]
+    lines += [_tex_line(map(_tex_entry, row)) for row in grid.rows]
+    lines += [r"\bottomrule", r"\end{tabular}"]
+    return "\n".join(lines + [rf"\par{{\footnotesize {_tex(note)}}}" for note in grid.notes])
+
+
+def _tex_line(texts: Iterable[str]) -> str:
+    return " & ".join(texts) + r" \\"
+
+
+def _tex(text: str) -> str:
+    """Escape what LaTeX would act on, and spell what its default fonts lack.
+
+    >>> _tex("a_b & 5 %, β")
+    'a\\\\_b \\\\& 5 \\\\%, $\\\\beta$'
+    """
+    return "".join(_TEX.get(char, char) for char in text)
+
+
+_tex_entry = _entry(_tex, r"\textbf{{{}}}", r"{{\scriptsize\textcolor{{gray}}{{$\pm$ {}}}}}", r"{{\scriptsize {}}}")
+
+
+def _csv(grid: TableGrid) -> str:
+    """One column per word; a figure gets its mean, and columns for deviation, n and note where any row has them."""
+    if not grid.rows:
+        return csv_text([dict.fromkeys(grid.columns)]).splitlines()[0]
+    rows = []
+    for row in grid.rows:
+        line: dict[str, Any] = {}
+        for j, (name, entry) in enumerate(zip(grid.columns, row, strict=True)):
+            line[name] = entry if isinstance(entry, str) else entry.mean
+            for key in ("std", "n", "note"):
+                if any(getattr(other[j], key, None) for other in grid.rows):
+                    line[f"{name} {key}"] = getattr(entry, key, None)
+        rows.append(line)
+    return csv_text(rows)
+
+
+def csv_text(rows: Sequence[Row]) -> str:
+    """Rows as CSV with a header; None is an empty cell. No rows give an empty text."""
+    if not rows:
+        return ""
+    out = io.StringIO()
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow([_cell(key) for key in keys])
+    writer.writerows([_cell(row.get(key)) for key in keys] for row in rows)
+    return out.getvalue()
+
+
+def _cell(value: Any) -> Any:
+    """Text that a spreadsheet would run as a formula is quoted: class names come from other people's folders."""
+    if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r"):
+        return "'" + value
+    return value
+
+
+def _json(grid: TableGrid) -> str:
+    """Title, columns, rows and notes; a figure as an object with mean, std, n, best, note."""
+
+    def told(entry: TableEntry) -> Any:
+        return entry if isinstance(entry, str) else {k: v for k, v in asdict(entry).items() if k != "digits"}
+
+    rows = [{name: told(entry) for name, entry in zip(grid.columns, row, strict=True)} for row in grid.rows]
+    whole = {"title": grid.title, "columns": grid.columns, "rows": rows, "notes": grid.notes}
+    return json.dumps(whole, indent=1, ensure_ascii=False, allow_nan=False)
+
+
+_HTML_STYLE = """<style>
+.rescene { border-collapse: collapse; font: 15px/1.45 system-ui, sans-serif; font-variant-numeric: tabular-nums; }
+.rescene caption { text-align: left; font-weight: 600; padding: 4px 10px; }
+.rescene th, .rescene td { padding: 4px 10px; text-align: left; vertical-align: top; border-bottom: 1px solid #dfe2e8; }
+.rescene th { border-bottom: 2px solid #8a909c; } .rescene tfoot td { border: 0; }
+.rescene tbody td { white-space: nowrap; } .rescene .figure { text-align: right; } .rescene .std, .rescene tfoot { color: gray; }
+</style>"""
+
+
+def _html(grid: TableGrid) -> str:
+    """A table with a style for itself alone; beyond ASCII as references, so that any page can take it in."""
+    caption = [f"<caption>{html.escape(grid.title)}</caption>"] if grid.title else []
+    lines = [_HTML_STYLE, '<table class="rescene">', *caption]
+    right = [' class="figure"' if measured else "" for measured in grid.measured]
+    heads = "".join(f"<th{align}>{html.escape(name)}</th>" for name, align in zip(grid.columns, right, strict=True))
+    lines += [f"<thead><tr>{heads}</tr></thead>", "<tbody>"]
+    for row in grid.rows:
+        cells = "".join(f"<td{align}>{_html_entry(entry)}</td>" for entry, align in zip(row, right, strict=True))
+        lines.append(f"<tr>{cells}</tr>")
+    lines.append("</tbody>")
+    if grid.notes:
+        notes = "<br>".join(map(html.escape, grid.notes))
+        lines.append(f'<tfoot><tr><td colspan="{len(grid.columns)}"><small>{notes}</small></td></tr></tfoot>')
+    return "\n".join([*lines, "</table>"]).encode("ascii", "xmlcharrefreplace").decode("ascii")
+
+
+_html_entry = _entry(html.escape, "<b>{}</b>", '<small class="std">± {}</small>', "<small>{}</small>")
+
+
+KINDS: dict[str, Callable[[TableGrid], str]] = {
+    "text": _text,
+    "markdown": _markdown,
+    "latex": _latex,
+    "csv": _csv,
+    "html": _html,
+    "json": _json,
+}
 
 
 @dataclass(frozen=True)
@@ -51,6 +291,11 @@ class Column:
     pick: Callable[[RunRecord], float | None]
     show: Callable[[float | None], str] = percent
     digits: int = 2
+
+    @property
+    def head(self) -> str:
+        """Title and unit."""
+        return f"{self.title} ({self.unit})"
 
 
 def _result(key: str) -> Callable[[RunRecord], float | None]:
@@ -129,7 +374,13 @@ def figures(groups: Sequence[RunGroup], column: Column) -> list[TableCell]:
     Reference lines frame the comparison and never win. Cells that print the same share the
     honour.
     """
-    cells = [_cell(group, column) for group in groups]
+    spreads = [group.spread(column.pick) for group in groups]
+    cells = [
+        TableCell(found.mean, found.std, found.num, digits=column.digits)
+        if found
+        else TableCell(None, digits=column.digits)
+        for found in spreads
+    ]
     if not column.better:
         return cells
     rivals = [i for i, cell in enumerate(cells) if cell.mean is not None and groups[i].competes]
@@ -141,13 +392,6 @@ def figures(groups: Sequence[RunGroup], column: Column) -> list[TableCell]:
     return marked
 
 
-def _cell(group: RunGroup, column: Column) -> TableCell:
-    found = group.spread(column.pick)
-    if found is None:
-        return TableCell(None, digits=column.digits)
-    return TableCell(found.mean, found.std, found.num, digits=column.digits)
-
-
 def leak_entry(group: RunGroup, cell: TableCell) -> TableEntry:
     """A near-copy figure, or in words why there is none."""
     if cell.mean is not None or not group.finished:
@@ -157,12 +401,11 @@ def leak_entry(group: RunGroup, cell: TableCell) -> TableEntry:
 
 def comparison_grid(groups: Sequence[RunGroup]) -> TableGrid:
     """The page's comparison as a grid."""
-    heads = ("Method", "n", *(f"{column.title} ({column.unit})" for column in PAGE))
     rows = [
         (group.label, str(len(group.finished)), *own)
         for group, own in zip(groups, entries_of(groups, PAGE), strict=True)
     ]
-    return TableGrid("", heads, tuple(rows))
+    return TableGrid("", ("Method", "n", *(column.head for column in PAGE)), tuple(rows))
 
 
 def entries_of(groups: Sequence[RunGroup], columns: Sequence[Column]) -> list[list[TableEntry]]:
@@ -203,13 +446,10 @@ def shown(entry: TableEntry, column: Column) -> Shown:
     """No deviation is shown for one seed, nor one of counts and bytes that is too small to change the mean as it is printed."""
     if isinstance(entry, str):
         return Shown(entry, "", False, None)
-    same = (
-        column.unit != "%"
-        and entry.mean is not None
-        and column.show(entry.mean + (entry.std or 0)) == column.show(entry.mean)
-    )
-    std = "" if entry.std is None or same or column.show(entry.std) == "0" else column.show(entry.std)
-    return Shown(column.show(entry.mean), std, entry.best, entry.mean)
+    mean, std = column.show(entry.mean), "" if entry.std is None else column.show(entry.std)
+    if entry.mean is not None and column.unit != "%" and column.show(entry.mean + (entry.std or 0)) == mean:
+        std = ""
+    return Shown(mean, "" if std == "0" else std, entry.best, entry.mean)
 
 
 def compare(runs: Sequence[RunRecord], by: str = "", metrics: str = "aa,aia", across: str = "") -> TableGrid:
@@ -257,10 +497,6 @@ def _columns(metrics: str, groups: Sequence[RunGroup]) -> list[Column]:
     return list(dict.fromkeys(found))
 
 
-def _title(column: Column) -> str:
-    return f"{column.title} ({column.unit})"
-
-
 def _down(groups: Sequence[RunGroup], keys: Sequence[str], columns: Sequence[Column]) -> TableGrid:
     """One row per group: settings together, in each of them the best AA first."""
     outer = [key for key in keys if not key.startswith("method") and key != SERVER_EPOCHS]  # not every row has those
@@ -269,7 +505,7 @@ def _down(groups: Sequence[RunGroup], keys: Sequence[str], columns: Sequence[Col
     for group, entries in zip(groups, entries_of(groups, columns), strict=True):
         own = traits(group)
         rows.append((*(own.get(key, NONE) for key in keys), str(len(group.finished)), *entries))
-    return TableGrid("", (*heads(keys), "n", *map(_title, columns)), tuple(rows))
+    return TableGrid("", (*heads(keys), "n", *(column.head for column in columns)), tuple(rows))
 
 
 def _across(groups: Sequence[RunGroup], keys: Sequence[str], over: str, columns: Sequence[Column]) -> TableGrid:
@@ -305,20 +541,18 @@ def _natural(text: str) -> tuple[bool, float, str]:
         return (True, 0.0, text)
 
 
-def _notes(groups: Sequence[RunGroup], columns: Iterable[Column]) -> list[str]:
-    columns = list(columns)
+def _notes(groups: Sequence[RunGroup], columns: Sequence[Column]) -> list[str]:
     several = any(len(group.finished) > 1 for group in groups)
     notes = ["Mean ± standard deviation (n-1) over n seeds."] if several else []
     if any(cell.best for column in columns for cell in figures(groups, column)):
-        notes.append(
-            "Marked: the best of a column among methods that face the same problem; reference lines never win."
-        )
+        notes += ["Marked: the best of a column among methods that face the same problem; reference lines never win."]
     if NEAR_COPIES in columns:
-        notes.append("Near-copies: uploaded images with PSNR above 30 dB to a real training image.")
-    going = sum(not run.finished for group in groups for run in group.runs)
-    repeats = sum(len(group.repeats) for group in groups)
-    notes += [f"{going} unfinished run(s) are not counted."] if going else []
-    return notes + ([f"{repeats} repeated run(s) of the same recipe and seed are not counted."] if repeats else [])
+        notes += ["Near-copies: uploaded images with PSNR above 30 dB to a real training image."]
+    if going := sum(not run.finished for group in groups for run in group.runs):
+        notes += [f"{going} unfinished run(s) are not counted."]
+    if repeats := sum(len(group.repeats) for group in groups):
+        notes += [f"{repeats} repeated run(s) of the same recipe and seed are not counted."]
+    return notes
 
 
 def _hidden(shown: Sequence[str], groups: Sequence[RunGroup]) -> list[str]:
@@ -395,12 +629,11 @@ def _compute(group: RunGroup) -> CostCell:
 
 def _time(group: RunGroup) -> CostCell:
     """Seconds of a round on the machine that simulated everybody."""
-    found = {who: group.spread(lambda run, who=who: _seconds_per_round(run, who)) for who in ("client", "server")}  # type: ignore[misc]
-    known = {who: spread.mean for who, spread in found.items() if spread}
-    if len(known) < 2:
-        return CostCell(seconds_text(None), "", "", None)
-    parts = (f"sites {seconds_text(known['client'])}", f"server {seconds_text(known['server'])}")
-    return CostCell(seconds_text(sum(known.values())), "", "", sum(known.values()), parts)
+    sites, server = (group.mean(lambda run, who=who: _seconds_per_round(run, who)) for who in ("client", "server"))  # type: ignore[misc]
+    if sites is None or server is None:
+        return CostCell(NONE, "", "", None)
+    parts = (f"sites {seconds_text(sites)}", f"server {seconds_text(server)}")
+    return CostCell(seconds_text(sites + server), "", "", sites + server, parts)
 
 
 def _seconds_per_round(run: RunRecord, phase: str) -> float | None:
@@ -417,5 +650,4 @@ def _cost_cell(group: RunGroup, unit: RunGroup | None, key: str, show: Callable[
 
 
 def _mean(group: RunGroup, kind: str, key: str) -> float | None:
-    found = group.spread(lambda run: getattr(getattr(run.results.cost, kind), key))
-    return found.mean if found else None
+    return group.mean(lambda run: getattr(getattr(run.results.cost, kind), key))

@@ -49,8 +49,8 @@ def work(order: Order) -> None:
     from rescene.api import execute
     from rescene.config import resolve
     from rescene.core.plugins import load_plugin
-    from rescene.engine.look_log import LookLog
     from rescene.lens import looks_to
+    from rescene.lens.look_progress import LookLog
 
     for path in order.plugins:
         load_plugin(Path(path))

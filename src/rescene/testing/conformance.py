@@ -30,8 +30,7 @@ from rescene.data import Dataset, Images, Task, Transform
 from rescene.engine.cost_ledger import CostLedger
 from rescene.engine.faults import LateAnswers
 from rescene.engine.federation import RunFederation
-from rescene.engine.in_process import InProcess
-from rescene.engine.transport import Answer, Call, FederationSettings
+from rescene.engine.transport import Answer, Call, FederationSettings, InProcess
 from rescene.methods import Method, Payload, Uploads
 from rescene.methods.base import Client
 from rescene.methods.upload_schema import Misfit, Place, check_form

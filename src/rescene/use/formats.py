@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from rescene.core.errors import ConfigError
-from rescene.engine.model_file import LENS
+from rescene.nets.model_file import LENS
 from rescene.nets.weights import KEY, read_weights
 
 CAN_RUN_CODE = {"pt2"}  # opened only if the user trusts the file

@@ -22,10 +22,10 @@ from rescene.core.results import Results, read_results
 from rescene.core.run_state import is_done, read_object
 from rescene.data.sources.decode import EXTENSIONS, decode, reason, shown
 from rescene.data.sources.image_folder import survey, warn_of_left
-from rescene.engine.model_file import about_of, check_rows, contradiction, parted
 from rescene.lens import Lens, expect_looks, open_lens, tell_looked
 from rescene.lens.lens import lens_of
 from rescene.nets import Arch, Net, load_weights
+from rescene.nets.model_file import about_of, check_rows, contradiction, parted
 from rescene.nets.timm_networks import first_line
 from rescene.use.formats import CAN_RUN_CODE, READERS, picture_size
 

@@ -8,8 +8,8 @@ came and went, and when their buffers closed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
+from rescene.core.results import Stream, StreamClass
 from rescene.engine.experiment import Experiment
 from rescene.engine.federation import RunFederation
 from rescene.engine.observers import Observer, RunView
@@ -79,25 +79,25 @@ class ClosingsWatch(Observer):
             self.context.note("info", "I302", words)
 
 
-def stream_record(experiment: Experiment, closings: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """The part of results.json; rounds are 1-based and counted through the stream. Empty where tasks are announced.
+def stream_of(experiment: Experiment, closings: Sequence[Sequence[int]]) -> Stream | None:
+    """The part of results.json; rounds are 1-based and counted through the stream. None where tasks are announced.
 
     ``arrives`` and ``leaves`` are the first and last round in which any site may hold images of the class.
     """
     recipe = experiment.recipe
     drift, rounds, names = recipe.tasks.drift, recipe.federation.num_rounds, experiment.dataset.classes
     if drift is None:
-        return {}
+        return None
     total = len(experiment.tasks) * rounds
     classes = [
-        {
-            "class": names[label],
-            "task": task.index,
-            "arrives": task.index * rounds + 1,
-            "leaves": min((task.index + 1) * rounds + drift, total),
-            "closed": [number for own, number in closings if own == label],
-        }
+        StreamClass(
+            class_name=names[label],
+            task=task.index,
+            arrives=task.index * rounds + 1,
+            leaves=min((task.index + 1) * rounds + drift, total),
+            closed=tuple(number for own, number in closings if own == label),
+        )
         for task in experiment.tasks
         for label in task.classes
     ]
-    return {"stream": {"drift": drift, "num_rounds": total, "rounds_per_task": rounds, "classes": classes}}
+    return Stream(tuple(classes), rounds_per_task=rounds, num_rounds=total, drift=drift)

@@ -20,7 +20,8 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from rescene.core.json_files import Row
+from rescene.core.json_files import row_of
+from rescene.core.results import Quarantined
 from rescene.data import Dataset, Task
 from rescene.data.images import Images
 from rescene.engine.checkpoint import save_atomically, write_json
@@ -105,7 +106,7 @@ def stamp(pixels: Tensor) -> Tensor:
 
 
 FOLDER = "quarantine"
-LIMIT = 2.0  # times as far from the others as chance explains; docs/poisoning.md says what it catches and costs
+LIMIT = 2.0  # times as far from the others as chance explains; docs/security.md says what it catches and costs
 
 
 class Screen(Observer):
@@ -150,7 +151,7 @@ class Screen(Observer):
         left = {k: _selected(upload, keep[k]) if k in keep else upload for k, upload in uploads.items()}
         return self._with_admitted(left, task, round, facts.quarantine)
 
-    def _put_apart(self, images: Tensor, label: int, client: int, ratio: float, task: Task, round: int) -> Row:
+    def _put_apart(self, images: Tensor, label: int, client: int, ratio: float, task: Task, round: int) -> Quarantined:
         name = f"task{task.index}-round{round}-site{client}-class{label}"
         pixels = self.dataset.transform.to_pixels(images)
         data = save({"images": images.cpu().contiguous(), "pixels": pixels.cpu().contiguous()})
@@ -160,33 +161,32 @@ class Screen(Observer):
         self.note(
             "warning", "W372", f"quarantined: {len(images)} pictures of {what} from site {client}, {why}", client=client
         )
-        place = {"task": task.index, "round": round, "client": client, "label": label, "class": what}
-        found = {"images": len(images), "ratio": ratio, "why": why}
-        row = {"name": name, **place, **found, "sha256": hashlib.sha256(data).hexdigest(), "admitted": None}
-        write_json(self.folder / f"{name}.json", row)
-        return row
+        digest = hashlib.sha256(data).hexdigest()
+        found = Quarantined(name, task.index, round, client, label, what, len(images), ratio, why, digest)
+        write_json(self.folder / f"{name}.json", row_of(found))
+        return found
 
     def _with_admitted(
-        self, uploads: dict[int, Payload], task: Task, round: int, rows: list[Row]
+        self, uploads: dict[int, Payload], task: Task, round: int, rows: list[Quarantined]
     ) -> dict[int, Payload]:
         """Groups of this task that a person has admitted since join the round, once."""
-        for row in rows:
-            waits = row["task"] == task.index and row["admitted"] is None
-            if not waits or not (self.folder / f"{row['name']}.admit").exists():
+        for i, row in enumerate(rows):
+            waits = row.task == task.index and row.admitted is None
+            if not waits or not (self.folder / f"{row.name}.admit").exists():
                 continue
-            path = self.folder / f"{row['name']}.safetensors"
+            path = self.folder / f"{row.name}.safetensors"
             data = path.read_bytes() if path.exists() else b""
-            if hashlib.sha256(data).hexdigest() != row["sha256"]:
-                self.note("error", "E372", f"{row['name']} is not what was quarantined any more; it is not admitted")
+            if hashlib.sha256(data).hexdigest() != row.sha256 or row.client is None or row.label is None:
+                self.note("error", "E372", f"{row.name} is not what was quarantined any more; it is not admitted")
                 continue
-            client, images = row["client"], load(data)["images"].to(task.train.device)
-            labels = torch.full((len(images),), row["label"], device=images.device)
+            client, images = row.client, load(data)["images"].to(task.train.device)
+            labels = torch.full((len(images),), row.label, device=images.device)
             own = uploads.get(client, {"images": images[:0], "labels": labels[:0]})
             joined = {"images": torch.cat([own["images"], images]), "labels": torch.cat([own["labels"], labels])}
             uploads = dict(sorted((uploads | {client: own | joined}).items()))
-            row["admitted"] = round
-            write_json(self.folder / f"{row['name']}.json", row)
-            self.note("info", "I370", f"admitted from the quarantine: {row['name']}", client=client)
+            rows[i] = replace(row, admitted=round)
+            write_json(self.folder / f"{row.name}.json", row_of(rows[i]))
+            self.note("info", "I370", f"admitted from the quarantine: {row.name}", client=client)
         return uploads
 
 

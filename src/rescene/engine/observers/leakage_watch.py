@@ -15,6 +15,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from rescene.config import Recipe
+from rescene.core.results import Leakage
 from rescene.data import Dataset, Task
 from rescene.engine.checkpoint import save_atomically, write_json
 from rescene.engine.observers import Observer, RunView
@@ -130,7 +131,7 @@ class LeakageWatch(Observer):
         with self.context.timer.phase("leakage"):
             summary = self.summary()
             if summary is not None:
-                self.context.facts.leakage.append({"task": run.task.index, **summary})
+                self.context.facts.leakage.append(Leakage(task=run.task.index, **summary))
                 self.means.end(self.context.experiment.present(run.task))
                 self.save_gallery()
 

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rescene.core.json_files import Row
+from rescene.core.json_files import Row, as_json
+from rescene.core.results import DIGITS, ClassTheory, Theory
 from rescene.core.rng import seeded_generator
 from rescene.data import Task
 from rescene.engine.experiment import Experiment
@@ -26,7 +27,7 @@ from rescene.training import embed
 
 REAL_PER_CLASS = 100  # real images per class behind the figures of each round; the task-end mean takes all of them
 SKETCH_SIZE = 2**17  # distances of models are exact up to so many weights, and within about 1 % above
-_DIGITS = 8
+_DECIMALS = 8
 _STALE = ("matching_error", "surrogate_drift", "real_drift", "model_distance")
 
 
@@ -71,8 +72,8 @@ class TheoryWatch(Observer):
             "sketch": self._sketch(model).cpu(),
         }
 
-    def task(self, task: Task, before: Any, after: Any) -> list[Row]:
-        """At the end of a task: one row per class of which something was kept."""
+    def task(self, task: Task, before: Any, after: Any) -> list[ClassTheory]:
+        """At the end of a task: one record per class of which something was kept."""
         watched, self.rounds = self.rounds, {}
         pool = _joined(_parts(before, "pool"))
         kept = _joined(_parts(after, "buffers")[len(_parts(before, "buffers")) :])
@@ -89,10 +90,13 @@ class TheoryWatch(Observer):
         mu, mu_sampled = _class_means(real, labels, task), _class_means(real[sample], labels[sample], task).cpu()
         end = self._sketch(before.model).cpu().double()
         distances = {r: float((end - seen["sketch"][: len(end)].double()).norm()) for r, seen in watched.items()}
-        rows = []
+        found = []
         for i, label in enumerate(task.classes):
             own, stored = pool.labels == label, kept.labels == label
-            if not bool(stored.any()) or not bool(z[own].isfinite().all()):  # a model that diverged has no features
+            is_finite = bool(
+                z[own].isfinite().all() and mu[i].isfinite().all()
+            )  # a model that diverged has no features
+            if not bool(stored.any()) or not is_finite:
                 continue
             rounds, budget = pool.rounds[own], int(stored.sum())
             window = recent_window(
@@ -107,14 +111,14 @@ class TheoryWatch(Observer):
             ]
             row = {
                 "task": task.index,
-                "class": self.experiment.dataset.classes[label],
+                "class_name": self.experiment.dataset.classes[label],
                 **herding_facts(z[own], rounds, window, budget, mu[i]),
                 "kept_to_real": float((buffer.double().mean(dim=0) - mu[i]).norm()),
-                "sampling_error": float((mu_sampled[i] - mu[i].cpu()).norm()),  # below it a round's figures are noise
+                "sampling_error": float((mu_sampled[i] - mu[i].cpu()).norm()),
             }
             row["rounds"]["num_kept"] = [int((kept.rounds[stored] == r).sum()) for r in row["rounds"]["round"]]
-            rows.append(_short(_with_staleness(row, stale)))
-        return rows
+            found.append(ClassTheory(**as_json(_with_staleness(row, stale), _DECIMALS)))
+        return found
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """The rounds of the current task."""
@@ -155,23 +159,19 @@ class TheoryWatch(Observer):
         return (F.pad(flat, (0, pad)) * self._signs).reshape(-1, SKETCH_SIZE).sum(dim=0)
 
 
-def theory_record(experiment: Experiment, rows: list[Row]) -> Row | None:
-    """The part of results.json; None for a method that keeps nothing on the server."""
-    if not rows:
-        return None
-    return {
-        "recent_fraction": experiment.method.recent_share(),
-        "num_rounds": experiment.recipe.federation.num_rounds,
-        "real_per_class": REAL_PER_CLASS,
-        "classes": rows,
-    }
+def theory_of(experiment: Experiment, classes: Sequence[ClassTheory]) -> Theory:
+    """The part of results.json; empty for a method that keeps nothing on the server."""
+    if not classes:
+        return Theory()
+    rounds = experiment.recipe.federation.num_rounds
+    return Theory(tuple(classes), experiment.method.recent_share(), rounds, REAL_PER_CLASS)
 
 
-def theory_tables(record: Row | None) -> dict[str, tuple[list[str], list[list[Any]]]]:
+def theory_tables(theory: Theory) -> dict[str, tuple[list[str], list[list[Any]]]]:
     """The record as two tables, (header, rows) by name: one row per class, and one per class and round."""
-    if record is None:
+    if not theory.classes:
         return {}
-    classes = record["classes"]
+    classes = [as_json(one, DIGITS) for one in theory.classes]
     names, columns = [key for key in classes[0] if key != "rounds"], list(classes[0]["rounds"])
     rounds = [
         [row["task"], row["class"], *cells]
@@ -214,11 +214,3 @@ def _with_staleness(row: Row, stale: Sequence[Staleness | None]) -> Row:
     columns = {key: [getattr(one, key) if one else None for one in stale] for key in _STALE}
     bounds = [one.bound(smoothness) if one and smoothness is not None else None for one in stale]
     return row | {"smoothness": smoothness, "rounds": row["rounds"] | columns | {"staleness_bound": bounds}}
-
-
-def _short(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _short(v) for key, v in value.items()}
-    if isinstance(value, list):
-        return [_short(v) for v in value]
-    return round(value, _DIGITS) if isinstance(value, float) else value
