@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from rescene.privacy.accounting import Composition, sigma_for
-from rescene.privacy.class_sums import class_sums
-from rescene.privacy.mechanism import Mechanism
+from rescene.privacy.mechanism import Mechanism, class_sums
 from rescene.privacy.noise import Noise, largest
 
 OUT = Path(__file__).parents[1] / "results" / "privacy" / "certain-proofs.json"

@@ -56,7 +56,7 @@ def test_the_grid_is_fine_enough_for_the_accountant(monkeypatch):
         drawn.append((deviation, count))
         return torch.zeros(count, dtype=torch.int64)
 
-    monkeypatch.setattr("rescene.privacy.class_sums.discrete_gaussian", watched)
+    monkeypatch.setattr("rescene.privacy.mechanism.discrete_gaussian", watched)
     for sigma, classes in ((0.3, 2), (5.0, 1000), (1e5, 3)):
         assert torch.equal(noised(tally_of(7, classes), sigma, Noise()).num, torch.full((classes,), 7))
     for deviation, count in drawn:

@@ -11,12 +11,10 @@ from rescene.core.errors import ConfigError
 from rescene.core.rng import Rng
 from rescene.methods.rescene import Collected
 from rescene.methods.upload_schema import Place, check_form
-from rescene.privacy.class_sums import class_sums, honest_sums, moved_back, noised_means
 from rescene.privacy.ledger import Ledger
-from rescene.privacy.mechanism import SitePrivacy
+from rescene.privacy.mechanism import SitePrivacy, class_sums, honest_sums, moved_back, noised_means
 from rescene.privacy.noise import Noise
-from rescene.privacy.private_condensation import sums_upload
-from rescene.privacy.released_moments import moments_of, released_moments
+from rescene.privacy.release import moments_of, released_moments, sums_upload
 
 CENTRED = replace(SUMS, centred=True)
 

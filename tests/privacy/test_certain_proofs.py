@@ -9,8 +9,7 @@ from certain_proofs import floating_near_zero, proofs
 from rescene.privacy.accounting import Composition
 from rescene.privacy.mechanism import Mechanism, SitePrivacy
 from rescene.privacy.noise import Noise
-from rescene.privacy.released_embeddings import noised_sums
-from rescene.privacy.released_moments import released_moments
+from rescene.privacy.release import noised_sums, released_moments
 
 RELEASE = Mechanism("release", 0.6, 1.0, Composition(1, 1), kappa=0.33)
 

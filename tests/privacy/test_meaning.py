@@ -17,10 +17,9 @@ from rescene.privacy.accounting import (
     replaced_epsilon,
     sigma_for,
 )
-from rescene.privacy.class_sums import class_sums
-from rescene.privacy.mechanism import Mechanism, digest
+from rescene.privacy.mechanism import Mechanism, class_sums, digest
 from rescene.privacy.noise import Noise, sampler_error
-from rescene.privacy.statement import limit
+from rescene.privacy.promise import limit
 
 ONCE = Composition(1, 1)
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rescene.privacy.released_moments import drawn_pictures, picture_law, picture_moments, without_noise
+from rescene.privacy.release import drawn_pictures, picture_law, picture_moments, without_noise
 
 G = 4  # pictures of the size of both grids: nothing is smoothed, so moments come back exactly
 

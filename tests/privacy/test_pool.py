@@ -14,8 +14,7 @@ from rescene.methods import method_class
 from rescene.methods.upload_schema import Misfit, Place, check_form
 from rescene.privacy.mechanism import SitePrivacy, digest
 from rescene.privacy.noise import Noise
-from rescene.privacy.private_condensation import condense_released, pooled
-from rescene.privacy.released_moments import drawn_from_laws, laws_of, released_moments
+from rescene.privacy.release import condense_released, drawn_from_laws, laws_of, pooled, released_moments
 from rescene.training import Condensation
 
 POOLED = replace(SUMS, pooled=True)

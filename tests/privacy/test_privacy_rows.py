@@ -7,8 +7,8 @@ import pytest
 from rescene.config import resolve
 from rescene.privacy.accounting import Composition, epsilon_of
 from rescene.privacy.ledger import Charge, Ledger, ledger_facts
-from rescene.privacy.mechanism import EPSILONS, SIGMAS, trade_off_rows
 from rescene.privacy.noise import Noise
+from rescene.privacy.promise import EPSILONS, SIGMAS, trade_off_rows
 
 
 @pytest.fixture(scope="module")

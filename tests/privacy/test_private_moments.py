@@ -13,8 +13,7 @@ from rescene.privacy.accounting import Composition
 from rescene.privacy.ledger import Ledger
 from rescene.privacy.mechanism import Mechanism, SitePrivacy
 from rescene.privacy.noise import Noise
-from rescene.privacy.private_condensation import sums_size
-from rescene.privacy.released_moments import released_moments
+from rescene.privacy.release import released_moments, sums_size
 from rescene.training import Condensation
 
 SETTINGS = Condensation(ipc=3, num_steps=0, start="coloured")

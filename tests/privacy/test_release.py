@@ -1,6 +1,7 @@
 """Sensitivity, noise and thresholds of the release, and the per-example sum: the bounds that the accountant relies on."""
 
 import itertools
+import math
 import sys
 from dataclasses import replace
 
@@ -12,11 +13,17 @@ from rescene.core.rng import Rng
 from rescene.methods.surrogates import surrogates_of
 from rescene.nets import Arch
 from rescene.privacy.accounting import Composition
-from rescene.privacy.class_sums import class_sums, clip_rows, noised_means, release_bound
-from rescene.privacy.mechanism import Mechanism, SitePrivacy, refuse_batch_statistics
+from rescene.privacy.mechanism import (
+    Mechanism,
+    SitePrivacy,
+    class_sums,
+    clip_rows,
+    noised_means,
+    refuse_batch_statistics,
+)
 from rescene.privacy.noise import Noise
 from rescene.privacy.private_condensation import clipped_gradient_sum
-from rescene.privacy.released_embeddings import embeddings, noised_sums
+from rescene.privacy.release import embeddings, noised_sums
 from rescene.training import Condensation
 
 SETTINGS = Condensation(ipc=3, num_steps=4, start="noise")
@@ -50,7 +57,7 @@ def test_five_thousand_neighbours_never_move_a_sum_beyond_the_bound():
         if torch.rand((), generator=g) < 0.05:
             centre[0, 0] = torch.tensor([torch.inf, torch.nan, -3e38])[int(torch.randint(3, (), generator=g))]
         around = None if torch.rand((), generator=g) < 0.5 else centre
-        step = 2.0**-40 * release_bound(clip, kappa)
+        step = 2.0**-40 * math.hypot(clip, kappa)
         less = class_sums(psi[:n], label[:n], classes, clip, kappa, step, around)
         more = class_sums(psi, label, classes, clip, kappa, step, around)
         moved = float((more - less).double().norm()) * 2.0**-40

@@ -10,9 +10,8 @@ from rescene.config import resolve
 from rescene.core.errors import ConfigError
 from rescene.core.record import tensors
 from rescene.methods.upload_schema import Misfit, Place, check_form
-from rescene.privacy.class_sums import honest_sums
-from rescene.privacy.mechanism import digest
-from rescene.privacy.private_condensation import sums_received, sums_upload
+from rescene.privacy.mechanism import digest, honest_sums
+from rescene.privacy.release import sums_received, sums_upload
 
 SIZES = {"noise": 2 * (16 + 2) + 1, "coloured": 3 * 4 * 4 + 10 + 1}  # of a class: means, and the count
 

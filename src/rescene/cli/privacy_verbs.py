@@ -80,8 +80,8 @@ def show_privacy(
     """Print what a recipe guarantees, and rows of noise against epsilon in both directions or the one asked for."""
     from rescene.methods import method_class
     from rescene.privacy.accounting import NEIGHBOURS, check_target
-    from rescene.privacy.mechanism import FORMAL, trade_off_rows
-    from rescene.privacy.statement import trust
+    from rescene.privacy.mechanism import FORMAL
+    from rescene.privacy.promise import trade_off_rows, trust
 
     if epsilon is not None and sigma is not None:
         raise ConfigError("E176", "--epsilon and --sigma cannot both be given", fix="give one; the other follows")
@@ -151,7 +151,7 @@ def _sizes(resolved: Resolved) -> tuple[int | None, int]:
 
 
 def _print_privacy(facts: Row, rows: list[Row], as_json: bool, composition: Row | None = None) -> None:
-    from rescene.privacy.statement import OUTSIDE
+    from rescene.privacy.promise import OUTSIDE
 
     if as_json:
         print(json.dumps(facts | {"rows": rows, "counts": composition}))

@@ -6,7 +6,6 @@ The contact sheet has a row of pictures for each class, as the network will see 
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import warnings
 from collections import Counter
@@ -21,8 +20,8 @@ import torch.nn.functional as F
 from rescene.core.errors import DataError, ResceneWarning
 from rescene.core.json_files import Row
 from rescene.data.images import Dataset, Images
-from rescene.data.loading import load
-from rescene.data.sources.decode import header_sizes
+from rescene.data.loading import AnyPath, load
+from rescene.data.sources.decode import few, header_sizes
 from rescene.data.sources.image_folder import survey
 
 if TYPE_CHECKING:
@@ -37,10 +36,8 @@ _SERIES = (
     "keep pictures of one series together: put them into train/ and test/ yourself, by object, day or camera "
     "(docs/own-images.md)"
 )
-_MANY, _FEW = (
-    150,
-    50,
-)  # images of a class: enough for recipe own with its lens; enough for a smaller lens (docs/own-images.md)
+# images of a class: enough for recipe own with its lens; enough for a smaller lens (docs/own-images.md)
+_MANY, _FEW = 150, 50
 
 
 def inspect(dataset: Dataset, told: Sequence[ResceneWarning] = ()) -> Row:
@@ -76,7 +73,7 @@ def inspect(dataset: Dataset, told: Sequence[ResceneWarning] = ()) -> Row:
     }
 
 
-def verify(name: str, path: str | os.PathLike[str] | None = None, layout: str = "auto") -> list[Row]:
+def verify(name: str, path: AnyPath | None = None, layout: str = "auto") -> list[Row]:
     """Load a data set and check it: rows of check, problem (empty when all is well) and fix.
 
     Damaged images are all found, not only the first; a set that cannot be loaded at all gives one row that says why.
@@ -101,7 +98,7 @@ def verify(name: str, path: str | os.PathLike[str] | None = None, layout: str = 
 
 def load_readable(
     name: str = "auto",
-    path: str | os.PathLike[str] | None = None,
+    path: AnyPath | None = None,
     layout: str = "auto",
     columns: Mapping[str, str] | None = None,
 ) -> tuple[Dataset, list[ResceneWarning]]:
@@ -193,10 +190,10 @@ def content_rows(dataset: Dataset) -> list[Row]:
     return [
         _row(
             f"at least {_TINY_CLASS} training images per class",
-            _few(small, "tiny classes"),
+            _listed(small, "tiny classes"),
             "add images or merge classes",
         ),
-        _row("test images of every class", _few(untested, "classes without test image"), "add test images"),
+        _row("test images of every class", _listed(untested, "classes without test image"), "add test images"),
         _row("no repeated training image", _count(repeats[0], "repeat another training image"), "remove the copies"),
         _row("no repeated test image", _count(repeats[1], "repeat another test image"), "remove the copies"),
         _row("no test image in training", _count(leaked, "of the test split are also training images"), "remove them"),
@@ -270,9 +267,8 @@ def _row(check: str, problem: str = "", fix: str = "") -> Row:
     return {"check": check, "problem": problem, "fix": fix if problem else ""}
 
 
-def _few(names: list[str], what: str) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f"{len(names)} {what}: {', '.join(names[:5])}{more}" if names else ""
+def _listed(names: list[str], what: str) -> str:
+    return f"{len(names)} {what}: {few(names)}" if names else ""
 
 
 def _count(count: int, what: str) -> str:

@@ -163,7 +163,7 @@ def load(
     elif name == "fashion-mini" or (name == "auto" and path is None):
         dataset = _read_source("fashion-mini", published_sets.FASHION_MINI, options)
     elif path is not None:
-        dataset = _load_path(name, _existing(path), options)
+        dataset = _load_path(name, _storable(path), options)
     else:
         dataset = _load_named(name, options)
     return fit_dataset(dataset, image_size)
@@ -188,7 +188,7 @@ def prepare(
     """
     pairs = tuple(sorted((columns or {}).items()))
     options = Options(image_size, test_fraction, seed, skip_unreadable, layout, columns=pairs)
-    source = _existing(source)
+    source = _storable(source)
     kind = name if name in READERS else detect(source)
     dataset = replace(fit_dataset(_read_source(kind, source, options), image_size), name=name)
     folder = Path(out).expanduser() if out is not None else cache_folder() / name
@@ -205,7 +205,16 @@ def _check_name(name: str, path: AnyPath | None) -> None:
         raise ConfigError("E208", "fashion-mini is part of the package and takes no path", fix="name=auto")
 
 
-def _existing(path: AnyPath) -> Path:
+def existing(path: AnyPath) -> Path:
+    """The path, if there is something (E201)."""
+    found = Path(path).expanduser()
+    if not found.exists():
+        raise DataError("E201", f"there is nothing at {found}", where=str(found.absolute()), fix="check the path")
+    return found
+
+
+def _storable(path: AnyPath) -> Path:
+    """The path, if it can be written into records (E217) and there is something (E201)."""
     found = Path(path).expanduser()
     if shown(found) != str(found):
         why = "the path has bytes that are not UTF-8, or control characters"
@@ -216,9 +225,7 @@ def _existing(path: AnyPath) -> Path:
             why=why,
             fix="rename the folder",
         )
-    if not found.exists():
-        raise DataError("E201", f"there is nothing at {found}", where=str(found.absolute()), fix="check the path")
-    return found
+    return existing(found)
 
 
 def _load_path(name: str, path: Path, options: Options) -> Dataset:

@@ -8,11 +8,9 @@ larger than the data set there is a lazy split: a client's images are drawn when
 from __future__ import annotations
 
 import math
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +20,7 @@ from torch import Tensor
 from rescene.core.errors import ConfigError, DataError, ResceneWarning
 from rescene.core.rng import Rng
 from rescene.data.images import Dataset, Task
-from rescene.data.loading import detect, single_file
+from rescene.data.loading import AnyPath, detect, existing, single_file
 from rescene.data.sources.array_files import PREPARED, sites_of
 from rescene.data.sources.image_folder import list_files, survey
 from rescene.data.sources.image_table import column_of
@@ -31,7 +29,7 @@ from rescene.data.sources.listing import class_order
 
 def site_names(
     name: str,
-    path: str | os.PathLike[str],
+    path: AnyPath,
     *,
     layout: str = "sites",
     columns: Mapping[str, str] | None = None,
@@ -48,10 +46,8 @@ def site_names(
     return found
 
 
-def _names_at(name: str, path: str | os.PathLike[str], layout: str, columns: Mapping[str, str]) -> tuple[str, ...]:
-    place = Path(path).expanduser()
-    if not place.exists():
-        raise DataError("E201", f"there is nothing at {place}", where=str(place.absolute()), fix="check the path")
+def _names_at(name: str, path: AnyPath, layout: str, columns: Mapping[str, str]) -> tuple[str, ...]:
+    place = existing(path)
     kind = detect(place) if name == "auto" else name
     if kind == PREPARED:
         return sites_of(single_file(place, kind))
@@ -146,18 +142,18 @@ def dirichlet_partition(
         raise ConfigError("E208", f"cannot draw a split with beta={beta}, max_draws={max_draws}", fix="both above 0")
     positions = list(_by_class(labels).values())
     num_images = [len(p) for p in positions]
-    best: tuple[int, int] | None = None
+    best, chosen = (-1, 0), 0
     for draw in range(max_draws):
         rng = _stream(seed, draw)
         sizes = _draw_sizes(rng, num_images, num_clients, beta, capped)
         held = sizes.sum(0)
         score = (int(held.min()), -int((held < min_size).sum()))  # largest minimum, then fewest clients below the rule
-        if best is None or score > best:
+        if score > best:
             best, chosen = score, draw
         if score[0] >= min_size:
             break
     else:
-        _warn_small(-best[1] if best else 0, num_clients, min_size, max_draws)
+        _warn_small(-best[1], num_clients, min_size, max_draws)
     return _deal(_stream(seed, chosen), positions, num_clients, beta, capped, labels.device)
 
 

@@ -41,7 +41,7 @@ from rescene.deploy.site_config import ledger_of
 from rescene.engine.experiment import load_data, pick_device
 from rescene.lens import open_lens
 from rescene.methods import method_class
-from rescene.privacy.statement import HOW_TO_MEASURE, NO_COUNTS, limit
+from rescene.privacy.promise import HOW_TO_MEASURE, NO_COUNTS, limit
 
 FLOWER = ("1.41.", "1.42.")  # those that were tried; server and sites must share major.minor
 ENOUGH_DISK_GB = 2.0

@@ -19,7 +19,7 @@ from rescene.core.documents import read_yaml
 from rescene.core.errors import ConfigError, ResceneWarning, did_you_mean
 from rescene.core.results import read_status
 from rescene.engine.checkpoint import save_atomically
-from rescene.privacy.statement import HOW_TO_MEASURE, NO_COUNTS
+from rescene.privacy.promise import HOW_TO_MEASURE, NO_COUNTS
 
 HEADER = """\
 # The plan of this federation. Classes get their numbers in this order, for ever: rescene deploy add-classes opens the next

@@ -80,10 +80,9 @@ from rescene.lens import FeatureCache
 from rescene.methods import Method
 from rescene.nets import flops_to
 from rescene.nets.cost import FlopMeter
-from rescene.privacy.class_sums import count_deviation
 from rescene.privacy.ledger import Charge, Declined, End, Floor, Ledger, Released
 from rescene.privacy.ledger_file import EVALUATION
-from rescene.privacy.mechanism import digest
+from rescene.privacy.mechanism import count_deviation, digest
 from rescene.privacy.noise import Noise
 from rescene.privacy.promise import floor_of
 from rescene.privacy.totals import threshold

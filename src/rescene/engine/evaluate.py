@@ -22,7 +22,7 @@ from rescene.core.results import DIGITS, SiteAccuracy
 from rescene.data import Dataset, Images, SiteOrders, Task
 from rescene.engine.experiment import Experiment
 from rescene.nets import Net
-from rescene.privacy.class_sums import noised_counts
+from rescene.privacy.mechanism import noised_counts
 from rescene.privacy.noise import Noise
 from rescene.training import class_scores, embed
 

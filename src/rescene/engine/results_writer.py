@@ -46,7 +46,7 @@ from rescene.lens import open_lens
 from rescene.methods import Method
 from rescene.methods.base import Model
 from rescene.privacy.accounting import NEIGHBOURS
-from rescene.privacy.statement import HOW_TO_MEASURE, NO_COUNTS
+from rescene.privacy.promise import HOW_TO_MEASURE, NO_COUNTS
 
 NO_GUARANTEE = "Not private: uploads carry no formal guarantee."
 

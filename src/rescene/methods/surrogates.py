@@ -18,15 +18,8 @@ from rescene.methods.nominal_cost import TRAINING_PASSES, NominalBytes, Setting,
 from rescene.methods.upload_schema import Form, Place, fields, notes, pictures, sums
 from rescene.nets import Arch, model_bytes
 from rescene.privacy.mechanism import Mechanism
-from rescene.privacy.private_condensation import (
-    centre_of,
-    condense_privately,
-    condense_released,
-    released,
-    sums_received,
-    sums_size,
-    sums_upload,
-)
+from rescene.privacy.private_condensation import condense_privately
+from rescene.privacy.release import centre_of, condense_released, released, sums_received, sums_size, sums_upload
 from rescene.training import Condensation, Surrogates, Training, condense
 
 CONDENSATION_PASSES = 8  # nominal, per surrogate and step: two matching terms, each 3F synthetic and F real

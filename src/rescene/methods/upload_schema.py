@@ -17,8 +17,7 @@ from torch import Tensor
 
 from rescene.core.record import check_tree, tensors
 from rescene.data import Task
-from rescene.privacy.class_sums import honest_sums
-from rescene.privacy.mechanism import Mechanism
+from rescene.privacy.mechanism import Mechanism, honest_sums
 
 LARGEST = 1e12  # of any number: sums over a million sites stay finite in float32
 LARGEST_PIXEL = 1e4  # normalised; those of images are below 10, those of surrogates stay within hundreds

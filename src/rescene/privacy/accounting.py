@@ -232,9 +232,14 @@ def _pld_curve(parts: Sequence[tuple[float, Composition]], grid: float) -> Calla
     return lambda delta: float(accountant.get_epsilon(delta))
 
 
-def _root(falling: Callable[[float], float], low: float, high: float, tolerance: float) -> float:
-    """Where a falling function crosses zero, by bisection; the end at which it is not above zero."""
+def bisected(goes_on: Callable[[float], bool], low: float, high: float, tolerance: float) -> tuple[float, float]:
+    """The last number at which it goes on and the first at which it does not, as near to each other as this."""
     while high - low > tolerance:
         middle = (low + high) / 2
-        low, high = (middle, high) if falling(middle) > 0 else (low, middle)
-    return high
+        low, high = (middle, high) if goes_on(middle) else (low, middle)
+    return low, high
+
+
+def _root(falling: Callable[[float], float], low: float, high: float, tolerance: float) -> float:
+    """Where a falling function crosses zero; the end at which it is not above zero."""
+    return bisected(lambda x: falling(x) > 0, low, high, tolerance)[1]

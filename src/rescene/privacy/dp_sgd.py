@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from rescene.core.errors import ConfigError
 from rescene.data import Batch, Shard
 from rescene.nets import count_passes
-from rescene.privacy.class_sums import in_steps
-from rescene.privacy.mechanism import SitePrivacy, digest, refuse_batch_statistics
+from rescene.privacy.mechanism import SitePrivacy, digest, in_steps, refuse_batch_statistics
 from rescene.training.sgd import Loss, Penalty, Training, cross_entropy_from, shown
 
 HELD = 2**26  # numbers at most in gradients of single records: convolutions hold those of one layer

@@ -19,6 +19,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from rescene.privacy.accounting import bisected
+
 GUESSES = ((1, True), (2, True), (4, True), (10, True), (2, False), (4, False), (10, False))
 """(m / r, guess both ways or only who was in): the surest r guesses. All are tried, and paid for."""
 RISK = 0.05  # of a bound that is too high, unless another one is given
@@ -62,10 +64,7 @@ def epsilon_lower_bound(m: int, r: int, v: int, delta: float, risk: float) -> fl
     low, high = 0.0, 1.0
     while p_value(m, r, v, high, delta) < risk:
         low, high = high, 2 * high
-    while high - low > 1e-5:
-        middle = (low + high) / 2
-        low, high = (middle, high) if p_value(m, r, v, middle, delta) < risk else (low, middle)
-    return low
+    return bisected(lambda epsilon: p_value(m, r, v, epsilon, delta) < risk, low, high, 1e-5)[0]
 
 
 def bounds(attacks: Mapping[str, tuple[Tensor, Tensor]], delta: float, risk: float = RISK) -> dict[str, Bound]:
@@ -99,13 +98,13 @@ def success_lower_bound(right: int, tries: int, risk: float) -> float:
     >>> round(success_lower_bound(10, 10, 0.05), 3)
     0.741
     """
-    low, high = 0.0, right / tries if tries else 0.0
     k, choose = _log_binomials(tries)
-    while high - low > 1e-9:
-        middle = (low + high) / 2
-        pmf = (choose + k * math.log(middle) + (tries - k) * math.log1p(-middle)).exp()
-        low, high = (middle, high) if float(pmf[right:].sum()) < risk else (low, middle)
-    return low
+
+    def is_refuted(chance: float) -> bool:
+        pmf = (choose + k * math.log(chance) + (tries - k) * math.log1p(-chance)).exp()
+        return float(pmf[right:].sum()) < risk
+
+    return bisected(is_refuted, 0.0, right / tries if tries else 0.0, 1e-9)[0]
 
 
 THRESHOLDS = 20

@@ -20,9 +20,8 @@ from rescene.privacy.noise import discrete_gaussian
 STEPS = 16  # whole steps to one unit of a feature: what a lens gives comes in these steps already
 LARGEST = 127  # steps: features are cut beyond 8 units
 EXACT = 1024  # rows whose products of such numbers float32 adds up without rounding
-RADIUS = (
-    0.9  # public clip, in units of the norm that procedural pictures have; chosen on the validation part of CIFAR-10
-)
+# public clip, in units of the norm that procedural pictures have; chosen on the validation part of CIFAR-10
+RADIUS = 0.9
 
 
 def exact_sums(z: Tensor, labels: Tensor, num: int) -> dict[str, Tensor]:

@@ -160,9 +160,8 @@ def _correlation(one: Tensor, candidates: Tensor, reach: int) -> Tensor:
     middle = middle - middle.mean(dim=(1, 2), keepdim=True)
     size = middle.shape[-2:]
     query = torch.fft.rfft2(pad(torch.stack([middle, middle.flip(-1)]), (0, 2 * reach, 0, 2 * reach)))
-    product = (torch.fft.rfft2(candidates).unsqueeze(1) * query.conj()).sum(
-        dim=2
-    )  # nothing wraps around within the reach
+    # nothing wraps around within the reach
+    product = (torch.fft.rfft2(candidates).unsqueeze(1) * query.conj()).sum(dim=2)
     inner = torch.fft.irfft2(product, s=(height, width))[..., : 2 * reach + 1, : 2 * reach + 1]
     square = (_means(candidates.square(), size) - _means(candidates, size).square()).sum(1, keepdim=True)
     norm = (square.clamp(min=0) * size.numel()).sqrt() * middle.norm()
@@ -212,7 +211,6 @@ def _edges(x: Tensor) -> Tensor:
 NEAR_COPY_DB = 30.0
 EXACT_RMS = 1e-6  # normalised units; below it an upload is the real image up to rounding
 MOST_TRACED = 12  # uploads of a task, and unseen images beside them
-_CHUNK = 4096
 
 
 @torch.no_grad()
@@ -225,8 +223,8 @@ def nearest_real(images: Tensor, real_pixels: Tensor, transform: Transform) -> t
     a = images.flatten(1)
     best = torch.full((len(a),), torch.inf, device=a.device)
     where = torch.zeros(len(a), dtype=torch.long, device=a.device)
-    for first in range(0, len(real_pixels), _CHUNK):
-        b = transform.normalise(real_pixels[first : first + _CHUNK]).flatten(1)
+    for first in range(0, len(real_pixels), CHUNK):
+        b = transform.normalise(real_pixels[first : first + CHUNK]).flatten(1)
         square = b.square().sum(dim=1) - 2.0 * (a @ b.T)
         value, index = square.min(dim=1)
         closer = value < best

@@ -1,6 +1,12 @@
-"""What stands between a site's images and its upload: a mechanism that knows its sensitivity, and the site it acts for.
+"""What stands between a site's images and its upload: clipped sums, a mechanism that knows their sensitivity, the site it acts for.
 
-Noise against epsilon stands here as rows too: which epsilon a noise multiplier gives, and which noise multiplier an epsilon needs.
+What is noised once and then used freely is one clipped sum per class, with a count in its last coordinate:
+
+    psi(x)  embedding of a record        C      bound on its part        kappa  what a record adds to the count coordinate
+    u(x) = (clip_C(psi(x) - a_c), kappa) ||u|| <= D = sqrt(C^2 + kappa^2): adding or removing a record moves one sum by that
+    a_c     centre of the class, 0 or anything that was public before the noise is drawn: the bound holds for every a_c
+
+Sums are whole numbers of grid steps, each record's part rounded by itself, so no order of adding changes them.
 """
 
 from __future__ import annotations
@@ -12,16 +18,86 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from rescene.core.errors import ConfigError, ResceneWarning
-from rescene.privacy.accounting import Composition, check_grid, epsilon_of, replaced_epsilon, sigma_for
-from rescene.privacy.class_sums import clip_rows, release_bound
+from rescene.privacy.accounting import Composition, check_grid, least_deviation
 from rescene.privacy.ledger import Charge, Declined, Ledger, Touched
 from rescene.privacy.noise import Noise, discrete_gaussian
 
 ARITHMETIC = 2.0**-10  # room for float32: images of one batch may change each other's last digits
 FORMAL = ("release", "per-example", "dp-sgd")  # these promise an epsilon; "paper-experiment" promises nothing
+TAIL = 9.0  # deviations; noise exceeds them once in 10^18 numbers
+
+
+def clip_rows(rows: Tensor, max_norm: float) -> Tensor:
+    """Each row scaled to norm at most ``max_norm``, in float64; a row that is not finite becomes 0, so the bound holds for any input.
+
+    >>> rows = clip_rows(torch.tensor([[3., 4.], [0.3, 0.4], [torch.inf, 0.]]), 1.0)
+    >>> [round(norm, 6) for norm in rows.norm(dim=1).tolist()]
+    [1.0, 0.5, 0.0]
+    """
+    rows = rows.double()
+    largest = rows.abs().amax(dim=1, keepdim=True) if rows.shape[1] else rows.new_zeros(len(rows), 1)
+    finite = torch.isfinite(largest)
+    rows = torch.where(finite, rows, 0.0)
+    unit = torch.where(finite & (largest > 0), largest, 1.0)
+    norms = unit * (rows / unit).square().sum(dim=1, keepdim=True).sqrt()  # squares of huge entries would overflow
+    return rows * (max_norm / norms.clamp(min=max_norm))
+
+
+def class_sums(
+    psi: Tensor, groups: Tensor, num_groups: int, clip: float, kappa: float, step: float, centre: Tensor | None = None
+) -> Tensor:
+    """Sum of u(x) over each group in whole steps: psi [n, d], groups [n], centre [num_groups, d] -> int64 [num_groups, d + 1].
+
+    An empty group has sum 0.
+    """
+    psi = psi if centre is None else psi.double() - centre.double()[groups]
+    u = torch.cat([clip_rows(psi, clip), torch.full((len(psi), 1), kappa, dtype=torch.float64, device=psi.device)], 1)
+    units = in_steps(u, step)
+    return units.new_zeros(num_groups, units.shape[1]).index_add(0, groups, units)
+
+
+def in_steps(rows: Tensor, step: float) -> Tensor:
+    """Rounded to whole steps, int64.
+
+    >>> in_steps(torch.tensor([0.3, -1.0]), 0.25).tolist()
+    [1, -4]
+    """
+    return (rows.double() / step).round().long()
+
+
+def moved_back(sums: Tensor, centre: Tensor, kappa: float) -> Tensor:
+    """Noised sums around no centre, from those around one: a_c once for every record that the noised count tells of."""
+    counts = sums[:, -1:] / kappa
+    return torch.cat([sums[:, :-1] + counts * centre.to(sums), sums[:, -1:]], 1)
+
+
+def honest_sums(
+    sums: Tensor, clip: float, kappa: float, deviation: float, least: float, centre: Tensor | None = None
+) -> bool:
+    """Whether a site that follows the protocol could have sent these noised sums [g, d + 1] as not suppressed.
+
+    Noise is taken to be at most ``TAIL`` deviations. So the true count is at most the noised one plus so many deviations,
+    and no coordinate of the sum exceeds what so many clipped records and the noise add up to. The centre may be that of an
+    earlier round, so it counts twice.
+    """
+    sums = sums.double()
+    tail = TAIL * deviation
+    reach = clip + (0.0 if centre is None else 2 * float(centre.abs().max()))
+    most = (sums[:, -1:].abs() + tail) / kappa * reach + tail
+    return bool(noised_means(sums, kappa, least)[1].all()) and bool((sums[:, :-1].abs() <= most).all())
+
+
+def noised_means(sums: Tensor, kappa: float, least: float) -> tuple[Tensor, Tensor]:
+    """From noised sums to means: ([g, d], which groups have a noised count of at least ``least`` [g]).
+
+    Post-processing: it looks at nothing but the noised sums. Rows of groups below the threshold carry no meaning.
+    """
+    counts = sums[:, -1] / kappa
+    return sums[:, :-1] / counts.clamp(min=1.0).unsqueeze(1), (counts >= least) & (counts >= 1.0)
 
 
 @dataclass(frozen=True)
@@ -30,9 +106,7 @@ class Mechanism:
 
     kind: Literal["release", "per-example", "paper-experiment", "dp-sgd"]
     sigma: float  # noise multiplier
-    clip: (
-        float  # C: bound on a record's embedding (release) or gradient (per-example, dp-sgd; per class in the paper's)
-    )
+    clip: float  # C: bound on a record's embedding (release) or gradient (others; per class in the paper's experiment)
     composition: Composition  # of one participation
     delta: float = 1e-5
     kappa: float = 1.0  # release: what a record adds to the count coordinate
@@ -47,9 +121,7 @@ class Mechanism:
     sends_sums: bool = field(default=False, repr=False)  # release: instead of surrogates
     centred: bool = field(default=False, repr=False)  # release: around what earlier releases tell of a class
     pooled: bool = field(default=False, repr=False)  # release: the server adds up the sites' sums before it uses them
-    covariance_colour: bool = field(
-        default=False, repr=False
-    )  # release, start coloured: joins the question where it is on
+    covariance_colour: bool = field(default=False, repr=False)  # start coloured: joins the question where it is on
     honest_sites: int | None = field(default=None, repr=False)  # H: a secure sum needs noise of so many sites
     late_alone: bool = field(default=False, repr=False)  # a site that missed a sum adds the whole noise by itself
 
@@ -61,7 +133,7 @@ class Mechanism:
     @property
     def sensitivity(self) -> float:
         """Largest change of the noised quantity when one record comes or goes."""
-        return release_bound(self.clip, self.kappa) if self.kind == "release" else self.clip
+        return math.hypot(self.clip, self.kappa) if self.kind == "release" else self.clip
 
     @property
     def share(self) -> float:
@@ -198,32 +270,22 @@ def refuse_batch_statistics(net: nn.Module, asked: bool = False) -> None:
             )
 
 
-SIGMAS, EPSILONS = (0.5, 1.0, 3.0, 5.0), (1.0, 2.0, 4.0, 8.0)
+def noised_counts(counts: Tensor, sigma: float, noise: Noise) -> Tensor:
+    """Counts of images [kinds, classes] behind discrete Gaussian noise, rounded to whole images again; they may be negative.
 
-
-def trade_off_rows(
-    mechanism: Mechanism,
-    whole_run: Composition,
-    delta: float,
-    epsilon: float | None = None,
-    sigma: float | None = None,
-) -> list[dict[str, str | float]]:
-    """A row for the given ``sigma`` or ``epsilon``; without either, rows for usual values of both.
-
-    ``sigma`` has no unit: it is the deviation of the noise divided by the sensitivity. Each row has the epsilon of one
-    participation, of the whole run, and of the whole run where an image is replaced instead of removed.
+    The grid is so fine that the accountant's cost of a grid (``check_grid``) covers the noise.
     """
-    factor = mechanism.replaced / mechanism.sensitivity
-    pairs = [("given sigma", s) for s in ((sigma,) if sigma is not None else SIGMAS) if epsilon is None]
-    wanted = (epsilon,) if epsilon is not None else EPSILONS
-    pairs += [("given epsilon", sigma_for(e, whole_run, delta)) for e in wanted if sigma is None]
-    return [
-        {
-            "direction": direction,
-            "sigma": s,
-            "epsilon, one participation": epsilon_of(s, mechanism.composition, delta),
-            "epsilon, whole run": epsilon_of(s, whole_run, delta),
-            "epsilon, image replaced": replaced_epsilon(s, whole_run, delta, factor),
-        }
-        for direction, s in pairs
-    ]
+    deviation = count_deviation(sigma, len(counts))
+    grid = math.ceil(least_deviation(counts.numel()) / deviation)  # steps to one image
+    check_grid(grid * deviation, counts.numel())
+    drawn = discrete_gaussian(counts.numel(), grid * deviation, noise).reshape(counts.shape)
+    return (counts * grid + drawn + grid // 2).div(grid, rounding_mode="floor")
+
+
+def count_deviation(sigma: float, num_kinds: int) -> float:
+    """Deviation of the noise, in images. An image adds at most 1 to one count of each kind: the sensitivity is sqrt(num_kinds).
+
+    >>> count_deviation(2.0, 4)
+    4.0
+    """
+    return sigma * math.sqrt(num_kinds)

@@ -1,4 +1,7 @@
-"""What a run promises: its mechanism, how its releases add up, and the epsilon of that."""
+"""What a run promises: its mechanism, how its releases add up, the epsilon of that, and what an epsilon means in words.
+
+The run, its report and model card, `rescene privacy` and a site's check all take the words from here.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,68 @@ from dataclasses import dataclass, replace
 
 from rescene.privacy.accounting import Composition, check_target, epsilon_of, replaced_epsilon, sigma_for
 from rescene.privacy.ledger_file import Floor
-from rescene.privacy.mechanism import FORMAL, Mechanism
-from rescene.privacy.statement import OUTSIDE, guarantee, released_before, trust
+from rescene.privacy.mechanism import Mechanism
+
+OUTSIDE = "Not covered: settings and clips that were chosen by looking at private images, class names, sizes of sites, timing."
+NO_COUNTS = "behind a guarantee sites answer no evaluation, because exact counts would tell of single images"
+HOW_TO_MEASURE = (
+    "name test images of the server before the first run (`test: FOLDER` in plan.yaml, one folder per class), "
+    "or let each site put noise on its counts (`privacy: {epsilon_max: 8, evaluation_sigma: 2}` in site.yaml)"
+)
+
+
+def guarantee(epsilon: float, replaced: float, delta: float) -> str:
+    """The guarantee: in plain words, then for an image added or removed and for an image replaced."""
+    return (
+        f"What a site sends looks nearly the same with and without any one image. Epsilon says how nearly: {epsilon:.2f} is "
+        f"{strength(epsilon)}. "
+        f"({epsilon:.2f}, {delta:g})-differentially private for each image over the whole run, all tasks, if the image is added "
+        f"or removed, and ({replaced:.2f}, {delta:g}) if another takes its place."
+    )
+
+
+def strength(epsilon: float) -> str:
+    """How much an epsilon protects, in words.
+
+    >>> strength(1.0), strength(8.0), strength(50.0)
+    ('strong', 'moderate, and often used in practice', 'hardly any protection')
+    """
+    steps = ((1.0, "strong"), (10.0, "moderate, and often used in practice"), (20.0, "weak"))
+    return next((words for most, words in steps if epsilon <= most + 1e-6), "hardly any protection")
+
+
+def trust(honest_sites: int | None, late_alone: bool = False) -> str:
+    """Who must be trusted for it."""
+    if honest_sites is None:
+        return (
+            "Trust: each site adds the whole noise by itself, so it needs to trust neither the server nor other sites."
+        )
+    return (
+        f"Trust: the server learns only sums over sites, and each site adds a part of the noise; at least {honest_sites} honest "
+        "sites must be in every sum."
+        + (" A site that missed a sum adds the whole noise by itself." if late_alone else "")
+    )
+
+
+def released_before(earlier_sums: int) -> str:
+    """What stays released although a site withdrew."""
+    times = "Once" if earlier_sums == 1 else f"{earlier_sums} times"
+    return (
+        f"{times} a site withdrew and sums over the other sites were taken anew. The sums from before stay released, and epsilon "
+        "counts them too."
+    )
+
+
+def limit(epsilon: float | None, delta: float) -> str:
+    """A site's own limit, over all runs."""
+    if epsilon is None:
+        return "no largest epsilon: privacy.epsilon_max is not set"
+    once = Composition(1, 1)
+    replaced = replaced_epsilon(sigma_for(epsilon, once, delta), once, delta, 2.0)
+    return (
+        f"epsilon {epsilon:g} at delta {delta:g} for each image over all runs and tasks, if it is added or removed; "
+        f"about {replaced:.0f} if another takes its place. {OUTSIDE}"
+    )
 
 
 @dataclass(frozen=True)
@@ -29,7 +92,7 @@ class Promise:
     @property
     def formal(self) -> bool:
         """Whether the run has a differential privacy guarantee."""
-        return self.mechanism.kind in FORMAL and not self.test_mode
+        return self.mechanism.formal and not self.test_mode
 
     def epsilon(self) -> float | None:
         """Epsilon of the whole run if an image is added or removed; None without a guarantee."""
@@ -49,7 +112,7 @@ class Promise:
     def words(self) -> str:
         """The guarantee in a sentence, or why there is none."""
         sigma = self.mechanism.sigma
-        if self.mechanism.kind not in FORMAL:
+        if not self.mechanism.formal:
             return f"Not private: the paper's experiment (sigma = {sigma:g}) is empirical and certifies nothing."
         if self.test_mode:
             return "Not private: test mode, the noise comes from the run's seed, which the server knows."
@@ -70,7 +133,7 @@ class Promise:
 
 def check_records(promise: Promise | None, num_records: int) -> None:
     """delta must say something about a data set of this size."""
-    if promise is not None and promise.mechanism.kind in FORMAL:
+    if promise is not None and promise.mechanism.formal:
         check_target(delta=promise.delta, num_records=num_records)
 
 
@@ -89,3 +152,34 @@ def floor_of(promise: Promise | None) -> Floor | None:
     if promise is None or epsilon is None or not math.isfinite(epsilon):
         return None
     return Floor(epsilon_max=math.ceil(1e6 * epsilon + 1) / 1e6, delta_max=promise.delta)
+
+
+SIGMAS, EPSILONS = (0.5, 1.0, 3.0, 5.0), (1.0, 2.0, 4.0, 8.0)
+
+
+def trade_off_rows(
+    mechanism: Mechanism,
+    whole_run: Composition,
+    delta: float,
+    epsilon: float | None = None,
+    sigma: float | None = None,
+) -> list[dict[str, str | float]]:
+    """A row for the given ``sigma`` or ``epsilon``; without either, rows for usual values of both.
+
+    ``sigma`` has no unit: it is the deviation of the noise divided by the sensitivity. Each row has the epsilon of one
+    participation, of the whole run, and of the whole run where an image is replaced instead of removed.
+    """
+    factor = mechanism.replaced / mechanism.sensitivity
+    pairs = [("given sigma", s) for s in ((sigma,) if sigma is not None else SIGMAS) if epsilon is None]
+    wanted = (epsilon,) if epsilon is not None else EPSILONS
+    pairs += [("given epsilon", sigma_for(e, whole_run, delta)) for e in wanted if sigma is None]
+    return [
+        {
+            "direction": direction,
+            "sigma": s,
+            "epsilon, one participation": epsilon_of(s, mechanism.composition, delta),
+            "epsilon, whole run": epsilon_of(s, whole_run, delta),
+            "epsilon, image replaced": replaced_epsilon(s, whole_run, delta, factor),
+        }
+        for direction, s in pairs
+    ]

@@ -44,7 +44,7 @@ from torch import Tensor
 
 from rescene.core.errors import RunError
 from rescene.core.record import record
-from rescene.privacy.totals import COMMITTED, KEYS, SEALED, SHARE, Values, layout
+from rescene.privacy.totals import COMMITTED, KEYS, SEALED, SHARE, Values, added, layout
 
 try:
     from Crypto.Protocol.SecretSharing import Shamir
@@ -321,11 +321,7 @@ def opened(
         for k in masked:
             pair = _pair_mask(transcript, secret_key, keys[k], gone_, k)
             masks.append((pair, -_sign_of(k, gone_)))
-    first = {name: value.clone() for name, value in next(iter(masked.values())).items()}
-    for part in list(masked.values())[1:]:
-        for name, value in part.items():
-            first[name] += value
-    return Opened(_with_masks(first, masks), tuple(sorted(liars)))
+    return Opened(_with_masks(added(masked.values()), masks), tuple(sorted(liars)))
 
 
 def column(dealt: Mapping[int, bytes], clients: Sequence[int], client: int) -> dict[int, bytes]:

@@ -32,7 +32,7 @@ from rescene.core.errors import DataError
 from rescene.data.images import Channels, Dataset, Images, Transform
 from rescene.data.sources.decode import decode, shown
 from rescene.data.sources.image_folder import list_splits, subfolders, survey
-from rescene.data.sources.image_table import missing_shards, open_parquet
+from rescene.data.sources.image_table import missing_shards, open_parquet, parquet_below
 from rescene.data.sources.listing import Options, assemble
 
 
@@ -146,11 +146,8 @@ Shards = dict[str, list[Path]]
 def find_parquet(path: Path) -> Shards:
     """split -> files in name order; a file's split is the start of its name or its folder. Empty without parquet."""
     folder = path.parent if path.suffix == ".parquet" else path
-    files = sorted(folder.rglob("*.parquet")) if folder.is_dir() else []
     shards: Shards = {}
-    for file in files:
-        if any(part.startswith(".") for part in file.relative_to(folder).parts):
-            continue
+    for file in parquet_below(folder) if folder.is_dir() else []:
         split = next((s for s in ("train", "test") if file.name.startswith(s) or file.parent.name == s), None)
         if split:
             shards.setdefault(split, []).append(file)

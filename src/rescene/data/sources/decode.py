@@ -106,6 +106,16 @@ def shown(name: str | Path) -> str:
     return "".join(c.encode("unicode_escape").decode() if unicodedata.category(c) in unseen else c for c in str(name))
 
 
+def few(names: Sequence[str], most: int = 5) -> str:
+    """The first of these names as they can be printed, and how many more there are.
+
+    >>> few(["a", "b", "c"], most=2)
+    'a, b and 1 more'
+    """
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(shown(name) for name in names[:most]) + more
+
+
 def guess_size(sources: Sequence[Path | bytes]) -> int:
     """32 if the median shorter side (of up to 1,000 evenly spaced images) is below 48 pixels, else 64."""
     sides = [min(size) for size in header_sizes(sources)]
@@ -183,10 +193,9 @@ def _fit(image: Image, size: int) -> Image:
 
 def _report(refused: dict[int, Exception], names: Sequence[str], skip: bool) -> None:
     first = min(refused)
-    shown = [f"{names[i]} ({reason(refused[i])})" for i in sorted(refused)[:3]]
-    more = f" and {len(refused) - 3} more" if len(refused) > 3 else ""
     if skip:
-        what = f"left out {len(refused)} of {len(names)} images that cannot be read: {', '.join(shown)}{more}"
+        told = few([f"{names[i]} ({reason(refused[i])})" for i in sorted(refused)], 3)
+        what = f"left out {len(refused)} of {len(names)} images that cannot be read: {told}"
         warnings.warn(ResceneWarning("W203", what, fix="copy them again, or convert them to JPEG or PNG"), stacklevel=3)
         return
     others = f" and {len(refused) - 1} more" if len(refused) > 1 else ""

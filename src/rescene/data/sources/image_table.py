@@ -86,10 +86,16 @@ def parquet_files(path: Path) -> tuple[list[Path], list[str]]:
     """The files to read, and names of validation files that stand beside test files."""
     if path.is_file():
         return [path], []
-    found = [file for file in sorted(path.rglob("*.parquet")) if not _is_hidden(file.relative_to(path))]
+    found = parquet_below(path)
     extra = [file for file in found if _split_of(file) == "test" and not _begins(file, ("test",))]
     tested = any(_begins(file, ("test",)) for file in found)
     return [file for file in found if not (tested and file in extra)], [f.name for f in extra] if tested else []
+
+
+def parquet_below(folder: Path) -> list[Path]:
+    """All parquet files in a folder and below it that are not hidden, in name order."""
+    found = sorted(folder.rglob("*.parquet"))
+    return [file for file in found if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
 
 
 def is_listing(path: Path) -> bool:
@@ -105,10 +111,6 @@ def _is_picture(value: Any) -> bool:
     if isinstance(value, str):
         return Path(value.strip()).suffix.lower() in EXTENSIONS
     return isinstance(value, bytes) or (isinstance(value, dict) and "bytes" in value)
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
 
 
 def _begins(file: Path, names: Sequence[str]) -> bool:

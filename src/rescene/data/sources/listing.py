@@ -20,7 +20,7 @@ import torch
 from rescene.core.errors import ConfigError, DataError, ResceneWarning
 from rescene.core.rng import Rng
 from rescene.data.images import Channels, Dataset, Images, Transform, measure
-from rescene.data.sources.decode import decode, guess_size, shown
+from rescene.data.sources.decode import decode, few, guess_size, shown
 
 LAYOUTS = ("auto", "classes", "domains", "sites", "sites-domains")
 OUTSIDE = ("warn", "refuse")
@@ -226,10 +226,9 @@ def check_classes(name: str, classes: tuple[str, ...], files: Sequence[File]) ->
     trained = {file.label for file in files if file.split == "train"}
     missing = [c for c in classes if c not in trained]
     if missing:
-        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         raise DataError(
             "E204",
-            f"no training image of class {', '.join(missing[:5])}{more}",
+            f"no training image of class {few(missing)}",
             where=name,
             fix="add images to the class, or remove its folder or rows",
         )
