@@ -57,7 +57,7 @@ def kept_otherwise(buffer: str, n: int, budget: int, rng: Rng) -> Tensor:
 
 
 def close_absent(state: Any, now: int, patience: int, herd: Herd | None) -> Any:
-    """Where no end is announced: close the classes that have not come for ``patience`` rounds (docs/open-ended.md)."""
+    """Where no end is announced: close the classes that have not come for ``patience`` rounds (docs/arrivals.md)."""
     pool = joined(state.pool)
     assert pool is not None
     seen = {label: int(pool.rounds[pool.labels == label].max()) for label in pool.labels.unique().tolist()}
