@@ -20,7 +20,6 @@ EXTRAS_OF = {
     "audit/masked.py": ["deploy"],
     "deploy/executor.py": ["deploy"],
     "deploy/flower.py": ["deploy"],
-    "deploy/flower_app.py": ["deploy"],
     "deploy/keys.py": ["deploy"],
     "privacy/accounting.py": ["privacy"],
     "privacy/noise.py": ["privacy"],

@@ -24,6 +24,7 @@ from rescene.core.errors import DataError, RunError
 from rescene.deploy import checks
 from rescene.deploy.checks import check_site, data_rows, privacy_rows
 from rescene.deploy.site import Site
+from rescene.deploy.site_config import experiment_of
 from rescene.deploy.trial import NoPost, try_round
 
 
@@ -334,13 +335,13 @@ def test_a_trial_that_fails_says_why(tmp_path, monkeypatch):
         try_round(Site.open(folder), resolve("smoke"))
     assert "E348" in failed.value.why
     monkeypatch.undo()
-    whole = Site._experiment
 
-    def empty(self, request, hidden=False):
-        found = whole(self, request, hidden)
+    def empty(*given):
+        found = experiment_of(*given)
         return replace(found, shards=[[part[:0] for part in parts] for parts in found.shards])
 
-    monkeypatch.setattr(Site, "_experiment", empty)
+    for module in ("site", "trial"):
+        monkeypatch.setattr(f"rescene.deploy.{module}.experiment_of", empty)
     with pytest.raises(DataError, match="has no image"):
         try_round(Site.open(folder), resolve("smoke"))
 

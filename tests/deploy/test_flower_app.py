@@ -24,7 +24,7 @@ from test_flower import LocalGrid
 
 from rescene.config import resolve
 from rescene.core.errors import ConfigError
-from rescene.deploy import flower_app
+from rescene.deploy import flower
 from rescene.deploy.federation_folder import init
 from rescene.deploy.processes import (
     LINK,
@@ -70,14 +70,14 @@ class Simulated(LocalGrid):
     def _answered(self, message):
         node = message.metadata.dst_node_id
         place = {"partition-id": int(self.folders[node]), "num-partitions": len(self.folders)}
-        return flower_app.client(message, Context(7, node, place, RecordDict(), self.config))
+        return flower.client(message, Context(7, node, place, RecordDict(), self.config))
 
 
 def test_simulated_nodes_are_the_sites_of_the_recipes_split(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", sys.argv)  # the app writes its own
     out = tmp_path / "across"
     config = settings("flower-app") | PATIENCE | {"set": SMALL, "out": str(out), "poll-s": 0.0}
-    flower_app.server(Simulated(3, config), Context(7, 0, {}, RecordDict(), config))
+    flower.recipe_server(Simulated(3, config), Context(7, 0, {}, RecordDict(), config))
     assert (out / "model" / "final.safetensors").read_bytes() == expected(tmp_path, 3)
     assert (out / "command.txt").read_text().startswith("flwr run .")
     assert sorted(path.name for path in (tmp_path / "across.sites").iterdir()) == ["site-0", "site-1", "site-2"]
@@ -88,7 +88,7 @@ def test_a_node_names_its_folder_or_is_simulated(tmp_path):
     folder.mkdir()
     (folder / "site.yaml").write_text(yaml.safe_dump({"client": 4}))
     config = settings("flower-app") | {"out": str(tmp_path / "run")}
-    at = lambda node: flower_app.site_of(Context(7, 1, node, RecordDict(), config))  # noqa: E731
+    at = lambda node: flower.site_of(Context(7, 1, node, RecordDict(), config))  # noqa: E731
     assert at({"folder": str(folder), "partition-id": 0}).section.client == 4  # what a person wrote counts
     assert at({"partition-id": 2}).section.client == 2
     with pytest.raises(ConfigError, match="E530"):
@@ -97,7 +97,7 @@ def test_a_node_names_its_folder_or_is_simulated(tmp_path):
 
 def test_a_run_without_a_folder_is_kept_at_home_by_its_number(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert flower_app.run_folder(Context(7, 1, {}, RecordDict(), {"out": ""})) == tmp_path / "rescene-flower" / "7"
+    assert flower.run_folder(Context(7, 1, {}, RecordDict(), {"out": ""})) == tmp_path / "rescene-flower" / "7"
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
@@ -107,7 +107,7 @@ def test_flower_takes_the_folder_as_an_app(folder):
     good, errors, warnings = validate_config(config, check_module=False)
     assert good and not errors and not warnings, (errors, warnings)
     assert config["tool"]["flwr"]["app"]["fab-format-version"] == 1
-    used = set(re.findall(r'(?:run_config|config)\["([a-z-]+)"\]', Path(flower_app.__file__).read_text())) | {*PATIENCE}
+    used = set(re.findall(r'(?:run_config|config)\["([a-z-]+)"\]', Path(flower.__file__).read_text())) | {*PATIENCE}
     assert set(settings(folder)) == used  # Flower refuses keys that pyproject.toml does not name
     resolve(settings(folder)["recipe"])
 

@@ -87,8 +87,10 @@ def test_a_process_that_cannot_be_written_down_is_not_left_behind(tmp_path):
 @pytest.mark.parametrize("cut", [b"", b"short"])
 def test_a_secret_that_a_full_disk_cut_short_is_made_anew(tmp_path, cut):
     (tmp_path / "executor.secret").write_bytes(cut)
-    secret = processes._secret(tmp_path).read_bytes()
-    assert len(secret) == processes.SECRET_BYTES and processes._secret(tmp_path).read_bytes() == secret
+    processes._make_secret(tmp_path)
+    secret = (tmp_path / "executor.secret").read_bytes()
+    processes._make_secret(tmp_path)
+    assert len(secret) == processes.SECRET_BYTES and (tmp_path / "executor.secret").read_bytes() == secret
 
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path):

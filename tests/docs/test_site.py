@@ -102,6 +102,24 @@ def test_a_page_that_links_to_what_is_generated_says_where_it_comes_from():
         assert page.name == "index.md" or all(text in told for text in linked), page
 
 
+def test_pages_that_the_program_and_the_release_name_exist():
+    """A message, a comment or a release document says `docs/cost.md`: the page is there."""
+    root = DOCS.parent
+    files = [
+        path
+        for folder in ("src", "benchmarks", "release", "examples")
+        for path in (root / folder).rglob("*")
+        if path.suffix in {".py", ".md", ".yaml", ".j2"}
+    ]
+    named = {
+        (path.name, page)
+        for path in files
+        for page in re.findall(r"\bdocs/[\w/-]+\.md", path.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 10
+    assert [(name, page) for name, page in sorted(named) if not (root / page).exists()] == []
+
+
 def test_the_status_page_is_made_from_the_results():
     text = status.page()
     assert "paper/main" in text and "results/cifar10/rescene-beta0.5-s0" in text and "not yet measured" in text

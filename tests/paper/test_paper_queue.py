@@ -108,6 +108,14 @@ def test_a_stopped_run_goes_on_and_loses_no_round(tmp_path):
     assert len(rounds) <= 11, "a kill may fall between a round and its note, no more"
 
 
+def test_what_lacks_its_data_is_listed_and_not_started(tmp_path, monkeypatch):
+    monkeypatch.setenv("RESCENE_DATA", str(tmp_path))
+    cells = [Missing("test", "no data", cell_of(MAIN, "cifar10/0.5/fedavg"), 0), *wanted("a")]
+    lacking, done = queue(tmp_path, cells, 1, {"no data": 0.1, "a": 0.1}, command=pretend()).run()
+    assert (lacking.state, done.state) == ("cannot run", "done")
+    assert lacking.used is None and "is not on this machine: rescene data prepare cifar10" in lacking.why
+
+
 def test_a_queue_in_the_background_can_stop_its_runs(tmp_path):
     """A shell lets its background jobs ignore Ctrl-C, and so do the processes that they start."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -146,15 +154,29 @@ def test_minutes_are_predicted_from_runs_on_the_same_device_only(tmp_path):
     assert predictor(store, "card")(Missing("e", "x", office, 0)) is None, "its sizes are not known without the images"
 
 
+def test_runs_with_statistics_of_the_batch_are_timed_apart(tmp_path):
+    """Their condensation is not recorded as a graph and takes several times as long."""
+    cell = cell_of(MAIN, "cifar10/0.5/rescene").fast
+    nominal = {"client_flops": 3.6e15, "server_flops": 20e15}
+    folder = write_run(tmp_path, cell, cost={"nominal": nominal, "measured": {}})
+    (folder / "env.json").write_text('{"device": "card"}')
+    (folder / "timing.json").write_text(json.dumps({"total_s": 120.0}))
+    predict = predictor(Store([tmp_path]), "card")
+    assert predict(Missing("a", "x", cell.read_as("real minibatch 10"), 0))
+    assert predict(Missing("a", "x", cell.read_as("BatchNorm in train mode"), 0)) is None
+
+
 def test_the_command_line_plans_and_refuses(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RESCENE_DATA", str(tmp_path))
     (tmp_path / "kept").mkdir()
 
     def invoke(*words):
         return CliRunner().invoke(app, ["paper", "run", *words])
 
     plan = json.loads(invoke("--queue", "--plan", "--runs", "kept", "--json").output)
-    assert len(plan) > 80 and {row["state"] for row in plan} == {"waiting"} and plan[0]["predicted"] is None
+    assert len(plan) > 80 and plan[0]["predicted"] is None
+    assert {row["state"] for row in plan} == {"cannot run"} and "data prepare cifar10" in plan[0]["why"]
     assert not Path("runs").exists()
     for words in (("--queue",), ("main", "--queue", "--minutes", "5"), (), ("--queue", "--minutes", "0")):
         result = invoke(*words, "--runs", "kept")

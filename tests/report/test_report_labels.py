@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rescene.core.method_style import style_of
-from rescene.report.drawing import Plot, _drawn, legend_above, name_rows, stroke, together
+from rescene.report.drawing import Plot, _drawn, name_rows, stroke, together
 from rescene.report.formatting import distinct, shortened, visible, wrapped
 from rescene.report.groups import RunGroup, telling, word
 
@@ -78,7 +78,6 @@ def lines(names: list[str], aspect: str = "auto") -> Plot:
         for name in names:
             axes.plot([0, 1], label=name)
         axes.set(xlabel="x", ylabel="accuracy on seen classes (%)", aspect=aspect)
-        legend_above(sheet, *axes.get_legend_handles_labels())
 
     return Plot("lines", "Lines", "", [{"a": 1}], draw, 3.5 if aspect == "auto" else 4.9)
 

@@ -1,5 +1,5 @@
 """A site: simulated by Flower, or run by somebody from a site's folder."""
 
-from rescene.deploy.flower_app import client as app
+from rescene.deploy.flower import client as app
 
 __all__ = ["app"]

@@ -1,5 +1,5 @@
 """The server: rescene's engine, with the nodes of Flower as its sites."""
 
-from rescene.deploy.flower_app import server as app
+from rescene.deploy.flower import recipe_server as app
 
 __all__ = ["app"]

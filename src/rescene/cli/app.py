@@ -39,7 +39,7 @@ from rescene.cli.experiment_verbs import (
 from rescene.cli.look_verbs import leaderboard_app, plot, report, runs, show, sites, table
 from rescene.cli.paper_verbs import paper_app, theory
 from rescene.cli.privacy_verbs import audit, forget, privacy
-from rescene.cli.shared_options import AsJson
+from rescene.cli.shared_options import AsJson, load_plugins
 from rescene.cli.start_verbs import data_app, demo, doctor, list_things, measure_speed
 from rescene.cli.terminal import guard_streams, visible, warnings_for_people
 from rescene.core.errors import ResceneError, did_you_mean, for_people
@@ -74,10 +74,11 @@ def main() -> None:
 
 
 class Verb(TyperCommand):
-    """A verb. Errors meant for people become a message and an exit code."""
+    """A verb. Its ``--plugin`` is loaded before it begins. Errors meant for people become a message and an exit code."""
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
         try:
+            load_plugins(map(Path, ctx.params.get("plugin") or ()))
             return super().invoke(ctx)
         except Exception as error:
             _stop(for_people(error))

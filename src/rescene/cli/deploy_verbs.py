@@ -22,7 +22,6 @@ from rescene.cli.shared_options import (
     Quiet,
     RecipeName,
     ServerGflops,
-    load_plugins,
     verb_group,
 )
 from rescene.cli.start_verbs import print_verdict
@@ -106,7 +105,6 @@ def check(
     plugin: Plugin = None,
 ) -> None:
     """Check a server or a site, and try a round at the site: nothing is sent; exit code 5 if something needs fixing."""
-    load_plugins(plugin)
     if (folder / "federation.yaml").is_file():
         from rescene.deploy.checks import check_server
 
@@ -464,7 +462,6 @@ def export(
     from rescene.report.model_card import write_card
     from rescene.use import export as export_model
 
-    load_plugins(plugin)
     target = out or folder / "export"
     with watch_looks(quiet=as_json):
         rows = export_model(folder, [kind.strip() for kind in to.split(",")], target)
@@ -496,7 +493,6 @@ def predict(
         raise ConfigError(
             "E140", f"no such format: {kind}", where="--format", fix=f"one of: {', '.join(ANSWER_FORMATS)}"
         )
-    load_plugins(plugin)
     opened, files = open_model(model, trust), find_images(images)
     with watch_looks(quiet=kind == "json"):
         answers, unreadable = answer(opened, files, top)
@@ -569,7 +565,6 @@ def serve(
         print(*write_container(model, container, trust), sep="\n")
         print("The first lines of the Containerfile say how to build and run it.")
         return
-    load_plugins(plugin)
     use_all_cores()
     service = Service(open_model(model, trust), int(max_mb * 2**20), max_pixels, frozenset(allow_host or ()))
     if host not in ("127.0.0.1", "localhost", "::1"):

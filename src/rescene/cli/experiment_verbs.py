@@ -26,7 +26,6 @@ from rescene.cli.shared_options import (
     RecipeName,
     ServerGflops,
     complete_override,
-    load_plugins,
     run_config,
     verb_group,
 )
@@ -119,7 +118,6 @@ def run(
     plugin: Plugin = None,
 ) -> None:
     """Run one experiment. The same command continues one that was interrupted."""
-    load_plugins(plugin)
     from rescene.cli.running import plan_run, run_one
     from rescene.config import resolve
 
@@ -164,7 +162,6 @@ def sweep(
     plugin: Plugin = None,
 ) -> None:
     """Run a grid of experiments times seeds. Finished cells are skipped; exit code 4 if one fails."""
-    load_plugins(plugin)
     from rescene.cli.running import SweepOptions, plan_sweep, run_search, run_sweep
     from rescene.trackers import open_trackers
 
@@ -188,7 +185,6 @@ def resume(
     plugin: Plugin = None,
 ) -> None:
     """Continue an interrupted run."""
-    load_plugins(plugin)
     from rescene.cli.running import run_one
     from rescene.config import resolve
 
@@ -217,7 +213,6 @@ def continue_run(
     plugin: Plugin = None,
 ) -> None:
     """Add new classes or domains to a finished run, and go on with them in a copy of it."""
-    load_plugins(plugin)
     from rescene.cli.progress import watch_looks
     from rescene.cli.running import run_one
     from rescene.engine.continuation import continued
@@ -278,7 +273,6 @@ def rerun(
     plugin: Plugin = None,
 ) -> None:
     """Repeat a finished run and compare every number; exit code 5 if one differs."""
-    load_plugins(plugin)
     interruptible(lambda: 0 if _repeat(folder, out, quiet, as_json) else 5)
 
 
@@ -350,7 +344,6 @@ def cost(
     plugin: Plugin = None,
 ) -> None:
     """Say what a run will cost before it runs: FLOPs, bytes, state, time per round, time on this device."""
-    load_plugins(plugin)
     from rescene.cli.costing import show_cost
     from rescene.config import resolve
 
@@ -360,7 +353,6 @@ def cost(
 @method_app.command("explain")
 def explain(method: MethodName, as_json: AsJson = False, plugin: Plugin = None) -> None:
     """Say what a method does, what leaves the site, and its hyperparameters with their place in the paper."""
-    load_plugins(plugin)
     facts, rows = explain_method(method)
     if as_json:
         print(json.dumps({**facts, "hyperparameters": rows}))

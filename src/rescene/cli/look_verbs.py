@@ -19,7 +19,6 @@ from rescene.cli.shared_options import (
     Plugin,
     RecipeOrRun,
     find_runs,
-    load_plugins,
     recipe_of,
     runs_root,
     verb_group,
@@ -146,7 +145,6 @@ def _plugin_titles(plugin: list[Path] | None) -> list[str]:
     """The titles that methods of plug-ins have today, for runs that recorded an older one."""
     if not plugin:
         return []
-    load_plugins(plugin)
     from rescene.methods import method_class, method_names
 
     files = {str(path.resolve()) for path in plugin}
@@ -306,7 +304,6 @@ def leaderboard_write(
 
     A folder whose files do not agree is left out with a warning.
     """
-    load_plugins(plugin)
     with busy("reading runs"):
         from rescene.report.leaderboard import write_leaderboard
 
@@ -422,7 +419,6 @@ def leaderboard_check(
 
     With --json one object for each folder, a line each.
     """
-    load_plugins(plugin)
 
     def work() -> int:
         codes = [_check_one(folder, rounds, minutes, as_json, name=len(folders) > 1) for folder in folders]

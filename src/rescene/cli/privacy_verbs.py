@@ -17,7 +17,6 @@ from rescene.cli.shared_options import (
     Plugin,
     Quiet,
     RecipeOrRun,
-    load_plugins,
     recipe_of,
     run_config,
 )
@@ -59,7 +58,6 @@ def privacy(
     plugin: Plugin = None,
 ) -> None:
     """Say what is guaranteed for an image over the whole run: epsilon for a noise multiplier, and back."""
-    load_plugins(plugin)
     if ledger is not None:
         show_ledger(ledger, as_json)
         return
@@ -240,7 +238,6 @@ def audit(
     plugin: Plugin = None,
 ) -> None:
     """Attack what sites upload; exit code 5 if an attack breaks a promise or misses a leak made on purpose."""
-    load_plugins(plugin)
     from rescene.audit import AuditScale
     from rescene.config import resolve
     from rescene.engine import use_all_cores
@@ -371,7 +368,6 @@ def forget(
     plugin: Plugin = None,
 ) -> None:
     """Remove a site that withdraws: its uploads go, the model is trained again on the rest, the site is not asked again."""
-    load_plugins(plugin)
     interruptible(lambda: _withdraw(folder, client, check, charge, out, quiet, as_json))
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Annotated
@@ -101,9 +101,9 @@ def _folder(package: str) -> Path:
     return Path(rescene.__file__).parent.joinpath(*package.split(".")[1:])
 
 
-def load_plugins(paths: list[Path] | None) -> None:
+def load_plugins(paths: Iterable[Path]) -> None:
     """Import the files that were given with ``--plugin``, and let the installed observers that were named watch."""
-    for path in paths or ():
+    for path in paths:
         found = [] if path.is_file() else [one for one in installed("rescene.observers") if one.name == str(path)]
         for entry in found:
             from rescene.engine.observers import register_observer  # loads torch
@@ -167,7 +167,7 @@ MethodName = Annotated[str, typer.Argument(help="name of a method", autocompleti
 FinishedRun = Annotated[Path, typer.Argument(help="finished run folder")]
 Out = Annotated[Path | None, typer.Option("--out", help="run folder (default: runs/<recipe>/<method>-s<seed>-<hash>)")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="print results only")]
-Plugin = Annotated[
+Plugin = Annotated[  # the class of all verbs, in app, loads them before a verb begins
     list[Path] | None,
     typer.Option(
         "--plugin",

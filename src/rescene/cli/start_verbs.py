@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rescene.cli.shared_options import AsJson, Overrides, Plugin, Quiet, load_plugins, runs_root, verb_group
+from rescene.cli.shared_options import AsJson, Overrides, Plugin, Quiet, runs_root, verb_group
 from rescene.cli.terminal import interruptible, print_rows
 from rescene.core.errors import ConfigError, ResceneError, command, did_you_mean
 from rescene.core.json_files import Row
@@ -94,7 +94,6 @@ def list_things(
     plugin: Plugin = None,
 ) -> None:
     """List what you can choose: methods, recipes, datasets, models or buffers."""
-    load_plugins(plugin)
     if verified and what != "methods":
         raise ConfigError("E109", f"--verified says nothing of {what}", fix="rescene list methods --verified")
     if what not in LISTS:

@@ -33,7 +33,7 @@ import torch
 from rescene.core.errors import RunError
 from rescene.core.files import US_ALONE, write_atomically
 from rescene.core.record import Tree
-from rescene.deploy.exchange import LONGEST_LINE, Remembered, Reply
+from rescene.deploy.exchange import LONGEST_LINE, Remembered, Reply, is_digest
 from rescene.deploy.message_bytes import unpack_message
 from rescene.engine.checkpoint import could_not_save, reach, write_json
 from rescene.engine.evaluate import Tally
@@ -42,7 +42,7 @@ from rescene.privacy.ledger import End
 
 HEADER_BYTES, TENSOR_BYTES = 1 << 16, 512  # of JSON, which takes a hundred times its size while it is read
 MOST_TOLD = 20
-CODE, DIGEST = re.compile(r"[EW]\d{3}"), re.compile(r"[0-9a-f]{64}")
+CODE = re.compile(r"[EW]\d{3}")
 
 
 @dataclass(frozen=True)
@@ -93,27 +93,25 @@ def _check(reply: Any, question: Question) -> None:
             raise Misfit("its problem is no code with words")
         return
     if reply.ledger is not None:
-        if not isinstance(reply.ledger, End) or not _matches(DIGEST, reply.ledger.head):
+        if not isinstance(reply.ledger, End) or not is_digest(reply.ledger.head):
             raise Misfit("the end of its privacy ledger is not named by a hash")
         whole(1, MOST)(reply.ledger.entries, "the length of its privacy ledger", {})
     state = reply.state
     if state is not None:
-        if not isinstance(state, Remembered) or not _matches(DIGEST, state.sha256):
+        if not isinstance(state, Remembered) or not is_digest(state.sha256):
             raise Misfit("its memory is not named by a hash")
         whole()(state.num_bytes, "the size of its memory", {})
     check_form(question.form, reply.upload)
 
 
 def _is_told(pair: Any) -> bool:
-    return isinstance(pair, tuple) and len(pair) == 2 and _matches(CODE, pair[0]) and _is_line(pair[1])
+    if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str):
+        return False
+    return CODE.fullmatch(pair[0]) is not None and _is_line(pair[1])
 
 
 def _is_line(words: Any) -> bool:
     return isinstance(words, str) and words.isprintable() and len(words) <= LONGEST_LINE
-
-
-def _matches(pattern: re.Pattern[str], words: Any) -> bool:
-    return isinstance(words, str) and pattern.fullmatch(words) is not None
 
 
 def _line(value: Any, name: str, sizes: KnownSizes) -> None:
@@ -122,7 +120,7 @@ def _line(value: Any, name: str, sizes: KnownSizes) -> None:
 
 
 def _lens(value: Any, name: str, sizes: KnownSizes) -> None:
-    if value != "" and not _matches(DIGEST, value):
+    if value != "" and not is_digest(value):
         raise Misfit(f"{name} is not named by a hash")
 
 

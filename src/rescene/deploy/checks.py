@@ -19,7 +19,7 @@ import tempfile
 import time
 import urllib.request
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from http.client import HTTPException, HTTPResponse, HTTPSConnection
@@ -86,9 +86,8 @@ def _disks(folder: Path) -> list[CheckRow]:
     """The disk of the folder, and that of temporary files if it is another."""
     spare = Path(tempfile.gettempdir())
     same = spare.stat().st_dev == folder.stat().st_dev
-    return [_disk("disk", folder, ENOUGH_DISK_GB)] + (
-        [] if same else [_disk(f"disk of {spare}", spare, ENOUGH_TEMPORARY_GB)]
-    )
+    own = _disk("disk", folder, ENOUGH_DISK_GB)
+    return [own] if same else [own, _disk(f"disk of {spare}", spare, ENOUGH_TEMPORARY_GB)]
 
 
 def _disk(check: str, folder: Path, enough_gb: float) -> CheckRow:
@@ -107,16 +106,8 @@ def app_row(folder: Path) -> CheckRow:
 
 def part_rows(up: set[str], parts: Sequence[str], again: str) -> list[CheckRow]:
     """Two processes that need each other: one alone does nothing."""
-    half = len(up & set(parts)) == 1
-    return [
-        row(
-            part,
-            "up" if part in up else "not started",
-            "it has ended while the other runs" if half and part not in up else "",
-            again,
-        )
-        for part in parts
-    ]
+    gone = "it has ended while the other runs" if len(up & set(parts)) == 1 else ""
+    return [row(part, "up") if part in up else row(part, "not started", gone, again) for part in parts]
 
 
 def _memory() -> CheckRow:
@@ -230,10 +221,8 @@ def explain(error: ssl.SSLError, host: str) -> tuple[str, str]:
     if code in _FOREIGN:
         return "the server's certificate is not signed by this ca.crt", "ask the operator for the federation's ca.crt"
     if code in _OTHER_NAME:
-        return (
-            f"the server's certificate is not for {host}",
-            "`server` in site.yaml must be the --host of `deploy init`",
-        )
+        fix = "`server` in site.yaml must be the --host of `deploy init`"
+        return f"the server's certificate is not for {host}", fix
     if code == _NOT_YET:
         return "the certificate is not valid yet", "set this machine's clock (NTP)"
     if code == _EXPIRED:
@@ -347,12 +336,8 @@ def _planned_evaluation(federation: FederationFolder) -> list[CheckRow]:
         return []
     if plan.test is not None:
         return [row("accuracy", f"measured on the server's test images, {plan.test}")]
-    return [
-        row(
-            "accuracy",
-            f"measured at the sites; not with recipe own or another guarantee: {NO_COUNTS}; then {HOW_TO_MEASURE}",
-        )
-    ]
+    behind = f"not with recipe own or another guarantee: {NO_COUNTS}; then {HOW_TO_MEASURE}"
+    return [row("accuracy", f"measured at the sites; {behind}")]
 
 
 def _processes(federation: FederationFolder) -> list[CheckRow]:
@@ -393,11 +378,11 @@ def check_site(folder: Path, recipe: Recipe | None = None) -> list[CheckRow]:
         key_row(folder),
         authority_row(folder / "ca.crt"),
         *data_rows(site),
-        _lens(site),
+        _tried("lens", lambda: _lens(site)),
         *_ledger(site),
         *privacy_rows(site, recipe),
         *_site_evaluation(site, recipe),
-        _device(site),
+        _tried("device", lambda: str(pick_device(site.section.device))),
         *machine_rows(folder),
         *(server_rows(server, folder / "ca.crt") if server else []),
         app_row(folder),
@@ -414,21 +399,15 @@ def data_rows(site: Site) -> list[CheckRow]:
     except ResceneError as error:
         return [_failed("images", error)]
     told = [w.message for w in caught if isinstance(w.message, ResceneWarning)]
-    damaged = [warning.what for warning in told if warning.code == "W203"]
+    damaged = [one.what for one in told if one.code == "W203"]
+    odd = [row(f"files [{one.code}]", "", one.what, one.fix or "") for one in told if one.code != "W203"]
     where = site.section.data.path or f"the embedded {dataset.name}: not images of your own"
     return [
         row("images", f"{len(dataset.train):,} to learn from, {len(dataset.test):,} to test with; {where}"),
         row("classes", _counts(dataset)),
         _readable(damaged, site.section.data.skip_unreadable),
-        *(
-            row(f"files [{warning.code}]", "", warning.what, warning.fix or "")
-            for warning in told
-            if warning.code != "W203"
-        ),
-        *(
-            row(one["check"], "" if one["problem"] else "yes", one["problem"], one["fix"])
-            for one in content_rows(dataset)
-        ),
+        *odd,
+        *(row(c["check"], "" if c["problem"] else "yes", c["problem"], c["fix"]) for c in content_rows(dataset)),
     ]
 
 
@@ -483,30 +462,23 @@ def _site_evaluation(site: Site, recipe: Recipe | None) -> list[CheckRow]:
     if site.section.holds != "own" or (floor is None and not (recipe and recipe.formal)):
         return []
     if floor is None or floor.evaluation_sigma is None:
-        return [
-            row(
-                "accuracy [W560]",
-                f"will not be measured at this site: {NO_COUNTS}; to have it measured, {HOW_TO_MEASURE}",
-            )
-        ]
-    return [
-        row("accuracy", f"measured on images held out here, with noise (evaluation_sigma {floor.evaluation_sigma:g})")
-    ]
+        words = f"will not be measured at this site: {NO_COUNTS}; to have it measured, {HOW_TO_MEASURE}"
+        return [row("accuracy [W560]", words)]
+    noise = f"with noise (evaluation_sigma {floor.evaluation_sigma:g})"
+    return [row("accuracy", f"measured on images held out here, {noise}")]
 
 
-def _lens(site: Site) -> CheckRow:
+def _lens(site: Site) -> str:
     """The lens of site.yaml, or the one of this release that most runs look through: the operator can compare its hash."""
-    try:
-        return row("lens", open_lens(site.section.lens or "leaves").words())
-    except ResceneError as error:
-        return _failed("lens", error)
+    return open_lens(site.section.lens or "leaves").words()
 
 
-def _device(site: Site) -> CheckRow:
+def _tried(check: str, look: Callable[[], str]) -> CheckRow:
+    """What ``look`` finds, or what it fails with."""
     try:
-        return row("device", str(pick_device(site.section.device)))
+        return row(check, look())
     except ResceneError as error:
-        return _failed("device", error)
+        return _failed(check, error)
 
 
 def _failed(check: str, error: ResceneError) -> CheckRow:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from rescene.core.errors import DECLINED
 from rescene.core.record import Tree, record
@@ -57,8 +58,8 @@ class Reply:
 
     client: int
     upload: Tree
-    state: Remembered | None
-    flops: int
+    state: Remembered | None = None
+    flops: int = 0
     problem: tuple[str, str] | None = None
     told: tuple[tuple[str, str], ...] = ()  # codes and words the server should hear, though there is an answer
     token: str = ""
@@ -68,6 +69,11 @@ class Reply:
 def declines(reply: Reply) -> bool:
     """Whether a site did not send what it was asked for, because its privacy floor forbids it."""
     return any(code == DECLINED for code, _ in reply.told)
+
+
+def is_digest(value: Any) -> bool:
+    """Whether this is a SHA-256, as both sides write it."""
+    return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) is not None
 
 
 def in_a_line(words: str) -> str:

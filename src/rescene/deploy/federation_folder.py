@@ -284,26 +284,35 @@ def init(
         for client, name in enumerate(sites):
             make_node_key(federation.site(name))
             shutil.copy(federation.server / "ca.crt", federation.site(name))
-            own = (images or {}).get(name)
-            (federation.site(name) / "site.yaml").write_text(_site_yaml(client, address, port, own), encoding="utf-8")
-            (federation.site(name) / "Containerfile").write_text(CONTAINERFILE)
-            (federation.site(name) / ".dockerignore").write_text(DOCKERIGNORE)
-            (federation.site(name) / "rescene-site.service").write_text(
-                unit("site", Path("/srv/rescene/site"), "/srv/rescene/venv/bin/python")
-            )
+            _write(federation.site(name), _site_files(client, address, port, (images or {}).get(name)))
         for folder in (federation.server, *map(federation.site, sites)):
             write_peers(folder / "peers.pub", federation.public_keys)
-        (federation.server / "nginx.conf").write_text(proxy(address, port, federation.server), encoding="utf-8")
-        (federation.server / "rescene-server.service").write_text(
-            unit("server", federation.path, sys.executable), encoding="utf-8"
+        service = unit("server", federation.path, sys.executable)
+        _write(
+            federation.server,
+            {"nginx.conf": proxy(address, port, federation.server), "rescene-server.service": service},
         )
-        for name, text in APP.items():
-            (federation.app / name).write_text(text)
+        _write(federation.app, APP)
         facts = {"name": path.name, "host": host, "port": port, "sites": sites}
-        (path / "federation.yaml").write_text(yaml.safe_dump(facts, sort_keys=False))  # last: now it is one
+        _write(path, {"federation.yaml": yaml.safe_dump(facts, sort_keys=False)})  # last: now it is one
     except OSError as error:
         raise ConfigError("E123", f"cannot write the folder: {error.strerror}", where=str(path)) from None
     return federation
+
+
+def _site_files(client: int, address: str, port: int, images: Path | None) -> dict[str, str]:
+    """What a site's folder holds beside keys and certificate."""
+    return {
+        "site.yaml": _site_yaml(client, address, port, images),
+        "Containerfile": CONTAINERFILE,
+        ".dockerignore": DOCKERIGNORE,
+        "rescene-site.service": unit("site", Path("/srv/rescene/site"), "/srv/rescene/venv/bin/python"),
+    }
+
+
+def _write(folder: Path, files: Mapping[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 def unit(role: str, folder: Path, python: str) -> str:
@@ -368,13 +377,9 @@ def broken_apps(home: Path) -> dict[Path, str]:
 
     Flower takes an installed app as it is. A disk that was full while it was installed leaves an empty file there.
     """
-    found = {}
-    for app in sorted((home / "apps").glob("rescene.rescene-app.*")):
-        for name, text in APP.items():
-            if not _same(app / name, text):
-                found[app] = name
-                break
-    return found
+    apps = sorted((home / "apps").glob("rescene.rescene-app.*"))
+    wrong = {app: next((name for name, text in APP.items() if not _same(app / name, text)), None) for app in apps}
+    return {app: name for app, name in wrong.items() if name is not None}
 
 
 def _same(path: Path, text: str) -> bool:

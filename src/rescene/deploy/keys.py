@@ -75,31 +75,26 @@ def read_peers(path: Path) -> dict[int, ec.EllipticCurvePublicKey]:
         if len(found) != len(rows) or not all(isinstance(key, ec.EllipticCurvePublicKey) for key in found.values()):
             raise ValueError("a site stands there twice, or a key is of another kind")
     except (OSError, ValueError, UnsupportedAlgorithm) as error:
-        raise RunError(
-            "E440",
-            "the list of the sites' public keys cannot be read, so this site takes part in no sum",
-            where=str(path),
-            why=str(error),
-            fix="copy server/peers.pub of the federation to this place; `rescene deploy server` writes it",
-        ) from None
+        fix = "copy server/peers.pub of the federation to this place; `rescene deploy server` writes it"
+        raise _unreadable("the list of the sites' public keys", path, error, fix) from None
     return found  # type: ignore[return-value]
 
 
 def read_node_key(folder: Path) -> Key:
     """The site's own long-lived key."""
+    path = folder / "node.key"
     try:
-        found = load_ssh_private_key((folder / "node.key").read_bytes(), None)
+        found = load_ssh_private_key(path.read_bytes(), None)
         if not isinstance(found, ec.EllipticCurvePrivateKey):
             raise ValueError("it is of another kind")
     except (OSError, ValueError, UnsupportedAlgorithm) as error:
-        raise RunError(
-            "E440",
-            "the site's own key cannot be read, so this site takes part in no sum",
-            where=str(folder / "node.key"),
-            why=str(error),
-            fix="put back the node.key of this site",
-        ) from None
+        raise _unreadable("the site's own key", path, error, "put back the node.key of this site") from None
     return found
+
+
+def _unreadable(what: str, path: Path, error: Exception, fix: str) -> RunError:
+    told = f"{what} cannot be read, so this site takes part in no sum"
+    return RunError("E440", told, where=str(path), why=str(error), fix=fix)
 
 
 def write_secret(path: Path, data: bytes) -> None:

@@ -40,6 +40,9 @@ CLOSED_NETWORK = {  # Flower asks the internet for nothing
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
 }
+LINK = "here"  # the name of our link in Flower's own configuration
+LOOPBACK = "127.0.0.1"  # Flower's control API has no login
+SECRET, SECRET_BYTES = "executor.secret", 32
 GRACE_S = 10.0
 COME_UP_S = 120.0  # until a process listens on its port
 
@@ -193,7 +196,7 @@ def _facts(pid: int) -> dict[str, str]:
 def free_port() -> int:
     """A TCP port on this machine that nobody uses now."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
 
 
@@ -231,36 +234,29 @@ def wait_for_port(one: Started, host: str, port: int) -> None:
     )
 
 
-LINK = "here"  # the name of our link in Flower's own configuration
-SECRET_BYTES = 32
-
-
 def start_server(federation: FederationFolder) -> list[Started]:
     """Link and executor, whichever is not there, then the keys of all sites: an unknown one is turned away for good."""
     require_flower()
-    folder, host, port = federation.server, "127.0.0.1", federation.port  # its control API has no login
+    folder, port = federation.server, federation.port
     up = {one.name: one for one in running(folder)}
     if len(up) == 2:
         raise ConfigError("E126", "the server is already running", where=str(folder), fix="rescene deploy stop FOLDER")
     check_path(folder)
-    secret = _secret(folder)
-    env, address, ca = environment(folder / "flwr"), f"{host}:{port}", str(folder / "ca.crt")
+    _make_secret(folder)
+    env = environment(folder / "flwr")
     if "link" not in up:
-        check_port(host, port)
+        check_port(LOOPBACK, port)
         up["link"] = start(folder, "link", [
-            program("flower-superlink"), "--isolation", "process", "--host", host, "--port", str(port),
-            "--ssl-ca-certfile", ca, "--ssl-certfile", str(folder / "server.pem"),
-            "--ssl-keyfile", str(folder / "server.key"),
+            program("flower-superlink"), *_listening(folder, port),
             "--database", "sqlite:///state.db",  # in its folder, whose path may hold what an address cannot
-            "--enable-supernode-auth", "--superexec-auth-secret-file", str(secret),
-            "--disable-runtime-dependency-installation",
+            "--enable-supernode-auth", "--disable-runtime-dependency-installation",
         ], env)  # fmt: skip
-        wait_for_port(up["link"], host, port)
+        wait_for_port(up["link"], LOOPBACK, port)
     if "executor" not in up:
-        up["executor"] = start(folder, "executor", _executor(address, ca, secret), env)
+        up["executor"] = start(folder, "executor", _executor(folder, port), env)
     home = folder / "flwr"
     home.mkdir(exist_ok=True)
-    settings = {"address": address, "root-certificates": ca}
+    settings = {"address": f"{LOOPBACK}:{port}", "root-certificates": str(folder / "ca.crt")}
     lines = ["[superlink]", f"default = {toml_string(LINK)}", f"[superlink.{LINK}]"]
     lines += [f"{key} = {toml_string(value)}" for key, value in settings.items()]
     save_atomically(home / "config.toml", "\n".join(lines).encode())
@@ -268,10 +264,18 @@ def start_server(federation: FederationFolder) -> list[Started]:
     return list(up.values())
 
 
-def _executor(address: str, authority: str, secret: Path, *more: str) -> list[str]:
+def _listening(folder: Path, port: int) -> list[str]:
+    """Arguments of a program that gives out tasks at this port, to an executor that has the secret of the folder."""
+    files = {"ssl-ca-certfile": "ca.crt", "ssl-certfile": "server.pem", "ssl-keyfile": "server.key"}
+    files["superexec-auth-secret-file"] = SECRET
+    named = [word for key, file in files.items() for word in (f"--{key}", str(folder / file))]
+    return ["--isolation", "process", "--host", LOOPBACK, "--port", str(port), *named]
+
+
+def _executor(folder: Path, port: int, *more: str) -> list[str]:
     return [
-        sys.executable, "-P", "-m", "rescene.deploy.executor", "--runtime-api-address", address,
-        "--root-certificates", authority, "--superexec-auth-secret-file", str(secret), *more,
+        sys.executable, "-P", "-m", "rescene.deploy.executor", "--runtime-api-address", f"{LOOPBACK}:{port}",
+        "--root-certificates", str(folder / "ca.crt"), "--superexec-auth-secret-file", str(folder / SECRET), *more,
     ]  # fmt: skip
 
 
@@ -361,13 +365,9 @@ def start_site(folder: Path) -> list[Started]:
     node = start(folder, "node", [
         program("flower-supernode"), "--superlink", site.section.server, "--root-certificates", str(folder / "ca.crt"),
         "--auth-supernode-private-key", str(folder / "node.key"), "--node-config", f"folder={toml_string(str(folder))}",
-        "--isolation", "process", "--superexec-auth-secret-file", str(door / "executor.secret"),
-        "--host", "127.0.0.1", "--port", str(port), "--ssl-ca-certfile", str(door / "ca.crt"),
-        "--ssl-certfile", str(door / "server.pem"), "--ssl-keyfile", str(door / "server.key"),
+        *_listening(door, port),
     ], env)  # fmt: skip
-    address, authority = f"127.0.0.1:{port}", str(door / "ca.crt")
-    argv = _executor(address, authority, door / "executor.secret", "--parent-pid", str(node.pid))
-    return [node, start(folder, "executor", argv, env)]
+    return [node, start(folder, "executor", _executor(door, port, "--parent-pid", str(node.pid)), env)]
 
 
 def _door(folder: Path) -> Path:
@@ -385,22 +385,21 @@ def _door(folder: Path) -> Path:
         (door / "ca.key").unlink()  # it has signed the one certificate it is for
     except OSError as error:
         raise cannot_write(door, error) from None
-    _secret(door)
+    _make_secret(door)
     return door
 
 
-def _secret(folder: Path) -> Path:
+def _make_secret(folder: Path) -> None:
     """What an executor proves itself with; made anew if a full disk cut it short."""
     from rescene.deploy.keys import write_secret
 
-    path = folder / "executor.secret"
+    path = folder / SECRET
     try:
         if not path.exists() or path.stat().st_size != SECRET_BYTES:
             path.unlink(missing_ok=True)
             write_secret(path, secrets.token_bytes(SECRET_BYTES))
     except OSError as error:
         raise cannot_write(path, error) from None
-    return path
 
 
 def stay(started: list[Started]) -> None:

@@ -28,7 +28,6 @@ import hmac
 import inspect
 import json
 import os
-import re
 import shlex
 import stat
 import sys
@@ -58,6 +57,7 @@ from rescene.deploy.exchange import (
     Request,
     declines,
     in_a_line,
+    is_digest,
 )
 from rescene.deploy.message_bytes import pack_message, unpack_message
 from rescene.deploy.site_config import (
@@ -92,7 +92,6 @@ if TYPE_CHECKING:
 
 
 VERB = ["self", "payload", "shard", "client_state", "rng"]
-DIGEST = re.compile(r"[0-9a-f]{64}")
 LONGEST_ADDRESS = 64
 
 
@@ -107,7 +106,7 @@ def check_request(request: Request, method: Method) -> None:
         or any(type(one) not in (str, int) for one in place)
     ):
         raise outside("its address is none")
-    if request.state is not None and not (isinstance(request.state, str) and DIGEST.fullmatch(request.state)):
+    if request.state is not None and not is_digest(request.state):
         raise outside("it does not name a memory")
     end = request.ledger
     if end is not None and not (isinstance(end, End) and type(end.entries) is int and isinstance(end.head, str)):
@@ -166,6 +165,18 @@ SILENT = ("E378", "the site cannot do this; its own log says why")
 
 
 @dataclass(frozen=True)
+class _Asked:
+    """What a site works from. ``recipe`` is the server's, with this site's data, device and lens file.
+
+    ``hidden``: nothing may leave but what a mechanism releases, for the run has one with a guarantee, or the site a floor.
+    """
+
+    request: Request
+    recipe: Recipe
+    hidden: bool
+
+
+@dataclass(frozen=True)
 class Site:
     """A site's folder and what its site.yaml says. ``real_folder``: in a trial, the folder of the site that tries it."""
 
@@ -211,45 +222,39 @@ class Site:
             if request.version != rescene.__version__:  # before the recipe is read, which may have new keys
                 told = f"this site has rescene {rescene.__version__}, the server {request.version}"
                 raise RunError("E343", f"{told}: pip install rescene=={request.version}")
-            hidden = self._hides(request)
-            return self._answer(request, letter, hidden)
+            recipe = self.recipe_of(request)
+            hidden = self._has_floor() or recipe.formal
+            return self._answer(_Asked(request, recipe, hidden), letter.body)
         except ResceneError as error:
             print(error, file=sys.stderr)  # the whole of it, for the site's own log
             problem = _told(error, hidden)
         except Exception as error:
             print(f"error[E321] {first_line(error)}", file=sys.stderr)
             problem = SILENT if hidden else ("E321", in_a_line(first_line(error)))
-        return pack_message(Reply(self.section.client, None, None, 0, problem, token=token)).data
+        return pack_message(Reply(self.section.client, None, problem=problem, token=token)).data
 
-    def _hides(self, request: Request) -> bool:
-        """Whether nothing may leave but what a mechanism releases: the run has one with a guarantee, or the site a floor."""
-        if self.section.privacy is not None or ledger_of(self.section, self.folder).floor_path.exists():
-            return True
-        return self._recipe(request).formal
+    def _has_floor(self) -> bool:
+        return self.section.privacy is not None or ledger_of(self.section, self.folder).floor_path.exists()
 
-    def _answer(self, request: Request, letter: Letter, hidden: bool) -> bytes:
+    def _answer(self, asked: _Asked, body: bytes) -> bytes:
+        request = asked.request
         if request.verb == HELLO:
-            return self._packed(self._hello(request, hidden), request)
-        check_request(request, self._recipe(request).build_method())
+            return _packed(self._hello(asked), request)
+        check_request(request, asked.recipe.build_method())
         files = SiteMemory(self.folder / "state" / _safe(request.run) / f"client-{self.section.client}")
         files.check_run(request.recipe)
         if request.verb == EVALUATE:
-            return self._packed(self._evaluate(request, letter.body, files, hidden), request)
+            return _packed(self._evaluate(asked, body, files), request)
         if request.verb in SUM_STEPS:
-            return self._packed(self._sum_step(request, letter.body, files), request)
+            return _packed(self._sum_step(request, body, files), request)
         token = _safe(request.token)
         if kept := files.answered(token):
             return kept
-        reply = self._work(request, letter.body, files, hidden)
-        packed = self._packed(reply, request)
-        return (
-            packed if declines(reply) else files.keep(token, packed)
-        )  # asked again, the site looks at its floor again
+        reply = self._work(asked, body, files)
+        packed = _packed(reply, request)
+        return packed if declines(reply) else files.keep(token, packed)  # asked again, it looks at its floor again
 
-    def _packed(self, reply: Reply, request: Request) -> bytes:
-        return pack_message(replace(reply, token=request.token)).data
-
-    def _recipe(self, request: Request) -> Recipe:
+    def recipe_of(self, request: Request) -> Recipe:
         """The server's recipe with this site's data, device and lens file."""
         given = json.loads(request.recipe) | {"data": self.section.data.model_dump(), "device": self.section.device}
         if model := given.get("model"):
@@ -257,30 +262,28 @@ class Site:
             check_lens(model["lens"], request.lens)  # before an image is opened
         return Recipe.model_validate(given)
 
-    def _experiment(self, request: Request, hidden: bool = False) -> Experiment:
-        return experiment_of(self.section, self._recipe(request), self.features, hidden)
+    def _experiment(self, asked: _Asked) -> Experiment:
+        return experiment_of(self.section, asked.recipe, self.features, asked.hidden)
 
-    def _hello(self, request: Request, hidden: bool) -> Reply:
-        with _heard(hidden) as told:
-            experiment = self._experiment(request, hidden)
+    def _hello(self, asked: _Asked) -> Reply:
+        with _heard(asked.hidden) as told:
+            experiment = self._experiment(asked)
         dataset = experiment.dataset
         fingerprint = OWN if self.section.holds == "own" else dataset.pictures or dataset.fingerprint()
-        greeting = {
-            "fingerprint": fingerprint,
-            "torch": torch.__version__,
-            "lens": hash_of(experiment.recipe.model.lens),
-        }
-        return Reply(self.section.client, greeting, None, 0, None, tuple(told))
+        lens = hash_of(experiment.recipe.model.lens)
+        greeting = {"fingerprint": fingerprint, "torch": torch.__version__, "lens": lens}
+        return Reply(self.section.client, greeting, told=tuple(told))
 
-    def _evaluate(self, request: Request, body: bytes, files: SiteMemory, hidden: bool) -> Reply:
+    def _evaluate(self, asked: _Asked, body: bytes, files: SiteMemory) -> Reply:
         """How the model does on the hold-out: counts and right answers per class, nothing else."""
+        request, client = asked.request, self.section.client
         ledger = ledger_of(self.section, self.folder, request.ledger)
         floor = ledger.floor()
-        check_floor(floor, self._recipe(request))
+        check_floor(floor, asked.recipe)
         sigma = None if floor is None else floor.evaluation_sigma
-        if (hidden or floor is not None) and sigma is None:
+        if (asked.hidden or floor is not None) and sigma is None:
             raise Declined("E413", "site declines: its floor allows no evaluation (evaluation_sigma)")
-        experiment = self._experiment(request, hidden)
+        experiment = self._experiment(asked)
         check_place(request, experiment)
         meter, tasks = FlopMeter(experiment.arch), experiment.tasks[: request.task + 1]
         model = to_device(files.payload(request.verb, body), experiment.device)["model"]
@@ -291,7 +294,7 @@ class Site:
                 return tally(net, experiment.dataset, tasks)
 
         if sigma is None:
-            return Reply(self.section.client, {"tally": found()}, None, meter.flops["evaluation"])
+            return Reply(client, {"tally": found()}, flops=meter.flops["evaluation"])
 
         def draw() -> Released:
             return vars(noised(found(), sigma, Noise()))
@@ -299,15 +302,16 @@ class Site:
         charge = Charge(request.run, request.task, request.round, EVALUATION, sigma, 1, 1.0, why=EVALUATE)
         index = torch.cat([task.test for task in tasks])
         touched = experiment.digests.at(experiment.digests.test, index)
-        delta = self._recipe(request).privacy.delta
+        delta = asked.recipe.privacy.delta
         counts = ledger.once(charge, digest(model.items(), "evaluation"), delta, None, draw, touched)
         told = ("W374", f"counts of its hold-out carry noise of deviation {count_deviation(sigma, len(counts)):.3g}")
-        return Reply(self.section.client, {"tally": Tally(**counts)}, None, 0, told=(told,), ledger=ledger.handed)
+        return Reply(client, {"tally": Tally(**counts)}, told=(told,), ledger=ledger.handed)
 
-    def _work(self, request: Request, body: bytes, files: SiteMemory, hidden: bool) -> Reply:
+    def _work(self, asked: _Asked, body: bytes, files: SiteMemory) -> Reply:
+        request, hidden = asked.request, asked.hidden
         ledger = ledger_of(self.section, self.folder, request.ledger)
-        check_floor(ledger.floor(), self._recipe(request))
-        experiment = self._experiment(request, hidden)
+        check_floor(ledger.floor(), asked.recipe)
+        experiment = self._experiment(asked)
         check_place(request, experiment)
         self._take_floor(ledger, experiment, request.run)
         client, task, meter = self.section.client, experiment.tasks[request.task], FlopMeter(experiment.arch)
@@ -328,7 +332,7 @@ class Site:
         if hidden:
             remembers = after is not None or experiment.method.remembers != Method.remembers  # "nothing" for any images
             kept = files.write(after, _handle(ledger.secret(), request)) if remembers else None
-            return Reply(client, message, kept, 0, told=tuple(told), ledger=ledger.handed)
+            return Reply(client, message, kept, told=tuple(told), ledger=ledger.handed)
         return Reply(client, message, files.write(after), meter.flops["client"], told=tuple(told), ledger=ledger.handed)
 
     def _take_floor(self, ledger: Ledger, experiment: Experiment, run: str) -> None:
@@ -336,9 +340,8 @@ class Site:
         limits: Floor | None = floor_of(experiment.recipe.promise(len(experiment.tasks)))
         if limits is not None and ledger.begin(limits, run) and self.real_folder is None:
             words = f"epsilon {limits.epsilon_max:g} at delta {limits.delta_max:g}, over all runs"
-            print(
-                f"the first run, {run}, sets this site's privacy floor: {words}; {ledger.floor_path}", file=sys.stderr
-            )
+            first = f"the first run, {run}, sets this site's privacy floor"
+            print(f"{first}: {words}; {ledger.floor_path}", file=sys.stderr)
 
     def _for_sum(self, request: Request, recipe: Recipe, upload: Tree, files: SiteMemory, released: bool) -> Tree:
         """What may be sent of an upload: in a secure sum the site's keys in its place, and its numbers only under masks later.
@@ -357,12 +360,16 @@ class Site:
 
     def _sum_step(self, request: Request, body: bytes, files: SiteMemory) -> Reply:
         found = self._parties(files).answer(_safe(request.session), request.verb, files.payload(request.verb, body))
-        return Reply(self.section.client, found, None, 0)
+        return Reply(self.section.client, found)
 
     def _parties(self, files: SiteMemory) -> Parties:
         from rescene.deploy.summing import Parties  # cryptography is for those who need it
 
         return Parties(self.folder, files.folder, self.section.client)
+
+
+def _packed(reply: Reply, request: Request) -> bytes:
+    return pack_message(replace(reply, token=request.token)).data
 
 
 def _handle(secret: bytes, request: Request) -> str:

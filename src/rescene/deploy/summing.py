@@ -42,12 +42,10 @@ from rescene.privacy.totals import COMMITTED, KEYS, SEALED, SHARE, SIGNATURE, Va
 DEAL, RECEIVE, MASK, AGREE, REVEAL = STEPS = SUM_STEPS
 ROW = SEALED + COMMITTED
 
-Ask = Callable[
-    [str, Mapping[int, dict[str, Tree]], Form], dict[int, dict[str, Tree]]
-]  # step, payloads, form -> uploads
-Decide = Callable[
-    [str, Sequence[int]], list[int]
-]  # step, clients -> the same, or those of the first time it was decided
+# step, payloads, form -> uploads
+Ask = Callable[[str, Mapping[int, dict[str, Tree]], Form], dict[int, dict[str, Tree]]]
+# step, clients -> the same, or those of the first time it was decided
+Decide = Callable[[str, Sequence[int]], list[int]]
 Note = Callable[..., None]
 
 
@@ -78,16 +76,17 @@ class Sum:
         wrong = sums.wrong_keys(self.session, keys, self.verify)
         self._name(wrong)
         clients = self.decide("keys", [k for k in sorted(keys) if k not in wrong])
-        shown = {"clients": clients, "keys": _table([keys[k] for k in clients], KEYS)}
+        keys = {k: keys[k] for k in clients}
+        shown = _shown("keys", keys, KEYS)
         found = self._asked(DEAL, dict.fromkeys(clients, shown), fields({"dealt": byte(len(clients), ROW)}))
         dealt = {k: raw(upload["dealt"]) for k, upload in found.items()}
         dealers = self.decide(DEAL, sorted(dealt))
         group = self.decide(RECEIVE, self._group(clients, {k: dealt[k] for k in dealers}))
         if len(group) < self.least:
             return {}, []
-        masked = self._masked(clients, keys, group, form)
-        signatures = self._signatures(clients, keys, group, {k: part[0] for k, part in masked.items()})
-        values = self._opened(clients, keys, dealt, group, {k: part[1] for k, part in masked.items()}, signatures)
+        masked = self._masked(keys, group, form)
+        signatures = self._signatures(keys, group, {k: part[0] for k, part in masked.items()})
+        values = self._opened(keys, dealt, group, {k: part[1] for k, part in masked.items()}, signatures)
         return values, sorted(masked)
 
     def _asked(self, step: str, payloads: Mapping[int, dict[str, Tree]], form: Form) -> dict[int, dict[str, Tree]]:
@@ -96,10 +95,7 @@ class Sum:
 
     def _group(self, clients: Sequence[int], dealt: Blobs) -> list[int]:
         """Those whose shares enough others could open, so that they may go away from now on."""
-        payloads = {}
-        for client in dealt:
-            rows = sums.column(dealt, clients, client)
-            payloads[client] = {"clients": sorted(rows), "dealt": _table([rows[k] for k in sorted(rows)], ROW)}
+        payloads = {client: _shown("dealt", sums.column(dealt, clients, client), ROW) for client in dealt}
         form = fields({"fits": tensor(torch.bool, len(dealt), low=0, high=1)})
         found = self._asked(RECEIVE, payloads, form)
         good = {k: upload["fits"].tolist() for k, upload in found.items()}
@@ -114,14 +110,12 @@ class Sum:
                 self._name({dealer: f"its shares cannot be opened by {len(doubtful)} of {len(good)} sites"})
         return group
 
-    def _masked(
-        self, clients: Sequence[int], keys: Blobs, group: Sequence[int], form: Form
-    ) -> dict[int, tuple[bytes, dict[str, Tensor]]]:
+    def _masked(self, keys: Blobs, group: Sequence[int], form: Form) -> dict[int, tuple[bytes, dict[str, Tensor]]]:
         """Signature and masked numbers of those who masked, as far as they have the same shapes."""
         answer = fields({"signature": byte(SIGNATURE), "values": shapes_only(form)})
         found = self._asked(MASK, dict.fromkeys(group, {"clients": list(group)}), answer)
         signatures = {k: raw(upload["signature"]) for k, upload in found.items()}
-        wrong = self._unsigned("group", keys, clients, group, (), signatures)
+        wrong = self._unsigned("group", keys, group, (), signatures)
         self._name(dict.fromkeys(wrong, "it has not signed the group it masks for"))
         shapes = {k: layout(upload["values"]) for k, upload in found.items() if k not in wrong}
         most = max(shapes.values(), key=list(shapes.values()).count, default=())
@@ -129,47 +123,40 @@ class Sum:
         masked = self._needed(MASK, [k for k in sorted(shapes) if shapes[k] == most])
         return {k: (signatures[k], found[k]["values"]) for k in masked}
 
-    def _signatures(self, clients: Sequence[int], keys: Blobs, group: Sequence[int], groups: Blobs) -> dict[int, bytes]:
+    def _signatures(self, keys: Blobs, group: Sequence[int], groups: Blobs) -> dict[int, bytes]:
         """Those under the list of who masked."""
-        shown = {"clients": sorted(groups), "signatures": _table([groups[k] for k in sorted(groups)], SIGNATURE)}
+        shown = _shown("signatures", groups, SIGNATURE)
         found = self._asked(AGREE, dict.fromkeys(sorted(groups), shown), fields({"signature": byte(SIGNATURE)}))
         given = {k: raw(upload["signature"]) for k, upload in found.items()}
-        wrong = self._unsigned("list", keys, clients, group, sorted(groups), given)
+        wrong = self._unsigned("list", keys, group, sorted(groups), given)
         self._name(dict.fromkeys(wrong, "it has not signed the list of those who masked"), summed=groups)
         signers = self._needed(AGREE, [k for k in sorted(given) if k not in wrong])
         return {k: given[k] for k in signers}
 
     def _opened(
         self,
-        clients: Sequence[int],
         keys: Blobs,
         dealt: Blobs,
         group: Sequence[int],
         masked: Mapping[int, dict[str, Tensor]],
         signatures: Blobs,
     ) -> dict[str, Tensor]:
-        signers = sorted(signatures)
-        shown = {"clients": signers, "signatures": _table([signatures[k] for k in signers], SIGNATURE)}
-        num = len(group)
+        num, shown = len(group), _shown("signatures", signatures, SIGNATURE)
         form = fields({"seed": byte(SHARE), "has": tensor(torch.bool, num, low=0, high=1), "shares": byte(num, SHARE)})
-        found = self._asked(REVEAL, dict.fromkeys(signers, shown), form)
+        found = self._asked(REVEAL, dict.fromkeys(sorted(signatures), shown), form)
         seeds = {k: raw(upload["seed"]) for k, upload in found.items()}
         told = {
             k: {other: raw(upload["shares"][i]) for i, other in enumerate(group) if bool(upload["has"][i])}
             for k, upload in found.items()
         }
-        among = {k: keys[k] for k in clients}
-        outcome = sums.opened(self.session, self.least, among, dealt, group, masked, seeds, told)
+        outcome = sums.opened(self.session, self.least, keys, dealt, group, masked, seeds, told)
         self._name(dict.fromkeys(outcome.liars, "it lied about a share"), summed=masked)
         if outcome.values is None:
             raise self._stuck(f"the masks of {_sites(outcome.closed)} cannot be taken away with {len(found)} answers")
         return outcome.values
 
-    def _unsigned(
-        self, step: str, keys: Blobs, clients: Sequence[int], group: Sequence[int], masked: Sequence[int], given: Blobs
-    ) -> list[int]:
-        among = {k: keys[k] for k in clients}
-        return sums.unsigned_by(step, self.session, self.least, among, group, masked, given, self.verify)
+    def _unsigned(self, step: str, keys: Blobs, group: Sequence[int], masked: Sequence[int], given: Blobs) -> list[int]:
+        return sums.unsigned_by(step, self.session, self.least, keys, group, masked, given, self.verify)
 
     def _needed(self, step: str, clients: list[int]) -> list[int]:
         """Enough sites, or the run stops here: numbers that were masked go into this sum or into none."""
@@ -188,10 +175,10 @@ class Sum:
     def _name(self, wrong: Mapping[int, str], summed: Collection[int] = ()) -> None:
         """Who lied. The numbers of ``summed`` came before they did, under masks that only the whole sum is freed of."""
         for client, why in sorted(wrong.items()):
-            left_out = (
+            fate = (
                 "is believed no more, but its numbers are in the sum" if client in summed else "is left out of the sum"
             )
-            self.note("error", "E441", f"site {client} {left_out}: {why}", client=client)
+            self.note("error", "E441", f"site {client} {fate}: {why}", client=client)
 
 
 def answer(
@@ -233,6 +220,12 @@ def _clients(payload: Mapping[str, Tree]) -> list[int]:
     if not isinstance(found, list) or not all(type(k) is int for k in found) or sorted(set(found)) != found:
         raise RunError("E442", "the list of sites is not one of numbers in order", where="secure sum")
     return found
+
+
+def _shown(name: str, rows: Blobs, width: int) -> dict[str, Tree]:
+    """A table with a row for each site, and whose they are, as a payload."""
+    clients = sorted(rows)
+    return {"clients": clients, name: _table([rows[k] for k in clients], width)}
 
 
 def _table(rows: Collection[bytes], width: int) -> Tensor:
@@ -294,10 +287,8 @@ class Parties:
             party = self._read(session)
             if party is None:
                 raise RunError("E442", "this site is in no such sum", where="secure sum")
-            sign, verify = (
-                sums.signer(read_node_key(self._folder)),
-                sums.verifier(read_peers(self._folder / "peers.pub")),
-            )
+            sign = sums.signer(read_node_key(self._folder))
+            verify = sums.verifier(read_peers(self._folder / "peers.pub"))
             values = self._path(session, "values")
             after, upload = answer(party, lambda: unpack_message(values.read_bytes()).tree, step, payload, sign, verify)
             if step == MASK:

@@ -31,7 +31,7 @@ from rescene.deploy.operator import run, watch_sites
 from rescene.deploy.processes import free_port, start_server, start_site, stop
 from rescene.deploy.server import PostTransport
 from rescene.deploy.site import Site
-from rescene.deploy.site_config import lens_of, local_images
+from rescene.deploy.site_config import experiment_of, lens_of, local_images
 from rescene.engine import RunFolder
 from rescene.engine.loop import Run
 from rescene.lens import BUILT_IN, absolute
@@ -167,7 +167,7 @@ def _round(run: Run, transport: PostTransport, post: NoPost, recipe: str) -> Tri
     if hello.problem:
         raise RunError(*hello.problem)
     transport.fingerprint = hello.upload["fingerprint"]  # one machine, so the same images
-    here = post.site._experiment(unpack_message(head).tree)
+    here = experiment_of(post.site.section, post.site.recipe_of(unpack_message(head).tree), post.site.features)
     task = next((task for task in here.tasks if len(here.shards[task.index][client])), None)
     if task is None:
         raise DataError("E218", f"site {client} has no image in any task of {recipe}", fix="other images, or --recipe")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -29,8 +29,17 @@ from rescene.functional import herd_classes, recent_window
 from rescene.methods.base import Federation, Model, Uploads, weights_of
 from rescene.methods.nominal_cost import NominalReplay, Setting
 from rescene.methods.registry import register
-from rescene.methods.rescene_extensions import ReSCENEExtensions, chosen, joined
-from rescene.methods.surrogates import gathered
+from rescene.methods.rescene_extensions import (
+    PATIENCE,
+    Herd,
+    chosen,
+    close,
+    close_absent,
+    joined,
+    kept_otherwise,
+    without_client,
+)
+from rescene.methods.surrogates import SurrogateMethod, gathered
 from rescene.training import Surrogates, condense, embed, fit_pool
 
 
@@ -56,7 +65,7 @@ class ServerState:
 
 
 @register
-class ReSCENE(ReSCENEExtensions):
+class ReSCENE(SurrogateMethod):
     """The paper's method; the equations stand at the top of this file."""
 
     name: ClassVar[str] = "rescene"
@@ -91,6 +100,13 @@ class ReSCENE(ReSCENEExtensions):
     open_ended: ClassVar[bool] = True
     sends_pictures_only: ClassVar[bool] = True
 
+    buffer: Literal["temporal", "full-pool", "earliest", "latest", "random", "keep-all", "none"] = hyper(
+        "temporal", "-", "Sec. 5.2", "which surrogates of a finished task are kept"
+    )
+    close_after: int | None = hyper(
+        None, "W", "[ours]", f"with tasks.drift: close a class after so many rounds without it; null: {PATIENCE}", ge=1
+    )
+    accumulate: bool = hyper(True, "-", "Sec. 3.2", "keep the surrogates of earlier rounds of the task in the pool")
     budget: int = hyper(1000, "B", "Sec. 4.1", "surrogates kept per class after a task", ge=1)
     recent_fraction: float = hyper(
         0.75, "lambda", "Sec. 4.1", "fraction of rounds that forms the herding target", gt=0, le=1
@@ -127,7 +143,8 @@ class ReSCENE(ReSCENEExtensions):
         notes = {"server_loss": loss, "pool_size": len(everything.labels)}
         state = replace(state, model=weights_of(net), pool=pool, notes=notes)
         if not federation.task.announced:
-            state = self.close_absent(state, round + 1, federation, rng)
+            herd = self._herd_of(state, federation, rng)
+            state = close_absent(state, round + 1, self.close_after or PATIENCE, herd)
         return state
 
     def fit_server(self, net: nn.Module, everything: Collected, federation: Federation, rng: Rng) -> float:
@@ -150,7 +167,7 @@ class ReSCENE(ReSCENEExtensions):
         if pool is None or self.buffer == "none":
             return replace(state, pool=())
         if not task.announced:
-            closed: ServerState = self.close(state, pool.labels.unique(), federation, rng)
+            closed: ServerState = close(state, pool.labels.unique(), self._herd_of(state, federation, rng))
             return closed
         kept = self.herded(pool, task.classes, federation.num_rounds, state.model, federation, rng)
         return replace(state, pool=(), buffers=state.buffers + (kept,))
@@ -164,6 +181,7 @@ class ReSCENE(ReSCENEExtensions):
         federation: Federation,
         rng: Rng,
     ) -> Collected:
+        """What is kept of these classes. Without a number of rounds each class counts those in which it came."""
         # z(s) = phi(s) / ||phi(s)|| under the task-end model, before the head grows (Sec. 3.3)
         z = F.normalize(embed(federation.net(model), pool.images), dim=1, eps=1e-12)
         labels = [label for label in classes if bool((pool.labels == label).any())]
@@ -182,12 +200,30 @@ class ReSCENE(ReSCENEExtensions):
         """Eq. 2: pick B surrogates of each class, one by one, whose mean stays nearest to m, the mean of its recent rounds."""
         if self.buffer not in ("temporal", "full-pool"):
             return [
-                self.kept_otherwise(len(own), self.budget, r).to(own.device) for own, r in zip(z, rngs, strict=True)
+                kept_otherwise(self.buffer, len(own), self.budget, r).to(own.device)
+                for own, r in zip(z, rngs, strict=True)
             ]
         fraction = self.recent_fraction if self.buffer == "temporal" else 1.0
         windows = [recent_window(own, n, fraction) for own, n in zip(rounds, num_rounds, strict=True)]
         targets = [own[window].mean(dim=0) for own, window in zip(z, windows, strict=True)]  # m_{t,c}
         return herd_classes(z, targets, self.budget)
+
+    def _herd_of(self, state: ServerState, federation: Federation, rng: Rng) -> Herd | None:
+        """How a class is herded where nobody announces the end of its task; None where nothing is kept."""
+        if self.buffer == "none":
+            return None
+        return lambda pool, classes: self.herded(pool, classes, None, state.model, federation, rng)
+
+    def forget(
+        self, state: ServerState, client: int, model: Model, num_rounds: int, federation: Federation, rng: Rng
+    ) -> ServerState:
+        """Without the client's surrogates; the fresh model is trained on the others as often as in so many rounds."""
+        left: ServerState = without_client(state, client)
+        everything, net = joined(left.buffers + left.pool), federation.net(model)
+        if everything is not None and len(everything.labels):
+            for r in range(num_rounds):
+                self.fit_server(net, everything, federation, rng.at(r))
+        return replace(left, model=weights_of(net))
 
     def kept_per_class(self) -> int:
         return self.budget

@@ -13,7 +13,7 @@ from rescene.paper.compare import compare
 from rescene.paper.paper_tables import DATA
 from rescene.paper.recipes import FAST_LABEL, paper_recipe
 from rescene.paper.store import Store
-from rescene.report.drawing import CARD, MUTED, Plot, percent_axis
+from rescene.report.drawing import CARD, GUIDE, Plot, percent_axis
 
 SETS = ("cifar10", "cifar100", "tinyimagenet")
 BETAS = ("0.1", "0.5", "1.0")
@@ -45,7 +45,7 @@ def old_recent(store: Store) -> Plot:
         for axes, data in zip(panels, SETS, strict=True):
             own = [row for row in rows if row["data"] == data]
             top = 10 * (1 + max(int(max(row["old"], row["recent"])) for row in own) // 10)
-            axes.plot([0, top], [0, top], color=MUTED, linewidth=0.9, linestyle=(0, (4, 4)))
+            axes.plot([0, top], [0, top], **GUIDE)
             for row in own:
                 axes.plot(row["recent"], row["old"], **_mark(row, 8))
             axes.set(

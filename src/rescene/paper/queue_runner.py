@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatch
 from functools import cache
@@ -105,7 +105,8 @@ def predictor(store: Store, device: str) -> Predict:
     def minutes(missing: Missing) -> float | None:
         recipe = missing.resolved.recipe
         method = FAMILY.get(recipe.method["name"], recipe.method["name"])
-        same = [one for one in known if one.method == method and one.model == recipe.model.name]
+        form = (method, recipe.model.name, _norm_statistics(recipe.method))
+        same = [one for one in known if (one.method, one.model, one.norm_statistics) == form]
         if method in OVERCOUNTED:
             same = [one for one in same if one.data == recipe.data.name]
         near = [one for one in same if one.server_epochs == recipe.train.server_epochs] or same
@@ -120,9 +121,15 @@ class _Timed:
     method: str
     data: str
     model: str
+    norm_statistics: str
     server_epochs: int
     seconds: float
     work: float
+
+
+def _norm_statistics(method: Mapping[str, Any]) -> str:
+    """Condensation with statistics of the batch takes several times as long on a GPU, because it is not recorded as a graph."""
+    return str(method.get("norm_statistics", "server"))
 
 
 def _timed(run: Stored, device: str) -> _Timed | None:
@@ -136,7 +143,7 @@ def _timed(run: Stored, device: str) -> _Timed | None:
     work = (nominal.client_flops or 0.0) + (nominal.server_flops or 0.0)
     epochs = int(config["train"]["server_epochs"])
     words = (FAMILY.get(name, name), str(config["data"]["name"]), str(config["model"]["name"]))
-    return _Timed(*words, epochs, float(seconds), work) if work else None
+    return _Timed(*words, _norm_statistics(config["method"]), epochs, float(seconds), work) if work else None
 
 
 @cache
@@ -165,7 +172,9 @@ class QueueRow:
     seed: int
     group: str
     folder: str
-    state: str = "waiting"  # waiting, running, running elsewhere, done, stopped or failed
+    state: str = (
+        "waiting"  # waiting, running, running elsewhere, done, stopped, failed, or cannot run (``why`` says what helps)
+    )
     predicted: float | None = None
     used: float | None = None
     why: str = ""
@@ -211,7 +220,10 @@ class Queue:
         self.waiting = [(one, self._row(one, predict(one), slower)) for one in wanted]
         self.rows = [row for _, row in self.waiting]
         for one, row in self.waiting:
-            row.state = "running elsewhere" if state_of(work / one.folder) == "running" else row.state
+            if state_of(work / one.folder) == "running":
+                row.state = "running elsewhere"
+            elif obstacle := one.cell.obstacle:
+                row.state, row.why = "cannot run", f"{obstacle.reason}: {obstacle.fix.partition(';')[0]}"
         self.waiting = [(one, row) for one, row in self.waiting if row.state == "waiting"]
         self.going: list[_Going] = []
 

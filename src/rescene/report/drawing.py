@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,13 +21,19 @@ import numpy as np
 from rescene.core.errors import ConfigError
 from rescene.core.json_files import Row
 from rescene.core.method_style import BROWN, INK, SLATE, YELLOW, MethodStyle
-from rescene.report.formatting import data_uri, visible, wrapped
+from rescene.report.formatting import data_uri, plain, visible, wrapped
 from rescene.report.groups import RunGroup
+from rescene.report.load import RunRecord
 from rescene.report.tables import csv_text
 
 # Neutral colours of the figures, beside INK. On the page they become the theme's variables.
 MUTED, GRID, CARD = "#6a7180", "#dfe2e8", "#ffffff"
 WHITE, BLACK = "#fefefe", "#191b20"  # these stay as they are in both themes: text on a filled shape
+
+GUIDE: Any = {"color": MUTED, "linewidth": 0.9, "linestyle": (0, (4, 4))}  # a line to compare with
+BORDER: Any = {"color": MUTED, "linewidth": 0.8}  # between tasks
+ASIDE: Any = {"color": MUTED, "fontsize": 8.5, "style": "italic"}  # words inside the axes
+SLANTED: Any = {"rotation": 38, "ha": "right", "rotation_mode": "anchor", "fontsize": 8.5}  # long names below an axis
 
 WIDTH_IN = 5.0  # one width for all figures: text then has one size everywhere, also scaled down on a phone
 _MOST_CSV = 200_000  # characters of a table that still travels inside the page
@@ -139,6 +145,7 @@ def _drawn(plot: Plot) -> Iterator[Any]:
         warnings.filterwarnings("ignore", message="Glyph .* missing")  # class names may be in any script
         sheet = Sheet(figsize=(plot.width_in, plot.height_in), layout="constrained")
         plot.draw(sheet)
+        _legend_above(sheet)
         if any(axes.get_aspect() != "auto" for axes in sheet.axes):  # square ones find their place in two steps
             engine: Any = sheet.get_layout_engine()
             engine.execute(sheet)
@@ -237,18 +244,28 @@ def thinned(num: int, most: int = 12) -> int:
     return -(-num // most)
 
 
+def name_ticks(axis: Any, names: Sequence[str], most: int = 24, **style: Any) -> None:
+    """Names along an axis; with too many to read, every n-th."""
+    shown = range(0, len(names), thinned(len(names), most))
+    axis.set_ticks(shown, [plain(names[i], 14) for i in shown], **style)
+
+
 _MOST_ACROSS = 6  # columns of a legend
 _LETTERS_PER_IN = 10  # of a label, so that one is never wider than its sheet
 _ONE_ROW = 2.5  # height of a legend of one row, in letters; a plot's own height has room for it
 
 
-def legend_above(sheet: Any, handles: Sequence[Any], names: Sequence[str]) -> None:
-    """A legend above the axes; a single entry needs none, and parts of a sheet share the one of the whole.
+def _legend_above(sheet: Any) -> None:
+    """One legend of all that has a label, above the axes; a single entry needs none, nor a plot that has made its own.
 
     Names stand on one line or are folded so that more of them stand side by side, whichever is lower. A sheet grows by what
     the legend needs beyond one row: however many series there are, the axes keep their height.
     """
-    if len(names) < 2 or not hasattr(sheet, "set_figheight"):
+    entries: dict[str, Any] = {}
+    for axes in sheet.axes:
+        entries |= dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
+    names, handles = list(entries), list(entries.values())
+    if len(names) < 2 or sheet.legends:
         return
     size = 8.5 if len(names) > 6 else 10.0
     letters = int(_LETTERS_PER_IN * sheet.get_figwidth())
@@ -338,6 +355,16 @@ def text_on(colour: str) -> str:
     return BLACK if 0.299 * red + 0.587 * green + 0.114 * blue > 0.58 else WHITE
 
 
+def seed_rows(groups: Sequence[RunGroup], **picks: Callable[[RunRecord], float | None]) -> list[Row]:
+    """One row for each finished run that has all of these figures."""
+    rows: list[Row] = [
+        {"method": group.label, "seed": run.seed} | {key: pick(run) for key, pick in picks.items()}
+        for group in groups
+        for run in group.finished
+    ]
+    return [row for row in rows if all(row[key] is not None for key in picks)]
+
+
 def mean_points(axes: Any, groups: Sequence[RunGroup], rows: Sequence[Row], x: str, y: str) -> None:
     """Seeds as small dots, their mean as the method's marker."""
     for group in groups:
@@ -402,14 +429,5 @@ def together(plots: Sequence[Plot], across: int) -> Plot:
         for part, plot in zip(parts, plots, strict=False):
             plot.draw(part)
             part.suptitle(wrapped(plot.title, 44), fontsize=10, color=INK)
-        _one_legend(sheet, parts)
 
     return replace(plots[0], draw=draw, width_in=wide * across, height_in=sum(heights) + 0.3 * down)
-
-
-def _one_legend(sheet: Any, parts: Iterable[Any]) -> None:
-    entries: dict[str, Any] = {}
-    for part in parts:
-        for axes in part.axes:
-            entries |= dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
-    legend_above(sheet, list(entries.values()), list(entries))

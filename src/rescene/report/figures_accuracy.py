@@ -16,17 +16,22 @@ from rescene.core.json_files import Row
 from rescene.core.method_style import BLUE, GREY, INK
 from rescene.core.results import RoundRecord
 from rescene.report.drawing import (
+    ASIDE,
+    BORDER,
     CARD,
+    GUIDE,
     MUTED,
+    SLANTED,
     WHITE,
     Plot,
     band,
-    legend_above,
     mean_line,
     mean_points,
     name_rows,
+    name_ticks,
     percent_axis,
     percent_span,
+    seed_rows,
     set_percent_limits,
     stroke,
     text_on,
@@ -94,13 +99,11 @@ def _curves(
             mean_line(axes, group, stack)
         if guess:
             axes.plot(range(len(guess[:num])), guess[:num], color=MUTED, linestyle=":", linewidth=1.2, label="guessing")
-        ticks = range(0, num, thinned(num))
-        axes.set_xticks(ticks, [task_name(t) for t in ticks])
+        name_ticks(axes.xaxis, [*map(task_name, range(num))], most=12)
         axes.set_xlim(-0.25, num - 0.75)
         axes.set_xlabel(xlabel)
         percent_axis(axes.yaxis, "accuracy (%)")
         axes.grid(False, axis="x")
-        legend_above(sheet, *axes.get_legend_handles_labels())
 
     return Plot(name, title, caption, rows, draw, height_in=3.1)
 
@@ -156,7 +159,6 @@ def _rounds(
         axes.set_xlabel("communication round")
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(False, axis="x")
-        legend_above(sheet, *axes.get_legend_handles_labels())
 
     return Plot(name, title, caption, rows, draw, height_in=4.0)
 
@@ -198,12 +200,11 @@ def _round_line(axes: Any, group: RunGroup, rows: Sequence[Row], place: dict[tup
 
 def old_recent(groups: Sequence[RunGroup]) -> Plot | None:
     """Final accuracy on old against recent tasks, one point per method (the paper's old-versus-recent figure)."""
-    rows: list[Row] = [
-        {"method": group.label, "seed": run.seed, "recent": run.results.recent, "old": run.results.old}
-        for group in groups
-        for run in group.finished
-        if run.results.old is not None and run.results.recent is not None and len(run.matrix) > 1
-    ]
+
+    def of_several(run: RunRecord) -> float | None:
+        return run.results.recent if len(run.matrix) > 1 else None
+
+    rows = seed_rows(groups, recent=of_several, old=lambda run: run.results.old)
     if not rows:
         return None
 
@@ -212,12 +213,11 @@ def old_recent(groups: Sequence[RunGroup]) -> Plot | None:
         mean_points(axes, groups, rows, "recent", "old")
         values = [row[key] for row in rows for key in ("recent", "old")]
         set_percent_limits([axes.xaxis, axes.yaxis], *percent_span(min(values), max(values)))
-        words: Any = {"transform": axes.transAxes, "color": MUTED, "fontsize": 8.5, "style": "italic"}
-        axes.plot([0, 1], [0, 1], transform=axes.transAxes, color=MUTED, linewidth=0.9, linestyle=(0, (4, 4)))
-        axes.text(0.97, 0.04, "forgets old tasks", ha="right", **words)
-        axes.text(0.03, 0.97, "learns new tasks poorly", va="top", **words)
+        whole = {"transform": axes.transAxes}
+        axes.plot([0, 1], [0, 1], **whole, **GUIDE)
+        axes.text(0.97, 0.04, "forgets old tasks", ha="right", **whole, **ASIDE)
+        axes.text(0.03, 0.97, "learns new tasks poorly", va="top", **whole, **ASIDE)
         axes.set(aspect="equal", xlabel="accuracy on recent tasks (%)", ylabel="accuracy on old tasks (%)")
-        legend_above(sheet, *axes.get_legend_handles_labels())
 
     caption = "Up and to the right is better; on the dashed line old and recent tasks do equally well."
     if len(rows) > len({row["method"] for row in rows}):
@@ -248,8 +248,8 @@ def forgetting_bars(groups: Sequence[RunGroup]) -> Plot | None:
         axes = sheet.subplots()
         means = []
         for y, (group, values) in enumerate(lost):
-            told = group.spread(lambda run: run.results.forgetting)  # the table's, which may round the other way
-            mean = told.mean if told else float(np.mean(values))
+            told = group.mean(lambda run: run.results.forgetting)  # the table's, which may round the other way
+            mean = float(np.mean(values)) if told is None else told
             means.append((group, mean))
             axes.barh(y, mean, height=0.56, color=group.style.colour)
             axes.scatter(values, np.full(len(values), y), s=16, facecolor=CARD, edgecolor=INK, linewidths=0.8, zorder=4)
@@ -268,9 +268,9 @@ def inside_between(groups: Sequence[RunGroup]) -> Plot | None:
     rows: list[Row] = []
     drawn = []
     for group in groups:
-        aa, within = group.spread(lambda run: run.results.aa), group.spread(lambda run: run.within_task)
-        if aa and within:
-            parts = {"right": aa.mean, "lost_between_tasks": max(within.mean - aa.mean, 0.0)}
+        within = group.mean(lambda run: run.within_task)
+        if group.aa and within is not None:
+            parts = {"right": group.aa.mean, "lost_between_tasks": max(within - group.aa.mean, 0.0)}
             rows.append({"method": group.label, **parts, "lost_inside_tasks": 100 - sum(parts.values())})
             drawn.append(group)
     if not rows:
@@ -340,12 +340,6 @@ def _bitmap(axes: Any, strength: np.ndarray) -> None:
     axes.imshow(_rgba(strength), aspect="auto", interpolation="none")
 
 
-def _names(axis: Any, names: Sequence[str], most: int = 24, **style: Any) -> None:
-    """Tick labels; with too many to read, every n-th."""
-    shown = range(0, len(names), thinned(len(names), most))
-    axis.set_ticks(shown, [plain(names[i], 14) for i in shown], **style)
-
-
 def accuracy_matrix(group: RunGroup) -> Plot | None:
     """Accuracy after each task (rows) on each task (columns), averaged over seeds."""
     stack = group.stack(lambda run: run.matrix)
@@ -362,11 +356,9 @@ def accuracy_matrix(group: RunGroup) -> Plot | None:
     def draw(sheet: Any) -> None:
         axes = sheet.subplots()
         _grid(axes, mean, 100.0, ".0f" if num <= 10 else "")
-        _names(axes.xaxis, [task_name(j) for j in range(num)])
-        _names(axes.yaxis, [task_name(i) for i in range(num)])
-        axes.set_xlabel("accuracy on task")
-        axes.set_ylabel("after task")
-        axes.set_aspect("equal")
+        for axis in (axes.xaxis, axes.yaxis):
+            name_ticks(axis, [*map(task_name, range(num))])
+        axes.set(xlabel="accuracy on task", ylabel="after task", aspect="equal")
 
     return Plot(f"matrix-{group.slug}", group.label, "", rows, draw, height_in=3.4, width_in=3.6)
 
@@ -392,21 +384,26 @@ def sites_by_class(run: RunRecord) -> Plot | None:
     def draw(sheet: Any) -> None:
         axes = sheet.subplots()
         _grid(axes, values, float(values.max()), ".0f" if values.size <= 220 and len(columns) <= 12 else "")
-        _names(
-            axes.xaxis, [name for _, name, _ in columns], rotation=38, ha="right", rotation_mode="anchor", fontsize=8.5
-        )
-        _names(axes.yaxis, _site_names(run, len(values)))
+        name_ticks(axes.xaxis, [name for _, name, _ in columns], **SLANTED)
+        name_ticks(axes.yaxis, _site_names(run, len(values)))
         axes.set_ylabel("site")
-        starts = [j for j in range(1, len(columns)) if columns[j][0] != columns[j - 1][0]]
-        for j in starts:
-            axes.axvline(j - 0.5, color=MUTED, linewidth=0.8)
+        for j in _starts([task for task, _, _ in columns])[1:]:
+            axes.axvline(j - 0.5, **BORDER)
 
-    height = float(np.clip(1.3 + 0.26 * len(values), 2.4, 6.0))
     caption = (
         "Training images of each class at each site; vertical lines separate tasks. "
         f"{int((values == 0).sum())} of {values.size} cells are empty."
     )
-    return Plot("sites", "Who holds what", caption, rows, draw, height_in=height)
+    return Plot("sites", "Who holds what", caption, rows, draw, height_in=_height(len(values)))
+
+
+def _starts(tasks: Sequence[int]) -> list[int]:
+    """Where each task begins."""
+    return [i for i, task in enumerate(tasks) if i == 0 or task != tasks[i - 1]]
+
+
+def _height(num_lines: int, each_in: float = 0.26, most_in: float = 6.0) -> float:
+    return float(np.clip(1.3 + each_in * num_lines, 2.4, most_in))
 
 
 def _site_names(run: RunRecord, num: int) -> list[str]:
@@ -433,28 +430,20 @@ def participation(run: RunRecord) -> Plot | None:
         for i, row in enumerate(run.rounds)
         for k in range(num_sites)
     ]
-    starts = [i for i in range(len(seen)) if i == 0 or run.rounds[i].task != run.rounds[i - 1].task]
+    starts = _starts([row.task for row in run.rounds])
 
     def draw(sheet: Any) -> None:
         axes = sheet.subplots()
         _grid(axes, values, 1.25)
         named = starts[:: thinned(len(starts))]
         axes.set_xticks([i - 0.5 for i in named], [task_name(run.rounds[i].task) for i in named], ha="left")
-        _names(axes.yaxis, _site_names(run, num_sites))
-        axes.set_ylabel("site")
-        axes.set_xlabel("communication round, by task")
+        name_ticks(axes.yaxis, _site_names(run, num_sites))
+        axes.set(xlabel="communication round, by task", ylabel="site")
         for i in starts[1:]:
-            axes.axvline(i - 0.5, color=MUTED, linewidth=0.8)
+            axes.axvline(i - 0.5, **BORDER)
 
-    height = float(np.clip(1.3 + 0.26 * num_sites, 2.4, 6.0))
-    return Plot(
-        "participation",
-        "Who took part",
-        "A filled cell is a site that was asked in that round.",
-        rows,
-        draw,
-        height_in=height,
-    )
+    caption = "A filled cell is a site that was asked in that round."
+    return Plot("participation", "Who took part", caption, rows, draw, height_in=_height(num_sites))
 
 
 def confusion(group: RunGroup) -> Plot | None:
@@ -474,10 +463,9 @@ def confusion(group: RunGroup) -> Plot | None:
     def draw(sheet: Any) -> None:
         axes = sheet.subplots()
         _grid(axes, share, 100.0, ".0f" if len(share) <= 12 else "")
-        _names(axes.xaxis, names, rotation=38, ha="right", rotation_mode="anchor", fontsize=8.5)
-        _names(axes.yaxis, names, fontsize=8.5)
-        axes.set_ylabel("true class")
-        axes.set_xlabel("answer of the model")
+        name_ticks(axes.xaxis, names, **SLANTED)
+        name_ticks(axes.yaxis, names, fontsize=8.5)
+        axes.set(xlabel="answer of the model", ylabel="true class")
 
     caption = f"{group.label}, after the last task, in percent of each true class. Off the diagonal are its mistakes."
     return Plot("confusion", "Which classes are mistaken for which", caption, rows, draw, height_in=4.4)
@@ -495,38 +483,29 @@ def stream(group: RunGroup | None) -> Plot | None:
     found = group.finished[0].results.stream if group and group.finished else None
     if group is None or found is None or not found.classes:
         return None
-    style, per_task, total = group.style, found.rounds_per_task, found.num_rounds
+    style, classes, per_task, total = group.style, found.classes, found.rounds_per_task, found.num_rounds
+    names = [plain(one.class_name, 40) for one in classes]
     rows: list[Row] = [
-        {
-            "class": plain(one.class_name, 40),
-            "task": one.task,
-            "arrives": one.arrives,
-            "leaves": one.leaves,
-            "closed": list(one.closed),
-        }
-        for one in found.classes
+        {"class": name, "task": one.task, "arrives": one.arrives, "leaves": one.leaves}
+        | {"closed": " ".join(map(str, one.closed))}
+        for name, one in zip(names, classes, strict=True)
     ]
 
     def draw(sheet: Any) -> None:
         axes = sheet.subplots()
-        for i, row in enumerate(rows):
-            axes.barh(
-                i, row["leaves"] - row["arrives"] + 1, left=row["arrives"] - 0.5, height=0.5, color=MUTED, alpha=0.35
-            )
-            axes.plot(
-                row["closed"], [i] * len(row["closed"]), style.marker, color=style.colour, markersize=7, clip_on=False
-            )
+        for i, one in enumerate(classes):
+            num = one.leaves - one.arrives + 1
+            axes.barh(i, num, left=one.arrives - 0.5, height=0.5, color=MUTED, alpha=0.35)
+            marks = {"color": style.colour, "markersize": 7, "clip_on": False}
+            axes.plot(one.closed, [i] * len(one.closed), style.marker, **marks)
         for boundary in range(per_task, total, per_task):
-            axes.axvline(boundary + 0.5, color=MUTED, linewidth=0.8)
-        axes.set_yticks(range(len(rows)), [row["class"] for row in rows])
-        axes.set_ylim(len(rows) - 0.5, -0.5)
-        axes.set_xlim(0.5, total + 0.5)
-        axes.set_xlabel("round of the stream")
+            axes.axvline(boundary + 0.5, **BORDER)
+        axes.set_yticks(range(len(names)), names)
+        axes.set(xlim=(0.5, total + 0.5), ylim=(len(names) - 0.5, -0.5), xlabel="round of the stream")
 
-    told = [{**row, "closed": " ".join(map(str, row["closed"]))} for row in rows]
     caption = (
         f"Bars: rounds in which sites hold images of the class; each line is a true boundary, after which new classes drift "
         f"in over {found.drift} rounds. Markers: when {group.label}, which is told none of it, closed the buffer."
     )
-    height = float(np.clip(1.3 + 0.24 * len(rows), 2.4, 7.0))
-    return Plot("stream", "When classes came, and when buffers closed", caption, told, draw, height_in=height)
+    height = _height(len(rows), each_in=0.24, most_in=7.0)
+    return Plot("stream", "When classes came, and when buffers closed", caption, rows, draw, height_in=height)

@@ -14,7 +14,7 @@ from typing import Any
 from rescene.core.json_files import Row
 from rescene.core.method_style import BLUE, ORANGE, SKY
 from rescene.core.results import ClassTheory
-from rescene.report.drawing import CARD, MUTED, Plot, legend_above, thinned
+from rescene.report.drawing import CARD, GUIDE, MUTED, Plot, name_ticks, thinned
 from rescene.report.formatting import PERCENT, plain
 from rescene.report.groups import RunGroup
 from rescene.report.load import RunRecord
@@ -276,22 +276,13 @@ def distance_plot(rows: Classes) -> Plot:
         axes = sheet.subplots()
         y = [row.herded_to_real for row in rows]
         ends = [0.0, 1.08 * max([*y, *(getattr(row, key) for row in rows for key in rivals)])]
-        axes.plot(ends, ends, color=MUTED, linewidth=0.9, linestyle=(0, (4, 4)))
+        axes.plot(ends, ends, **GUIDE)
         axes.scatter([row.pool_to_real for row in rows], y, s=34, color=BLUE, label="against the whole pool", zorder=4)
-        axes.scatter(
-            [row.full_pool_to_real for row in rows],
-            y,
-            s=34,
-            facecolor=CARD,
-            edgecolor=ORANGE,
-            linewidths=1.4,
-            label="against full-pool herding",
-            zorder=3,
-        )
+        hollow = {"facecolor": CARD, "edgecolor": ORANGE, "linewidths": 1.4, "label": "against full-pool herding"}
+        axes.scatter([row.full_pool_to_real for row in rows], y, s=34, zorder=3, **hollow)
         axes.set(xlim=ends, ylim=ends, xlabel="‖m − μ‖ of the rival", ylabel="‖m_H − μ‖ of temporal herding")
         axes.set_aspect("equal")
         axes.locator_params(nbins=6)
-        legend_above(sheet, *axes.get_legend_handles_labels())
 
     caption = (
         "Distance of mean features to those of the real images, one mark per class. Below the dashed line the herded "
@@ -323,7 +314,7 @@ def picks_plot(rows: Classes) -> Plot | None:
         axes.bar(numbers, [s["num"] for s in sums], 0.8, color=SKY, label="uploaded")
         axes.bar(numbers, [s["num_kept"] for s in sums], 0.8, color=BLUE, label="kept")
         axes.set_xlim(numbers[0] - 0.5, numbers[-1] + 0.5)
-        _by_round(sheet, axes, numbers, "surrogates")
+        _by_round(axes, numbers, "surrogates")
 
     caption = (
         "All classes and tasks together. Herding aims at the mean of the shaded rounds, the last ⌈λR⌉, and may pick from all "
@@ -350,11 +341,10 @@ def staleness_plot(rows: Classes) -> Plot | None:
             means = [(r, [s[key] for s in kept if s["round"] == r and s[key] is not None]) for r in steps]
             points = [(r, statistics.fmean(values)) for r, values in means if values]
             if points:
-                axes.plot(
-                    *zip(*points, strict=True), label=label, color=colour, marker=marker, markersize=5, linestyle=dash
-                )
+                style = {"color": colour, "marker": marker, "markersize": 5, "linestyle": dash}
+                axes.plot(*zip(*points, strict=True), label=label, **style)
         axes.set_ylim(bottom=0)
-        _by_round(sheet, axes, steps, "distance to the real mean")
+        _by_round(axes, steps, "distance to the real mean")
 
     caption = (
         "Mean over classes of ‖m_r − μ‖. If uploads grow stale, those of early rounds are further from the real images "
@@ -363,12 +353,11 @@ def staleness_plot(rows: Classes) -> Plot | None:
     return Plot("theory-staleness", "Do uploads grow stale?", caption, kept, draw)
 
 
-def _by_round(sheet: Any, axes: Any, rounds: Sequence[int], ylabel: str) -> None:
+def _by_round(axes: Any, rounds: Sequence[int], ylabel: str) -> None:
     """What figures over the rounds of a task share."""
     axes.set_xticks(rounds[:: thinned(len(rounds))])
     axes.set(xlabel="round of the uploads", ylabel=ylabel)
     axes.grid(False, axis="x")
-    legend_above(sheet, *axes.get_legend_handles_labels())
 
 
 def pool_balance(run: RunRecord) -> Plot | None:
@@ -385,12 +374,10 @@ def pool_balance(run: RunRecord) -> Plot | None:
         axes = sheet.subplots()
         axes.bar([i - 0.2 for i in range(len(rows))], [row["pi_c"] for row in rows], 0.4, color=SKY, label="held, π_c")
         axes.bar([i + 0.2 for i in range(len(rows))], [row["q_c"] for row in rows], 0.4, color=BLUE, label="drawn, q_c")
-        axes.axhline(100 / len(rows), color=MUTED, linewidth=0.9, linestyle=(0, (4, 4)))
-        ticks = range(0, len(rows), thinned(len(rows)))
-        axes.set_xticks(ticks, [plain(rows[i]["class"], 14) for i in ticks], rotation=40, ha="right", fontsize=8.5)
+        axes.axhline(100 / len(rows), **GUIDE)
+        name_ticks(axes.xaxis, list(held), most=12, rotation=40, ha="right", fontsize=8.5)
         axes.set_ylabel("share of the images (%)")
         axes.grid(False, axis="x")
-        legend_above(sheet, *axes.get_legend_handles_labels())
 
     caption = (
         "At the end of the last task: each class's share of the images on the server, where earlier classes have their "

@@ -34,14 +34,16 @@ from rescene.core.method_style import (
     style_of,
 )
 from rescene.report.drawing import (
+    ASIDE,
     CARD,
+    GUIDE,
     MUTED,
     Plot,
-    legend_above,
     mean_points,
     name_rows,
     percent_axis,
     percent_bars,
+    seed_rows,
     thinned,
 )
 from rescene.report.formatting import bytes_text, flops_text, plain, seconds_text
@@ -93,12 +95,7 @@ def _accuracy_for(
     show: Callable[[float | None], str],
 ) -> Plot | None:
     """AA against a cost, on a logarithmic axis: whoever pays nothing is not on it."""
-    rows: list[Row] = [
-        {"method": group.label, "seed": run.seed, key: pick(run), "aa": run.results.aa}
-        for group in groups
-        for run in group.finished
-        if pick(run) and run.results.aa is not None
-    ]
+    rows = [row for row in seed_rows(groups, **{key: pick, "aa": lambda run: run.results.aa}) if row[key]]
     if not rows:
         return None
     free = [group.label for group in groups if group.finished and all(pick(run) == 0 for run in group.finished)]
@@ -118,7 +115,6 @@ def _accuracy_for(
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel(xlabel)
         percent_axis(axes.yaxis, "AA (%)")
-        legend_above(sheet, *axes.get_legend_handles_labels())
 
     return Plot(name, title, caption, rows, draw)
 
@@ -162,7 +158,6 @@ def timing(groups: Sequence[RunGroup]) -> Plot | None:
         axes.set_xlim(0, max(left) * 1.2)
         axes.set_xlabel("seconds")
         name_rows(axes, drawn)
-        legend_above(sheet, *axes.get_legend_handles_labels())
 
     caption = "Seconds on the machine that simulated all sites together, not what one site would need."
     return Plot("timing", "Where the time went", caption, rows, draw, height_in=1.5 + 0.42 * len(rows))
@@ -170,7 +165,7 @@ def timing(groups: Sequence[RunGroup]) -> Plot | None:
 
 def accuracy_for_copies(groups: Sequence[RunGroup]) -> Plot | None:
     """AA against the share of uploads that are near-copies."""
-    rows = _rows(groups, "near_copies_percent", lambda run: _percent(run.near_copies))
+    rows = seed_rows(groups, near_copies_percent=lambda run: _percent(run.near_copies), aa=lambda run: run.results.aa)
     if not rows:
         return None
 
@@ -187,7 +182,7 @@ def accuracy_for_copies(groups: Sequence[RunGroup]) -> Plot | None:
 
 def accuracy_for_distance(groups: Sequence[RunGroup]) -> Plot | None:
     """AA against the median distance of an upload to its nearest real image."""
-    rows = _rows(groups, "nearest_rms_median", lambda run: run.nearest_rms)
+    rows = seed_rows(groups, nearest_rms_median=lambda run: run.nearest_rms, aa=lambda run: run.results.aa)
     if not rows:
         return None
 
@@ -195,18 +190,9 @@ def accuracy_for_distance(groups: Sequence[RunGroup]) -> Plot | None:
         axes = _scatter(sheet, groups, rows, "nearest_rms_median")
         far = max(max(row["nearest_rms_median"] for row in rows), 0.02)
         axes.set_xlim(-0.08 * far, 1.15 * far)
-        axes.axvline(0, color=MUTED, linewidth=0.9, linestyle=(0, (4, 4)))
+        axes.axvline(0, **GUIDE)
         place = axes.get_xaxis_transform()  # y in the height of the axes
-        axes.text(
-            0.012 * far,
-            0.04,
-            "the image itself",
-            transform=place,
-            color=MUTED,
-            fontsize=8.5,
-            style="italic",
-            rotation=90,
-        )
+        axes.text(0.012 * far, 0.04, "the image itself", transform=place, rotation=90, **ASIDE)
         axes.set_xlabel("median distance to a real image (RMS)")
 
     caption = "RMS over pixels in units of the data's standard deviation. Distance alone is no guarantee of privacy."
@@ -218,18 +204,12 @@ def accuracy_for_noise(groups: Sequence[RunGroup]) -> Plot | None:
     lines: dict[tuple[str, ...], list[Row]] = {}
     styles: dict[str, MethodStyle] = {}
     for group in groups:
-        aa, sigma = (group.spread(pick) for pick in (lambda run: run.results.aa, _sigma))
-        if aa and sigma:
+        aa, sigma = group.aa, group.mean(lambda run: run.privacy.noise_multiplier)
+        if aa and sigma is not None:
             run = group.finished[0]
-            row = {
-                "method": group.method,
-                "title": group.style.title,
-                "mode": _kind_of_noise(run),
-                "mechanism": run.privacy.mechanism,
-                "sigma": sigma.mean,
-                "aa": aa.mean,
-            }
-            row |= {"aa_std": aa.std, "num_seeds": aa.num, "epsilon": run.epsilon}
+            row: Row = {"method": group.method, "title": group.style.title, "mode": _kind_of_noise(run)}
+            row |= {"mechanism": run.privacy.mechanism, "sigma": sigma, "aa": aa.mean, "aa_std": aa.std}
+            row |= {"num_seeds": aa.num, "epsilon": run.epsilon}
             styles[group.method] = group.style
             lines.setdefault((group.method, _kind_of_noise(run), problem_of(run)), []).append(row)
     drawn = [sorted(rows, key=lambda row: row["sigma"]) for rows in lines.values()]
@@ -242,15 +222,11 @@ def accuracy_for_noise(groups: Sequence[RunGroup]) -> Plot | None:
         for rows in drawn:
             own, kind = styles[rows[0]["method"]], rows[0]["mode"]
             xs, ys, bars = ([row[key] for row in rows] for key in ("sigma", "aa", "aa_std"))
-            style = {
-                "color": own.colour,
-                "marker": own.marker,
-                "markerfacecolor": own.colour if rows[0]["epsilon"] else CARD,
-            }
+            inside = own.colour if rows[0]["epsilon"] else CARD
+            style = {"color": own.colour, "marker": own.marker, "markerfacecolor": inside}
             axes.errorbar(xs, ys, yerr=percent_bars(ys, bars), elinewidth=1, label=f"{own.label}, {kind}", **style)
         axes.set_xlabel("noise multiplier σ")
         percent_axis(axes.yaxis, "AA (%)")
-        legend_above(sheet, *axes.get_legend_handles_labels())
 
     names = "; ".join(f"{rows[0]['title']} under {rows[0]['mode']}" for rows in drawn)
     caption = (
@@ -266,28 +242,14 @@ def _kind_of_noise(run: RunRecord) -> str:
     return kind if guarantee else plain(run.privacy.mechanism, 20)
 
 
-def _sigma(run: RunRecord) -> float | None:
-    return run.privacy.noise_multiplier
-
-
 def _percent(value: float | None) -> float | None:
     return None if value is None else 100 * value
-
-
-def _rows(groups: Sequence[RunGroup], key: str, pick: Callable[[RunRecord], float | None]) -> list[Row]:
-    return [
-        {"method": group.label, "seed": run.seed, key: pick(run), "aa": run.results.aa}
-        for group in groups
-        for run in group.finished
-        if pick(run) is not None and run.results.aa is not None
-    ]
 
 
 def _scatter(sheet: Any, groups: Sequence[RunGroup], rows: Sequence[Row], key: str) -> Any:
     axes = sheet.subplots()
     mean_points(axes, groups, rows, key, "aa")
     percent_axis(axes.yaxis, "AA (%)")
-    legend_above(sheet, *axes.get_legend_handles_labels())
     return axes
 
 
@@ -358,26 +320,23 @@ def points_of(groups: Sequence[RunGroup]) -> list[Point]:
     """The finished groups as points."""
     found = []
     for group in groups:
-        aa = group.spread(lambda run: run.results.aa)
-        if aa is None:
+        if group.aa is None:
             continue
-        run, copies = group.finished[0], group.spread(lambda run: run.near_copies)
-        distance = group.spread(lambda run: run.nearest_rms)
-        found.append(
-            Point(
-                problem_of(run),
-                group.method,
-                mode_of(run),
-                aa.num,
-                aa.mean,
-                aa.std,
-                100 * copies.mean if copies else None,
-                distance.mean if distance else None,
-                run.epsilon,
-                hero=group.hero,
-                style=group.style,
-            )  # fmt: skip
+        run = group.finished[0]
+        point = Point(
+            setting=problem_of(run),
+            method=group.method,
+            mode=mode_of(run),
+            num=group.aa.num,
+            aa=group.aa.mean,
+            aa_std=group.aa.std,
+            near_copies_percent=_percent(group.mean(lambda run: run.near_copies)),
+            nearest_rms=group.mean(lambda run: run.nearest_rms),
+            epsilon=run.epsilon,
+            hero=group.hero,
+            style=group.style,
         )
+        found.append(point)
     return found
 
 
@@ -437,10 +396,9 @@ def _drawing(points: Sequence[Point], place: Any, axis: Any) -> Callable[[Any], 
         axes = sheet.subplots()
         xs = [place(p) for p in points]
         for _, family in groupby(sorted(zip(points, xs, strict=True), key=_in_family), lambda pair: pair[0].family):
-            line = [(_style(p).colour, x, p.aa) for p, x in family]
-            axes.plot(
-                [x for _, x, _ in line], [y for *_, y in line], color=line[0][0], linewidth=1, alpha=0.5, zorder=2
-            )
+            members, places = zip(*family, strict=True)
+            line = {"color": _style(members[0]).colour, "linewidth": 1, "alpha": 0.5, "zorder": 2}
+            axes.plot(places, [p.aa for p in members], **line)
         for p, x in zip(points, xs, strict=True):
             _mark(axes, p, x)
         axis(axes, xs, points)
@@ -448,7 +406,6 @@ def _drawing(points: Sequence[Point], place: Any, axis: Any) -> Callable[[Any], 
         _labels(axes, points, xs, tags)
         for own in dict.fromkeys(_style(p) for p in points):
             axes.plot([], [], marker=own.marker, color=own.colour, linestyle="none", markersize=7, label=own.label)
-        legend_above(sheet, *axes.get_legend_handles_labels())
 
     return draw
 
@@ -526,5 +483,5 @@ def _epsilon_axis(axes: Any, xs: Sequence[float], points: Sequence[Point]) -> No
     shown = [*places[::-step][::-1], (none, "none")]
     axes.set_xticks([x for x, _ in shown], [text for _, text in shown])
     axes.set_xlim(places[0][0] - 0.5, none + 2.5)
-    axes.axvline(none - 1, color=MUTED, linewidth=0.9, linestyle=(0, (4, 4)))
+    axes.axvline(none - 1, **GUIDE)
     axes.set_xlabel("ε for a record, over the whole run")

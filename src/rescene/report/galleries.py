@@ -1,4 +1,4 @@
-"""Pages of pictures: what was uploaded beside the real image it resembles most, and class by class beside the real mean; and others.
+"""Pages of pictures: uploads beside the real images they resemble most, and class by class beside the real mean; and others.
 
 Of uploads there are pairs for the page of a run, a contact sheet and a CSV of each. The other pages show what a model says about
 pictures (``rescene predict``), what a folder holds (``rescene data inspect``) and what a site would send
