@@ -9,7 +9,7 @@ import difflib
 import errno
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class ResceneError(Exception):
@@ -109,6 +109,15 @@ def shortened(text: str, most: int = 200) -> str:
     'xxxxxxxxxx ... xxxxx'
     """
     return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 4 :]}"
+
+
+def few(names: Sequence[str], most: int = 5) -> str:
+    """The first of these names, and how many more there are.
+
+    >>> few(["ant", "bee"]), few(list("abcdefgh"), most=6)
+    ('ant, bee', 'a, b, c, d, e, f and 2 more')
+    """
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def command(*words: object) -> str:

@@ -36,7 +36,10 @@ def joined(first: Dataset, later: Dataset, where: str) -> Dataset:
                 fix="arrange the new images as the earlier ones; data.layout says what the first folders are",
             )
     _refuse_twice(first, later, where)
-    names = {what: _union(getattr(first, what), getattr(later, what)) for what in ("classes", "domains", "sites")}
+    names = {
+        what: tuple(dict.fromkeys([*getattr(first, what), *getattr(later, what)]))
+        for what in ("classes", "domains", "sites")
+    }
     parts = [
         _stacked(getattr(first, split), _renumbered(getattr(later, split), later, names)) for split in ("train", "test")
     ]
@@ -97,10 +100,6 @@ def _groups(dataset: Dataset) -> set[tuple[str, str]]:
         for domain, label in torch.stack([domains, images.labels]).unique(dim=1).T.tolist():
             found.add((dataset.domains[domain] if domain >= 0 else "", dataset.classes[label]))
     return found
-
-
-def _union(first: tuple[str, ...], later: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys([*first, *later]))
 
 
 def _renumbered(images: Images, own: Dataset, names: dict[str, tuple[str, ...]]) -> Images:

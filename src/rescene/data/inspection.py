@@ -17,11 +17,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from rescene.core.errors import DataError, ResceneWarning
+from rescene.core.errors import DataError, ResceneWarning, few
 from rescene.core.json_files import Row
 from rescene.data.images import Dataset, Images
 from rescene.data.loading import AnyPath, load
-from rescene.data.sources.decode import few, header_sizes
+from rescene.data.sources.decode import header_sizes
 from rescene.data.sources.image_folder import survey
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def verify(name: str, path: AnyPath | None = None, layout: str = "auto") -> list
     found = f"{len(dataset.train):,} training and {len(dataset.test):,} test images of {len(dataset.classes)} classes"
     return [
         _row(f"complete ({found})"),
-        _row("images readable", _said(told, "W203"), "copy them again"),
+        _row("images readable", "; ".join(w.what for w in told if w.code == "W203"), "copy them again"),
         *(
             _row("nothing odd about the files", warning.what, warning.fix or "")
             for warning in told
@@ -257,10 +257,6 @@ def warn_of_repeats(dataset: Dataset) -> None:
             "and a picture that lies twice has about twice as much"
         )
         warnings.warn(ResceneWarning("W566", what, fix="remove copies, also those at another site"), stacklevel=2)
-
-
-def _said(told: Sequence[ResceneWarning], code: str) -> str:
-    return "; ".join(warning.what for warning in told if warning.code == code)
 
 
 def _row(check: str, problem: str = "", fix: str = "") -> Row:

@@ -40,7 +40,7 @@ from rescene.config import Recipe, Resolved
 from rescene.config.compose import difference
 from rescene.config.site_sections import grows
 from rescene.core.documents import read_yaml
-from rescene.core.errors import ConfigError, ResceneWarning, RunError, shortened
+from rescene.core.errors import ConfigError, ResceneWarning, RunError, few, shortened
 from rescene.core.json_files import as_json, json_object
 from rescene.core.recipe_keys import flatten
 from rescene.core.run_state import LOCK, Busy, is_done, working_in
@@ -135,11 +135,7 @@ def _weights(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
         "new tensors": [key for key in new if key not in old],
         "other first values": [key for key in old if key in new and old[key] != new[key]],
     }
-    return [
-        f"{words}: {', '.join(keys[:SHOWN])}{f' and {len(keys) - SHOWN} more' if len(keys) > SHOWN else ''}"
-        for words, keys in kinds.items()
-        if keys
-    ]
+    return [f"{words}: {few(keys, SHOWN)}" for words, keys in kinds.items() if keys]
 
 
 def folder_format(folder: Path) -> int:

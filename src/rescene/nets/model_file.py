@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from torch import Tensor
 
 from rescene.core.documents import parse_json, read_text
-from rescene.core.errors import ConfigError, ResceneWarning
+from rescene.core.errors import ConfigError, ResceneWarning, few
 from rescene.core.versions import MODEL, refuse_newer
 from rescene.nets import Arch, check_fits, grow_head
 from rescene.nets.timm_networks import TIMM, checkpoint, fitting
@@ -88,7 +88,7 @@ def about_of(text: str | None, path: Path) -> dict[str, Any] | None:
 def check_rows(about: Mapping[str, Any], num_outputs: int, path: Path) -> None:
     """A model must have a name for each output."""
     if len(about["classes"]) != num_outputs:
-        why = f"it names {len(about['classes'])} classes ({listed(about['classes'])}) and has {num_outputs} outputs"
+        why = f"it names {len(about['classes'])} classes ({few(about['classes'], NAMED)}) and has {num_outputs} outputs"
         raise contradiction(path, why)
 
 
@@ -108,15 +108,6 @@ def parted(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
     """The tensors of a model's network, and those of the lens that its file may hold too."""
     net = {key: value for key, value in tensors.items() if not key.startswith(LENS)}
     return net, {key.removeprefix(LENS): value for key, value in tensors.items() if key.startswith(LENS)}
-
-
-def listed(names: Sequence[str]) -> str:
-    """Names in a line, the first few.
-
-    >>> listed(["ant", "bee"]), listed(list("abcdefgh"))
-    ('ant, bee', 'a, b, c, d, e, f and 2 more')
-    """
-    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
 
 
 def contradiction(path: Path, why: str) -> ConfigError:
@@ -194,5 +185,5 @@ def _tell(file: Path, names: list[str], known: list[str], fresh: list[str]) -> N
             "new": fresh,
             "in the file, but not in the first task, and not used": left,
         }
-        told = "; ".join(f"{words}: {listed(some)}" for words, some in parts.items() if some)
+        told = "; ".join(f"{words}: {few(some, NAMED)}" for words, some in parts.items() if some)
         warnings.warn(ResceneWarning("W169", f"model.init: classes {told}"), stacklevel=3)

@@ -18,6 +18,7 @@ from itertools import groupby
 from pathlib import PurePath
 from typing import Any
 
+from rescene.core.errors import few
 from rescene.core.json_files import Row
 from rescene.core.method_style import (
     BLUE,
@@ -99,8 +100,7 @@ def _accuracy_for(
         return None
     free = [group.label for group in groups if group.finished and all(pick(run) == 0 for run in group.finished)]
     if free:  # said at the axis: a figure in a file has no caption, and its legend may name them for another panel
-        more = f" and {len(free) - 3} more" if len(free) > 3 else ""
-        xlabel += "\n" + textwrap.fill(f"not drawn, at 0: {', '.join(free[:3])}{more}", 40)
+        xlabel += "\n" + textwrap.fill(f"not drawn, at 0: {few(free, 3)}", 40)
 
     def draw(sheet: Any) -> None:
         from matplotlib.ticker import LogLocator, NullFormatter

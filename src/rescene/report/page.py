@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rescene.core.errors import ConfigError, DataError, ResceneError, did_you_mean
+from rescene.core.errors import ConfigError, DataError, ResceneError, did_you_mean, few
 from rescene.report import figures_accuracy, figures_theory, figures_tradeoffs
 from rescene.report import page_sections as sections
 from rescene.report.drawing import Figure, Plot, checked_ending, css_colour, render, save, together
@@ -148,7 +148,7 @@ def _small_print(groups: Groups, head: RunGroup | None, told: RunRecord, runs: S
 
 def _title(groups: Groups) -> str:
     names = list(dict.fromkeys(group.style.label for group in groups))
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return few(names, 4)
 
 
 def _printed(group: RunGroup, printed: Mapping[Path, Mapping[str, str]]) -> dict[str, tuple[str, str]]:

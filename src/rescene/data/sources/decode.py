@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rescene.core.errors import DataError, ResceneWarning
+from rescene.core.errors import DataError, ResceneWarning, few
 from rescene.data.images import Dataset, Transform
 
 if TYPE_CHECKING:
@@ -104,16 +104,6 @@ def shown(name: str | Path) -> str:
     """
     unseen = ("Cc", "Cs", "Zl", "Zp")  # control characters, lone surrogates (undecoded bytes), line separators
     return "".join(c.encode("unicode_escape").decode() if unicodedata.category(c) in unseen else c for c in str(name))
-
-
-def few(names: Sequence[str], most: int = 5) -> str:
-    """The first of these names as they can be printed, and how many more there are.
-
-    >>> few(["a", "b", "c"], most=2)
-    'a, b and 1 more'
-    """
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(shown(name) for name in names[:most]) + more
 
 
 def guess_size(sources: Sequence[Path | bytes]) -> int:

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rescene.core.errors import DataError, ResceneWarning, command
+from rescene.core.errors import DataError, ResceneWarning, command, few
 from rescene.data.images import Dataset
-from rescene.data.sources.decode import EXTENSIONS, few, shown
+from rescene.data.sources.decode import EXTENSIONS, shown
 from rescene.data.sources.listing import File, Options, assemble, check_inside, class_order
 
 TEST_NAMES = ("test", "val", "valid", "validation")
@@ -113,7 +113,7 @@ def survey(path: Path) -> tuple[Folder, Left]:
 def warn_of_left(left: Left, path: Path) -> None:
     """Name what is not read, with a few examples of each kind."""
     kinds = [
-        f"{reason}: {len(files):,} ({few([os.path.relpath(file, path) for file in files], 3)})"
+        f"{reason}: {len(files):,} ({_few([os.path.relpath(file, path) for file in files], 3)})"
         for reason, files in left.items()
         if files
     ]
@@ -231,22 +231,22 @@ def _told_by_names(place: Folder) -> tuple[str, str] | None:
     inside = sorted({sub.name for folder in place.folders for sub in folder.inner().folders})
     deeper = any(below.folders for folder in place.folders for below in folder.inner().folders)
     if len(tops) > 1 and inside and not deeper and all(_SITE.fullmatch(name) for name in tops):
-        return "sites", f"the first folders are called {few(tops, 3)}"
+        return "sites", f"the first folders are called {_few(tops, 3)}"
     if inside and all(_BATCH.fullmatch(name) for name in inside):
-        return "classes", f"the folders below are called {few(inside, 3)}"
+        return "classes", f"the folders below are called {_few(inside, 3)}"
     return None
 
 
 def _two_readings(place: Folder, nested: Sequence[Folder]) -> DataError:
     """What was found, by name alone: a site of a federation tells this to its server."""
     held = nested or [folder for folder in place.folders if folder.folders]
-    found = [f"{shown(top.name)}/ holds {few([sub.name for sub in top.inner().folders], 4)}" for top in held[:4]]
+    found = [f"{shown(top.name)}/ holds {_few([sub.name for sub in top.inner().folders], 4)}" for top in held[:4]]
     found += [f"and {len(held) - 4} folders more"] if len(held) > 4 else []
-    tops = few([folder.name for folder in held], 3)
+    tops = _few([folder.name for folder in held], 3)
     below = [sub for folder in place.folders for sub in folder.inner().folders]
     split = all(sub.name in ("train", *TEST_NAMES) for sub in below)
     inside = [sub for part in below for sub in part.folders] if split else below
-    deeper, subs = any(sub.folders for sub in inside), few(sorted({sub.name for sub in inside}), 3)
+    deeper, subs = any(sub.folders for sub in inside), _few(sorted({sub.name for sub in inside}), 3)
     readings = {
         "classes": f"{tops} are classes, and {subs} are parts of them",
         "domains": f"{subs} are classes, and {tops} are domains (a light, a camera, a season)",
@@ -292,13 +292,17 @@ def _reading(files: Sequence[File], why: str = "") -> tuple[str, ...]:
         if file.path.parent.name not in (file.label, "images"):
             nested[file.label] += 1
     if nested:
-        told = few([f"{label} ({count})" for label, count in nested.items()])
+        told = _few([f"{label} ({count})" for label, count in nested.items()])
         notes += (f"{sum(nested.values()):,} images lie in subfolders of their class: {told}",)
     return notes
 
 
 def _named(place: Folder, names: Sequence[str]) -> list[Folder]:
     return [folder for name in names for folder in place.folders if folder.name == name]
+
+
+def _few(names: Sequence[str], most: int = 5) -> str:
+    return few([shown(name) for name in names], most)
 
 
 def _unknown_layout(path: Path, why: str) -> DataError:

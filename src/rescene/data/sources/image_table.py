@@ -193,7 +193,9 @@ def class_names(path: Path) -> dict[str, list[str]]:
 
 def _dataset(path: Path, tables: Sequence[Table], options: Options) -> Dataset:
     found = [_columns(table, dict(options.columns)) for table in tables]
-    files = [file for table, column in zip(tables, found, strict=True) for file in _files(table, column)]
+    files = [
+        _file(table, row, column) for table, column in zip(tables, found, strict=True) for row in range(len(table))
+    ]
     if not files:
         raise _bad(path, "no row below the header", fix="add one row per image")
     domains, sites = (
@@ -273,17 +275,13 @@ def _mapping(column: Mapping[str, str]) -> tuple[str, ...]:
     return (f"columns: {', '.join(others)}",) if others else ()
 
 
-def _files(table: Table, column: Mapping[str, str]) -> list[File]:
-    names = table.labels.get(column["label"])
-    return [_file(table, row, column, names) for row in range(len(table))]
-
-
-def _file(table: Table, row: int, column: Mapping[str, str], names: Sequence[str] | None) -> File:
+def _file(table: Table, row: int, column: Mapping[str, str]) -> File:
     number = row + table.first
     cells = {role: table.columns[name][row] for role, name in column.items()}
     for role in REQUIRED:
         if cells[role] in (None, "", b""):
             raise _bad(table.file, f"row {number} has no {role}", fix="fill or remove the row")
+    names = table.labels.get(column["label"])
     split, label = _split(table, number, cells), _label(table, number, cells["label"], names)
     path, content = _picture(table, number, cells["path"])
     domain, site = ("" if cells.get(key) is None else str(cells[key]) for key in ("domain", "site"))

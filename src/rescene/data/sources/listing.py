@@ -17,10 +17,10 @@ from pathlib import Path
 
 import torch
 
-from rescene.core.errors import ConfigError, DataError, ResceneWarning
+from rescene.core.errors import ConfigError, DataError, ResceneWarning, few
 from rescene.core.rng import Rng
 from rescene.data.images import Channels, Dataset, Images, Transform, measure
-from rescene.data.sources.decode import decode, few, guess_size, shown
+from rescene.data.sources.decode import decode, guess_size, shown
 
 LAYOUTS = ("auto", "classes", "domains", "sites", "sites-domains")
 OUTSIDE = ("warn", "refuse")
