@@ -22,7 +22,7 @@ from rescene.engine.withdrawal import forget as withdraw
 from rescene.nets import load_weights
 from rescene.report import write_report
 from rescene.report.formatting import bytes_text
-from rescene.report.model_card import write_card
+from rescene.report.summary import write_card
 
 
 def forget(folder: Path, word: str, check: bool, charge: bool, out: Path | None, quiet: bool, as_json: bool) -> None:
