@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +73,7 @@ class Gallery:
 
 def gallery(group: RunGroup, folder: Path) -> Gallery | None:
     """Pairs and class means of the group's first run that kept any; also draws their contact sheets into ``folder``."""
-    found = next((found for run in group.shown if (found := recorded_pairs(run))[0]), None)
+    found = _first_pairs(group)
     if found is None:
         return None
     entries, uploads, nearest = found
@@ -108,8 +109,12 @@ def _known(value: int | None) -> str:
 
 def contact_sheet(group: RunGroup) -> Plot | None:
     """Uploads beside their nearest real images, one class to a row."""
-    found = next((found for run in group.shown if (found := recorded_pairs(run))[0]), None)
+    found = _first_pairs(group)
     return _pair_sheet(group, *found) if found else None
+
+
+def _first_pairs(group: RunGroup) -> tuple[list[PairRecord], np.ndarray, np.ndarray] | None:
+    return next((found for run in group.shown if (found := recorded_pairs(run))[0]), None)
 
 
 def recorded_pairs(run: RunRecord) -> tuple[list[PairRecord], np.ndarray, np.ndarray]:
@@ -265,9 +270,7 @@ def write_gallery(answers: Sequence[GalleryAnswer], model: str, classes: Sequenc
         }
         for answer in answers[:MOST]
     ]
-    counts: dict[str, int] = {}
-    for answer in answers:
-        counts[answer.top[0][0]] = counts.get(answer.top[0][0], 0) + 1
+    counts = Counter(answer.top[0][0] for answer in answers)
     html = render_page(
         "gallery.html.j2",
         model=model,

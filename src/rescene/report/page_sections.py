@@ -169,13 +169,12 @@ def site_accuracy(groups: Sequence[RunGroup]) -> tuple[list[RunGroup], list[Site
 
 
 def _at_site(group: RunGroup, name: str) -> float | None:
-    found = group.spread(lambda run: next((s.accuracy for s in run.results.sites if s.name == name), None))
-    return found.mean if found else None
+    return group.mean(lambda run: next((s.accuracy for s in run.results.sites if s.name == name), None))
 
 
 def _tuned(group: RunGroup, name: str) -> str:
-    found = group.spread(lambda run: next((s.tuned for s in run.site_heads.sites if s.name == name), None))
-    return percent(found.mean) if found else ""
+    found = group.mean(lambda run: next((s.tuned for s in run.site_heads.sites if s.name == name), None))
+    return "" if found is None else percent(found)
 
 
 _LEAKS = (  # key, factor, digits
@@ -282,14 +281,10 @@ def event_summary(runs: Sequence[RunRecord]) -> str:
 
 def environment(runs: Sequence[RunRecord]) -> Pairs:
     """Versions, machine, commit, data fingerprint; where runs differ all values are listed."""
-    keys = dict.fromkeys(key for run in runs for key in run.env)
-    return [
-        (
-            plain(key).replace("_", " "),
-            " | ".join(dict.fromkeys(_words(run.env[key]) for run in runs if key in run.env)),
-        )
-        for key in keys
-    ]
+    found: dict[str, dict[str, None]] = {}
+    for key, value in (item for run in runs for item in run.env.items()):
+        found.setdefault(key, {})[_words(value)] = None
+    return [(plain(key).replace("_", " "), " | ".join(values)) for key, values in found.items()]
 
 
 def _words(value: Any) -> str:
