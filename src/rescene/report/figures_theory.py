@@ -149,7 +149,7 @@ def _theorem(rows: Classes) -> TheoryFinding:
             f" In {total - len(direct)} of {total} no choice of direction and bias could meet it: "
             "‖m_P − μ‖ − ‖m_W − μ‖ does not exceed Δ/√B."
         )
-    if len(direct) > len([row for row in direct if row.removed_bias > row.theorem_needs]):
+    if any(row.removed_bias <= row.theorem_needs for row in direct):
         sure = _count(direct, _covered)
         extra += f" In {sure} that difference alone does exceed it, which is enough for the proof."
     keys = ("theorem_needs", "pool_to_real", "the whole pool")

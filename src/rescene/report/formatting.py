@@ -36,6 +36,14 @@ def percent_sign(value: float, digits: int = 1) -> str:
     return f"{percent(value, digits)}\u00a0%"  # the sign never stands alone on a line
 
 
+def known(value: object) -> str:
+    """
+    >>> known(3), known(None)
+    ('3', '–')
+    """
+    return NONE if value is None else str(value)
+
+
 def _scaled(value: float | None, step: float, units: Sequence[str]) -> str:
     """Three significant digits with the largest unit that keeps the number at 1 or more."""
     if value is None:

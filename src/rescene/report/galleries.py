@@ -22,7 +22,7 @@ from rescene.core.json_files import Row, record_of, records_of, row_of
 from rescene.core.method_style import INK
 from rescene.core.results import MeanRecord, PairRecord
 from rescene.report.drawing import MUTED, WIDTH_IN, Plot, render
-from rescene.report.formatting import NONE, count, data_uri, percent, plain, put_page, render_page, task_name
+from rescene.report.formatting import count, data_uri, known, percent, plain, put_page, render_page, task_name
 from rescene.report.groups import RunGroup
 from rescene.report.load import RunRecord
 
@@ -93,7 +93,7 @@ def _means(group: RunGroup, folder: Path) -> tuple[Mean, ...]:
     return tuple(
         Mean(
             plain(entry.class_name, 40),
-            f"{task_name(entry.task)}, {_known(entry.num_uploads)} uploads, {_known(entry.num_real)} real",
+            f"{task_name(entry.task)}, {known(entry.num_uploads)} uploads, {known(entry.num_real)} real",
             png_uri(sent[i]),
             png_uri(real[i]),
             percent(entry.rms, 3),
@@ -101,10 +101,6 @@ def _means(group: RunGroup, folder: Path) -> tuple[Mean, ...]:
         for i in sorted(_evenly(entries, _MOST))
         for entry in [entries[i]]
     )
-
-
-def _known(value: int | None) -> str:
-    return NONE if value is None else str(value)
 
 
 def contact_sheet(group: RunGroup) -> Plot | None:
@@ -202,7 +198,7 @@ def _pair_sheet(group: RunGroup, entries: list[PairRecord], uploads: np.ndarray,
     classes = sorted({_class_of(entry) for entry in entries})
     shown = classes[:: -(-len(classes) // _MOST_CLASSES)]
     lines = [[i for i, entry in enumerate(entries) if _class_of(entry) == own][:_ACROSS] for own in shown]
-    below = [f"round {_known(entry.round)}, {_decibel(entry)} dB" for entry in entries]
+    below = [f"round {known(entry.round)}, {_decibel(entry)} dB" for entry in entries]
     caption = "Left of each pair what a site uploaded, right the real image nearest to it; round and PSNR below. "
     draw, height = _drawing(lines, [plain(own[2], 16) for own in shown], uploads, nearest, below)
     caption = (caption + through_lens(uploads)).strip()

@@ -10,8 +10,8 @@ from datetime import datetime
 from typing import Any
 
 from rescene.core.recipe_keys import experiment_keys
-from rescene.core.results import AttackRecord, EventRecord, Forgotten, Leakage, RoundRecord, SiteRecord, WithdrawalCheck
-from rescene.report.formatting import NONE, bytes_text, count, percent, plain, seconds_text, short, task_name
+from rescene.core.results import EventRecord, Forgotten, Leakage, RoundRecord, SiteRecord, WithdrawalCheck
+from rescene.report.formatting import NONE, bytes_text, count, known, percent, plain, seconds_text, short, task_name
 from rescene.report.groups import RunGroup, same, spread
 from rescene.report.load import RunRecord
 from rescene.report.summary import simulated
@@ -138,7 +138,7 @@ def task_rows(run: RunRecord) -> list[list[str]]:
     for i, task in enumerate(run.tasks):
         domain = f" · {plain(task.domain, 40)}" if task.domain else ""
         names = ", ".join(plain(name, 60) for name in task.classes) or NONE
-        sizes = [NONE if size is None else str(size) for size in (task.train_size, task.test_size)]
+        sizes = map(known, (task.train_size, task.test_size))
         rows.append([f"{task_name(i if task.index is None else task.index)}{domain}", names, *sizes])
     return rows
 
@@ -196,7 +196,7 @@ def leakage_rows(head: RunGroup | None) -> list[list[str]]:
     rows = []
     for entry in found.per_task:
         values = [(getattr(entry, key), factor, digits) for key, factor, digits in _LEAKS]
-        cells = [NONE if value is None else percent(factor * value, digits) for value, factor, digits in values]
+        cells = [percent(value and factor * value, digits) for value, factor, digits in values]
         rows.append([task_name(entry.task), *cells])
     return rows
 
@@ -330,23 +330,12 @@ def audits(groups: Sequence[RunGroup]) -> list[AuditView]:
 
 def _audit(group: RunGroup, run: RunRecord) -> AuditView:
     found = run.audit
-    return AuditView(
-        group,
-        run.seed,
-        plain(found.verdict, 40),
-        _epsilon(found.promised),
-        [_attack_cells(row) for row in found.canaries],
-        [plain(words, 600) for words in found.words],
-    )
-
-
-def _attack_cells(row: AttackRecord) -> list[str]:
-    counts = [NONE if value is None else str(value) for value in (row.num_right, row.num_guesses)]
-    return [plain(row.attack), *counts, _epsilon(row.epsilon)]
-
-
-def _epsilon(value: float | None) -> str:
-    return NONE if value is None else f"{value:.2f}"
+    rows = [
+        [plain(row.attack), known(row.num_right), known(row.num_guesses), percent(row.epsilon, 2)]
+        for row in found.canaries
+    ]
+    words = [plain(words, 600) for words in found.words]
+    return AuditView(group, run.seed, plain(found.verdict, 40), percent(found.promised, 2), rows, words)
 
 
 @dataclass(frozen=True)

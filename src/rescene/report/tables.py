@@ -18,6 +18,7 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 from rescene.core.errors import ConfigError, did_you_mean
@@ -292,10 +293,6 @@ class Column:
         return f"{self.title} ({self.unit})"
 
 
-def _result(key: str) -> Callable[[RunRecord], float | None]:
-    return lambda run: getattr(run.results, key)
-
-
 def _measured(key: str, scale: float) -> Callable[[RunRecord], float | None]:
     return lambda run: _scaled(getattr(run.results.cost.measured, key), 1 / scale)
 
@@ -310,16 +307,16 @@ NEAR_COPIES = Column(
     lambda value: percent(value, 0), 0,
 )  # fmt: skip
 _ALL = (
-    Column("aa", "AA", "%", 1, _result("aa")),
-    Column("aia", "AIA", "%", 1, _result("aia")),
-    Column("old", "Old tasks", "%", 1, _result("old")),
-    Column("recent", "Recent tasks", "%", 1, _result("recent")),
-    Column("forgetting", "Forgetting", "points", -1, _result("forgetting")),
-    Column("bwt", "BWT", "points", 1, _result("bwt")),
-    Column("worst_task", "Worst task", "%", 1, _result("worst_task")),
-    Column("worst_site", "Worst site", "%", 1, _result("worst_site")),
-    Column("within_task", "Within task", "%", 1, lambda run: run.within_task),
-    Column("balanced_accuracy", "Balanced", "%", 1, _result("balanced_accuracy")),
+    Column("aa", "AA", "%", 1, attrgetter("results.aa")),
+    Column("aia", "AIA", "%", 1, attrgetter("results.aia")),
+    Column("old", "Old tasks", "%", 1, attrgetter("results.old")),
+    Column("recent", "Recent tasks", "%", 1, attrgetter("results.recent")),
+    Column("forgetting", "Forgetting", "points", -1, attrgetter("results.forgetting")),
+    Column("bwt", "BWT", "points", 1, attrgetter("results.bwt")),
+    Column("worst_task", "Worst task", "%", 1, attrgetter("results.worst_task")),
+    Column("worst_site", "Worst site", "%", 1, attrgetter("results.worst_site")),
+    Column("within_task", "Within task", "%", 1, attrgetter("within_task")),
+    Column("balanced_accuracy", "Balanced", "%", 1, attrgetter("results.balanced_accuracy")),
     Column("upload", "Upload", "MB per site and round", -1, lambda run: _scaled(run.upload_bytes, 1e-6),
            lambda value: bytes_text(_scaled(value, 1e6)), 3),
     Column("uplink", "Uplink", "MB, whole run", -1, _measured("uplink_bytes", 1e6)),
@@ -328,9 +325,9 @@ _ALL = (
     Column("server_flops", "Server compute", "TFLOP, without solver", -1, _measured("server_flops", 1e12)),
     Column("client_state", "Site memory", "MB", -1, _measured("client_state_bytes", 1e6)),
     Column("server_state", "Server memory", "MB", -1, _measured("server_state_bytes", 1e6)),
-    Column("epsilon", "ε", "whole run, most-used record", 0, lambda run: run.privacy.epsilon),
+    Column("epsilon", "ε", "whole run, most-used record", 0, attrgetter("privacy.epsilon")),
     NEAR_COPIES,
-    Column("nearest_rms", "Nearest real image", "median RMS", 0, lambda run: run.nearest_rms, digits=3),
+    Column("nearest_rms", "Nearest real image", "median RMS", 0, attrgetter("nearest_rms"), digits=3),
     Column("nearest_psnr", "Nearest real image", "median PSNR, dB", 0, 
            lambda run: run.leakage.nearest_psnr_median_db if run.leakage else None, digits=1),
 )  # fmt: skip
@@ -362,7 +359,7 @@ def site_column(name: str) -> Column:
     return Column(f"site:{name.lower()}", name, "%", 1, pick)
 
 
-def figures(groups: Sequence[RunGroup], column: Column) -> list[TableCell]:
+def cells_of(groups: Sequence[RunGroup], column: Column) -> list[TableCell]:
     """One cell per group, the best marked: among competitors that face the same problem, if there are at least two.
 
     Reference lines frame the comparison and never win. Cells that print the same share the
@@ -406,7 +403,7 @@ def entries_of(groups: Sequence[RunGroup], columns: Sequence[Column]) -> list[li
     """Figures, or words where there is none, [group][column]."""
     found: list[list[TableEntry]] = [[] for _ in groups]
     for column in columns:
-        for own, group, cell in zip(found, groups, figures(groups, column), strict=True):
+        for own, group, cell in zip(found, groups, cells_of(groups, column), strict=True):
             own.append(leak_entry(group, cell) if column is NEAR_COPIES else cell)
     return found
 
@@ -503,7 +500,7 @@ def _natural(text: str) -> tuple[bool, float, str]:
 def _notes(groups: Sequence[RunGroup], columns: Sequence[Column]) -> list[str]:
     several = any(len(group.finished) > 1 for group in groups)
     notes = ["Mean ± standard deviation (n-1) over n seeds."] if several else []
-    if any(cell.best for column in columns for cell in figures(groups, column)):
+    if any(cell.best for column in columns for cell in cells_of(groups, column)):
         notes += ["Marked: the best of a column among methods that face the same problem; reference lines never win."]
     if NEAR_COPIES in columns:
         notes += ["Near-copies: uploaded images with PSNR above 30 dB to a real training image."]
