@@ -17,8 +17,7 @@ from rescene.deploy.operator import declined, left_out_rows
 from rescene.deploy.plan_file import accuracy_warning, with_plan
 from rescene.report import load_run, write_report
 from rescene.report.groups import group_runs
-from rescene.report.model_card import model_card
-from rescene.report.summary import verdict
+from rescene.report.summary import model_card, verdict
 
 PLAN = plan_of((NAMES, 1))
 

@@ -15,7 +15,7 @@ from rescene.data import Dataset
 from rescene.engine.observers.hostile_sites import Adversary, Screen, stamp
 from rescene.engine.run_folder import RunFolder
 from rescene.report import load_run, write_report
-from rescene.report.model_card import model_card
+from rescene.report.summary import model_card
 
 HOSTILE = {"faults.attack": "flip", "faults.attackers": [0], "screen": "features"}
 

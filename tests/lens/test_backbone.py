@@ -19,7 +19,7 @@ from rescene.lens import lens as lenses
 from rescene.lens.lens import fingerprint, open_lens, read_lens, take, write_content
 from rescene.nets import timm_networks
 from rescene.report.load import load_run
-from rescene.report.model_card import model_card
+from rescene.report.summary import model_card
 from rescene.use import open_model
 from rescene.use.exporting import difference, export
 

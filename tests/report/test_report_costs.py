@@ -13,7 +13,7 @@ from rescene.cli.running import print_summary
 from rescene.report import load_run
 from rescene.report.formatting import times
 from rescene.report.groups import group_runs
-from rescene.report.tables import cost_rows, cost_titles
+from rescene.report.page import cost_rows, cost_titles
 
 WORK = (("Site compute", "all sites, whole run"), ("Server compute", "whole run"))
 FORECAST = ("client_flops", "client_flops_per_round_mean", "client_flops_per_round_max", "client_state_bytes",

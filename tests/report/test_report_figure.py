@@ -17,8 +17,8 @@ from rescene.report.drawing import Plot, _drawn, together
 from rescene.report.figures_accuracy import forgetting_bars, incremental_curve, matching_curve, rounds_curve
 from rescene.report.figures_tradeoffs import accuracy_for_compute, accuracy_for_upload
 from rescene.report.groups import RunGroup, group_runs
-from rescene.report.page import KINDS, figure
-from rescene.report.tables import PAGE, page_cells
+from rescene.report.page import KINDS, figure, page_cells
+from rescene.report.tables import PAGE
 
 
 @pytest.fixture(scope="module")

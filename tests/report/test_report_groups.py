@@ -14,8 +14,9 @@ from rescene.report import comparison_rows, load_run
 from rescene.report.formatting import plain, slug
 from rescene.report.groups import differing_settings, group_runs
 from rescene.report.load import RunRecord
+from rescene.report.page import page_cells
 from rescene.report.summary import departure, verdict
-from rescene.report.tables import PAGE, comparison_grid, page_cells, render
+from rescene.report.tables import PAGE, comparison_grid, render
 
 
 def make(tmp_path: Path, method: str, seed: int, tag: str = "", **changes: Any) -> RunRecord:

@@ -20,7 +20,7 @@ from rescene.core.errors import ConfigError, DataError, RunError
 from rescene.data import load
 from rescene.nets import NAMES, Arch
 from rescene.report.load import load_run
-from rescene.report.model_card import model_card
+from rescene.report.summary import model_card
 from rescene.use import export, find_images, formats, open_model, predict
 from rescene.use.exporting import difference
 from rescene.use.model import Whole

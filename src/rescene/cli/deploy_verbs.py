@@ -459,7 +459,7 @@ def export(
 ) -> None:
     """Write a run's model as a file with its classes and normalisation, check it, and write its model card."""
     from rescene.cli.progress import watch_looks
-    from rescene.report.model_card import write_card
+    from rescene.report.summary import write_card
     from rescene.use import export as export_model
 
     target = out or folder / "export"

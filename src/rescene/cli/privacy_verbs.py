@@ -379,7 +379,7 @@ def _withdraw(folder: Path, word: str, check: bool, charge: bool, out: Path | No
     from rescene.engine import RunFolder, use_all_cores
     from rescene.engine.withdrawal import check_can_forget, cost_in_words, forget, sums_again
     from rescene.report import write_report
-    from rescene.report.model_card import write_card
+    from rescene.report.summary import write_card
 
     resolved, federation, source = resolve(run_config(folder)), federation_of(folder), RunFolder(folder)
     client, name = _site(word, federation)

@@ -31,7 +31,7 @@ from rescene.engine.cost_ledger import nominal_cost
 from rescene.engine.run_folder import refuse_others
 from rescene.lens import seconds_to_look
 from rescene.report import write_report
-from rescene.report.model_card import write_card
+from rescene.report.summary import write_card
 from rescene.sweeps.cluster import on_cluster, read_settings
 from rescene.sweeps.grid import SweepCell, constants, grid, varied
 from rescene.sweeps.one_run import Order

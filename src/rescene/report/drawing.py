@@ -317,10 +317,7 @@ def mark(group: RunGroup, size: float) -> dict[str, Any]:
     haloed = style.marker in "osD" and group.variant == 0  # a halo would eat up thin shapes
     return {
         "marker": style.marker,
-        "markersize": size
-        + (2 if group.hero else 0)
-        + (3 if style.marker == "*" else 0)
-        - (0 if group.competes else 2),
+        "markersize": size + 2 * group.hero + 3 * (style.marker == "*") - 2 * (not group.competes),
         "color": colour,
         "fillstyle": _FILLS[group.variant % len(_FILLS)],
         "markerfacecoloralt": CARD,
@@ -334,12 +331,8 @@ def stroke(group: RunGroup, size: float) -> dict[str, Any]:
     """Line with markers; the hero's is the strong one, reference lines are thin, dashed and on top."""
     if not group.competes:
         return {**mark(group, size + 1), "linewidth": 1.2, "linestyle": (0, (2, 1.5))}
-    return {**mark(group, size), "linewidth": 2.6 if group.hero else 1.5, "linestyle": _dash(group)}
-
-
-def _dash(group: RunGroup) -> Any:
-    """Line style of a variant: as many as there are fills, so that lines without markers differ as well."""
-    return _DASHES[group.variant % len(_DASHES)]
+    dash = _DASHES[group.variant % len(_DASHES)]  # as many as there are fills: lines without markers differ as well
+    return {**mark(group, size), "linewidth": 2.6 if group.hero else 1.5, "linestyle": dash}
 
 
 def css_colour(style: MethodStyle) -> str:

@@ -246,17 +246,14 @@ def forgetting_bars(groups: Sequence[RunGroup]) -> Plot | None:
 
     def draw(sheet: Any) -> None:
         axes = sheet.subplots()
-        means = []
+        at_end = {"transform": axes.get_yaxis_transform(), "va": "center"}  # x in the width of the axes
         for y, (group, values) in enumerate(lost):
             told = group.mean(lambda run: run.results.forgetting)  # the table's, which may round the other way
             mean = float(np.mean(values)) if told is None else told
-            means.append((group, mean))
             axes.barh(y, mean, height=0.56, color=group.style.colour)
             axes.scatter(values, np.full(len(values), y), s=16, facecolor=CARD, edgecolor=INK, linewidths=0.8, zorder=4)
-        percent_axis(axes.xaxis, "points lost from each task's best accuracy", zero=True)
-        for y, (group, mean) in enumerate(means):
-            at_end = {"transform": axes.get_yaxis_transform(), "va": "center"}  # x in the width of the axes
             axes.text(1.02, y, percent(mean), fontweight="bold" if group.hero else "normal", **at_end)
+        percent_axis(axes.xaxis, "points lost from each task's best accuracy", zero=True)
         name_rows(axes, [group for group, _ in lost])
 
     caption = "Shorter is better. Bars (and the numbers at the right) are means over tasks, circles are single tasks."
@@ -366,13 +363,13 @@ def accuracy_matrix(group: RunGroup) -> Plot | None:
 def sites_by_class(run: RunRecord) -> Plot | None:
     """Training images of each class at each site, from partition.json."""
     names = [plain(name, 60) for name in run.partition.classes]
-    columns: list[tuple[int, str, list[int]]] = []
-    for task in run.partition.tasks:
-        for j, c in enumerate(task.classes):
-            name = names[c] if c < len(names) else f"class {c}"
-            columns.append((task.task, name, [row[j] for row in task.counts if j < len(row)]))
+    columns = [
+        (task.task, names[c] if c < len(names) else f"class {c}", own)
+        for task in run.partition.tasks
+        for c, own in zip(task.classes, zip(*task.counts, strict=False), strict=False)
+    ]
     columns = [column for column in columns if len(column[2]) == len(columns[0][2])]
-    if not columns or not columns[0][2]:
+    if not columns:
         return None
     values = np.array([column[2] for column in columns], dtype=float).T  # [site, class]
     rows = [

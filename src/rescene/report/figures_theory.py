@@ -15,7 +15,7 @@ from rescene.core.json_files import Row
 from rescene.core.method_style import BLUE, ORANGE, SKY
 from rescene.core.results import ClassTheory
 from rescene.report.drawing import CARD, GUIDE, MUTED, Plot, name_ticks, thinned
-from rescene.report.formatting import PERCENT, plain
+from rescene.report.formatting import percent_sign, plain
 from rescene.report.groups import RunGroup
 from rescene.report.load import RunRecord
 
@@ -104,7 +104,7 @@ def _coverage(rows: Classes) -> TheoryFinding:
         share = statistics.median(step / num_kept for step, num_kept in failing)
         text += (
             f" Elsewhere it first failed between step {steps[0]} and {steps[-1]}, at the median after "
-            f"{100 * share:.0f}{PERCENT} of the picks; from there on the proof of the lemma does not apply."
+            f"{percent_sign(100 * share, 0)} of the picks; from there on the proof of the lemma does not apply."
         )
     return TheoryFinding("Assumption 1, directional coverage", _verdict(good, total), text)
 
@@ -133,9 +133,10 @@ def _lemma(rows: Classes) -> TheoryFinding:
 def _bias(rows: Classes) -> TheoryFinding:
     share, gone = 100 * _mean(rows, "coherence"), _count(rows, lambda row: row.removed_bias > _NEARLY)
     text = (
-        f"A shared direction that fades over the rounds explains {share:.0f}{PERCENT} of the rounds' squared error on average; the rest is "
-        f"a deviation of up to σ = {_mean(rows, 'sigma'):.4f}. The window removes some bias in {gone} of {len(rows)} classes, "
-        f"{_mean(rows, 'removed_bias'):.4f} on average. Any errors can be written this way; the theorem asks whether the bias outweighs σ."
+        f"A shared direction that fades over the rounds explains {percent_sign(share, 0)} of the rounds' squared error on "
+        f"average; the rest is a deviation of up to σ = {_mean(rows, 'sigma'):.4f}. The window removes some bias in "
+        f"{gone} of {len(rows)} classes, {_mean(rows, 'removed_bias'):.4f} on average. Any errors can be "
+        "written this way; the theorem asks whether the bias outweighs σ."
     )
     return TheoryFinding("Assumption 2, coherent stale bias", "holds" if share >= 50 and gone else "mixed", text)
 
@@ -148,7 +149,7 @@ def _theorem(rows: Classes) -> TheoryFinding:
             f" In {total - len(direct)} of {total} no choice of direction and bias could meet it: "
             "‖m_P − μ‖ − ‖m_W − μ‖ does not exceed Δ/√B."
         )
-    if len(direct) > len([row for row in direct if row.removed_bias > row.theorem_needs]):
+    if any(row.removed_bias <= row.theorem_needs for row in direct):
         sure = _count(direct, _covered)
         extra += f" In {sure} that difference alone does exceed it, which is enough for the proof."
     keys = ("theorem_needs", "pool_to_real", "the whole pool")

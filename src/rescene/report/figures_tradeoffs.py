@@ -12,7 +12,7 @@ import math
 import re
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from importlib.resources import files
 from itertools import groupby
 from pathlib import PurePath
@@ -343,15 +343,12 @@ def points_of(groups: Sequence[RunGroup]) -> list[Point]:
 def stored_points() -> list[Point]:
     """What was measured in advance and ships with the package."""
     text = (files("rescene.report") / "frontier.csv").read_text("utf-8")
-    numbers = [
-        field.name
-        for field in fields(Point)
-        if field.name not in ("setting", "method", "mode", "stored", "hero", "style")
-    ]
-    return [
-        Point(**{**row, **{key: float(row[key]) if row[key] else None for key in numbers}, "stored": True})  # type: ignore[arg-type]
-        for row in csv.DictReader(text.splitlines())
-    ]
+    found = []
+    for row in csv.DictReader(text.splitlines()):
+        words: Any = {key: row.pop(key) for key in ("setting", "method", "mode")}
+        numbers: Any = {key: float(value) if value else None for key, value in row.items()}
+        found.append(Point(**words | numbers | {"stored": True}))
+    return found
 
 
 def beside_stored(groups: Sequence[RunGroup]) -> list[Point]:

@@ -18,7 +18,6 @@ from rescene import __version__
 from rescene.core.files import ANYBODY, unique_draft, write_atomically
 
 NONE = "–"
-PERCENT = "\u00a0%"  # the sign never stands alone on a line
 
 
 def percent(value: float | None, digits: int = 1) -> str:
@@ -27,6 +26,22 @@ def percent(value: float | None, digits: int = 1) -> str:
     ('78.3', '–')
     """
     return NONE if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
+
+
+def percent_sign(value: float, digits: int = 1) -> str:
+    """
+    >>> percent_sign(78.26)
+    '78.3\\xa0%'
+    """
+    return f"{percent(value, digits)}\u00a0%"  # the sign never stands alone on a line
+
+
+def known(value: object) -> str:
+    """
+    >>> known(3), known(None)
+    ('3', '–')
+    """
+    return NONE if value is None else str(value)
 
 
 def _scaled(value: float | None, step: float, units: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from rescene.core.json_files import Row, record_of, records_of, row_of
 from rescene.core.method_style import INK
 from rescene.core.results import MeanRecord, PairRecord
 from rescene.report.drawing import MUTED, WIDTH_IN, Plot, render
-from rescene.report.formatting import NONE, count, data_uri, percent, plain, put_page, render_page, task_name
+from rescene.report.formatting import count, data_uri, known, percent, plain, put_page, render_page, task_name
 from rescene.report.groups import RunGroup
 from rescene.report.load import RunRecord
 
@@ -72,7 +73,7 @@ class Gallery:
 
 def gallery(group: RunGroup, folder: Path) -> Gallery | None:
     """Pairs and class means of the group's first run that kept any; also draws their contact sheets into ``folder``."""
-    found = next((found for run in group.shown if (found := recorded_pairs(run))[0]), None)
+    found = _first_pairs(group)
     if found is None:
         return None
     entries, uploads, nearest = found
@@ -92,7 +93,7 @@ def _means(group: RunGroup, folder: Path) -> tuple[Mean, ...]:
     return tuple(
         Mean(
             plain(entry.class_name, 40),
-            f"{task_name(entry.task)}, {_known(entry.num_uploads)} uploads, {_known(entry.num_real)} real",
+            f"{task_name(entry.task)}, {known(entry.num_uploads)} uploads, {known(entry.num_real)} real",
             png_uri(sent[i]),
             png_uri(real[i]),
             percent(entry.rms, 3),
@@ -102,14 +103,14 @@ def _means(group: RunGroup, folder: Path) -> tuple[Mean, ...]:
     )
 
 
-def _known(value: int | None) -> str:
-    return NONE if value is None else str(value)
-
-
 def contact_sheet(group: RunGroup) -> Plot | None:
     """Uploads beside their nearest real images, one class to a row."""
-    found = next((found for run in group.shown if (found := recorded_pairs(run))[0]), None)
+    found = _first_pairs(group)
     return _pair_sheet(group, *found) if found else None
+
+
+def _first_pairs(group: RunGroup) -> tuple[list[PairRecord], np.ndarray, np.ndarray] | None:
+    return next((found for run in group.shown if (found := recorded_pairs(run))[0]), None)
 
 
 def recorded_pairs(run: RunRecord) -> tuple[list[PairRecord], np.ndarray, np.ndarray]:
@@ -197,7 +198,7 @@ def _pair_sheet(group: RunGroup, entries: list[PairRecord], uploads: np.ndarray,
     classes = sorted({_class_of(entry) for entry in entries})
     shown = classes[:: -(-len(classes) // _MOST_CLASSES)]
     lines = [[i for i, entry in enumerate(entries) if _class_of(entry) == own][:_ACROSS] for own in shown]
-    below = [f"round {_known(entry.round)}, {_decibel(entry)} dB" for entry in entries]
+    below = [f"round {known(entry.round)}, {_decibel(entry)} dB" for entry in entries]
     caption = "Left of each pair what a site uploaded, right the real image nearest to it; round and PSNR below. "
     draw, height = _drawing(lines, [plain(own[2], 16) for own in shown], uploads, nearest, below)
     caption = (caption + through_lens(uploads)).strip()
@@ -265,9 +266,7 @@ def write_gallery(answers: Sequence[GalleryAnswer], model: str, classes: Sequenc
         }
         for answer in answers[:MOST]
     ]
-    counts: dict[str, int] = {}
-    for answer in answers:
-        counts[answer.top[0][0]] = counts.get(answer.top[0][0], 0) + 1
+    counts = Counter(answer.top[0][0] for answer in answers)
     html = render_page(
         "gallery.html.j2",
         model=model,

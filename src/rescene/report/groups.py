@@ -11,6 +11,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -236,10 +237,8 @@ def _comparison_row(group: RunGroup) -> Row:
         "num_seeds": len(group.finished),
         "num_unfinished": len(group.runs) - len(group.finished),
     }
-    spreads = {key: group.spread(lambda run, key=key: getattr(run.results, key)) for key in METRICS}  # type: ignore[misc]
-    spreads["upload_bytes"] = group.spread(lambda run: run.upload_bytes)
-    spreads["near_copies"] = group.spread(lambda run: run.near_copies)
-    for key, value in spreads.items():
+    for place in (*(f"results.{key}" for key in METRICS), "upload_bytes", "near_copies"):
+        key, value = place.rpartition(".")[2], group.spread(attrgetter(place))
         row[key], row[f"{key}_std"] = (value.mean, value.std) if value else (None, None)
     row["private"] = bool(group.finished) and all(run.privacy.private for run in group.finished)
     return row

@@ -145,11 +145,11 @@ def entries(
         name = (data_names or {}).get(problem.data, problem.data)
         run = replace(run, style=facts[run.folder].style)
         problems.setdefault(replace(problem, data=plain(name, 40)), []).append(run)
-    found = []
-    for problem in sorted(problems, key=lambda problem: _place(problem, problems[problem])):
-        for group in group_runs(problems[problem]):
-            found.append(_entry(problem, group, facts[group.runs[0].folder], in_paper or {}))
-    return found
+    return [
+        _entry(problem, group, facts[group.runs[0].folder], in_paper or {})
+        for problem in sorted(problems, key=lambda problem: _place(problem, problems[problem]))
+        for group in group_runs(problems[problem])
+    ]
 
 
 def shown(run: RunRecord) -> bool:
@@ -567,16 +567,16 @@ def _own_leakage(run: RunRecord) -> list[str]:
 
 def _recorded_tasks(run: RunRecord) -> list[str]:
     """The accuracy matrix against what metrics.jsonl recorded when each task ended."""
-    found = []
-    if len(run.task_rows) != len(run.results.accuracy_matrix):
-        found.append(f"tasks: results.json has {len(run.results.accuracy_matrix)}, {ROUNDS} {len(run.task_rows)}")
-    for row, line in zip(run.task_rows, run.results.accuracy_matrix, strict=False):
-        for j, (then, now) in enumerate(zip(row.accuracy, line, strict=False)):
-            if not _equal(then, now):
-                found.append(f"accuracy on task {j + 1} after task {row.task + 1}: {ROUNDS} {then}, results.json {now}")
-    for row, now in zip(run.task_rows, run.results.incremental_accuracy, strict=False):
-        if not _equal(row.aa, now):
-            found.append(f"accuracy after task {row.task + 1}: {ROUNDS} {row.aa}, results.json {now}")
+    matrix, rows = run.results.accuracy_matrix, run.task_rows
+    found = [f"tasks: results.json has {len(matrix)}, {ROUNDS} {len(rows)}"] if len(rows) != len(matrix) else []
+    pairs = [
+        (f"accuracy on task {j + 1} after task {row.task + 1}", then, now)
+        for row, line in zip(rows, matrix, strict=False)
+        for j, (then, now) in enumerate(zip(row.accuracy, line, strict=False))
+    ]
+    after = zip(rows, run.results.incremental_accuracy, strict=False)
+    pairs += [(f"accuracy after task {row.task + 1}", row.aa, now) for row, now in after]
+    found += [f"{what}: {ROUNDS} {then}, results.json {now}" for what, then, now in pairs if not _equal(then, now)]
     return found
 
 

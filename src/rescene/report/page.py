@@ -6,16 +6,31 @@ is fetched, and the page's own policy forbids it. The one script sorts tables an
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rescene.core.errors import ConfigError, DataError, ResceneError, did_you_mean, few
+from rescene.core.json_files import Row
 from rescene.report import figures_accuracy, figures_theory, figures_tradeoffs
 from rescene.report import page_sections as sections
 from rescene.report.drawing import Figure, Plot, checked_ending, css_colour, render, save, together
-from rescene.report.formatting import count, data_uri, percent, put_page, render_page
+from rescene.report.formatting import (
+    NONE,
+    bytes_text,
+    count,
+    data_uri,
+    flops_text,
+    percent,
+    put_page,
+    render_page,
+    seconds_text,
+    server_work,
+    site_work,
+    times,
+)
 from rescene.report.galleries import contact_sheet, gallery
 from rescene.report.groups import (
     SERVER_EPOCHS,
@@ -24,10 +39,12 @@ from rescene.report.groups import (
     differing_settings,
     group_runs,
     headline_group,
+    same_problem,
 )
 from rescene.report.load import RunRecord, load_runs, text_of
 from rescene.report.summary import Departure, departure, verdict
-from rescene.report.tables import METRICS, PAGE, cost_rows, cost_titles, downloads, page_cells
+from rescene.report.tables import METRICS, PAGE, Column, TableEntry, comparison_grid, csv_text, entries_of
+from rescene.report.tables import render as render_table
 
 Groups = Sequence[RunGroup]
 
@@ -157,6 +174,130 @@ def _printed(group: RunGroup, printed: Mapping[Path, Mapping[str, str]]) -> dict
     ours = {key: group.spread(METRICS[key].pick) for key in told}
     paper = {key: float(text.split()[0]) for key, text in told.items()}
     return {key: (text, f"{own.mean - paper[key]:+.2f}" if (own := ours[key]) else "") for key, text in told.items()}
+
+
+def downloads(groups: Groups, rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """The table for other programs: (file name, data URI), nothing to fetch."""
+    texts = {
+        "comparison.csv": ("text/csv", csv_text(rows)),
+        "comparison.json": ("application/json", json.dumps(rows, indent=1)),
+        "comparison.tex": ("application/x-tex", render_table(comparison_grid(groups), "latex")),
+    }
+    return [(name, data_uri(kind, text.encode("utf-8"))) for name, (kind, text) in texts.items()]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A figure as the page prints it; ``value`` is what its column is sorted by."""
+
+    text: str
+    std: str
+    best: bool
+    value: float | None
+
+
+def page_cells(groups: Groups) -> list[list[Shown]]:
+    """Cells [group][column of PAGE]."""
+    return [[shown(entry, column) for entry, column in zip(row, PAGE, strict=True)] for row in entries_of(groups, PAGE)]
+
+
+def shown(entry: TableEntry, column: Column) -> Shown:
+    """No deviation is shown for one seed, nor one of counts and bytes that is too small to change the mean as it is printed."""
+    if isinstance(entry, str):
+        return Shown(entry, "", False, None)
+    mean, std = column.show(entry.mean), "" if entry.std is None else column.show(entry.std)
+    if entry.mean is not None and column.unit != "%" and column.show(entry.mean + (entry.std or 0)) == mean:
+        std = ""
+    return Shown(mean, "" if std == "0" else std, entry.best, entry.mean)
+
+
+_COSTS: tuple[tuple[str, str, str, Callable[[float | None], str]], ...] = (
+    ("uplink_bytes_per_message", "Up", "per site and round, task ends apart", bytes_text),
+    ("downlink_bytes_per_message", "Down", "per site and round, task ends apart", bytes_text),
+    ("uplink_bytes", "Up", "whole run", bytes_text),
+    ("downlink_bytes", "Down", "whole run", bytes_text),
+    ("client_state_bytes", "Site memory", "largest state kept", bytes_text),
+    ("server_state_bytes", "Server memory", "largest state kept", bytes_text),
+    ("client_flops", "Site compute", "all sites, whole run", flops_text),
+    ("server_flops", "Server compute", "whole run", server_work),
+)
+
+
+_RATIOS = {"uplink_bytes", "client_flops"}
+
+
+@dataclass(frozen=True)
+class CostCell:
+    """One figure: as measured, by the paper's formula, and as a multiple of the cost unit's ("" where there is none)."""
+
+    measured: str
+    nominal: str
+    ratio: str
+    value: float | None  # to sort by
+    parts: tuple[str, ...] = ()  # what it is made of
+
+
+@dataclass(frozen=True)
+class CostRow:
+    """One method, column by column."""
+
+    group: RunGroup
+    cells: tuple[CostCell, ...]
+
+
+def cost_titles() -> list[tuple[str, str]]:
+    """Titles and units of the cost table's columns."""
+    return [*((title, unit) for _, title, unit, _ in _COSTS), ("Compute", "sites and server"), ("Time", "per round")]
+
+
+def cost_rows(groups: Groups) -> list[CostRow]:
+    """One row per method that measured anything, averaged over seeds."""
+    rows = []
+    for group in groups:
+        alike = [other for other in groups if other.style.cost_unit and same_problem(group, other)]
+        cells = tuple(
+            _cost_cell(group, alike[0] if alike and key in _RATIOS else None, key, show) for key, _, _, show in _COSTS
+        )
+        if any(cell.value is not None or cell.nominal for cell in cells):
+            rows.append(CostRow(group, (*cells, _compute(group), _time(group))))
+    return rows
+
+
+def _compute(group: RunGroup) -> CostCell:
+    """Everybody's work, and the share of it that falls on the sites."""
+    measured, nominal = (
+        [_mean_cost(group, kind, f"{who}_flops") for who in ("client", "server")] for kind in ("measured", "nominal")
+    )
+    total, told = (None if None in pair else sum(filter(None, pair)) for pair in (measured, nominal))
+    parts = (f"{100 * (measured[0] or 0) / total:.0f} % at sites",) if total else ()
+    shown = server_work(total) if total == 0 else site_work(total, group.shown[0].lens)
+    return CostCell(shown, "" if told is None else flops_text(told), "", total, parts)
+
+
+def _time(group: RunGroup) -> CostCell:
+    """Seconds of a round on the machine that simulated everybody."""
+    sites, server = (group.mean(lambda run, who=who: _seconds_per_round(run, who)) for who in ("client", "server"))  # type: ignore[misc]
+    if sites is None or server is None:
+        return CostCell(NONE, "", "", None)
+    parts = (f"sites {seconds_text(sites)}", f"server {seconds_text(server)}")
+    return CostCell(seconds_text(sites + server), "", "", sites + server, parts)
+
+
+def _seconds_per_round(run: RunRecord, phase: str) -> float | None:
+    seconds = run.timing.phases.get(phase)
+    return seconds / len(run.rounds) if seconds is not None and run.rounds else None
+
+
+def _cost_cell(group: RunGroup, unit: RunGroup | None, key: str, show: Callable[[float | None], str]) -> CostCell:
+    mean, nominal = _mean_cost(group, "measured", key), _mean_cost(group, "nominal", key)
+    base = _mean_cost(unit, "measured", key) if unit and unit is not group else None
+    ratio = f"{times(mean / base)} × {unit.style.title}" if mean is not None and base and unit else ""
+    shown = site_work(mean, group.shown[0].lens) if key == "client_flops" else show(mean)
+    return CostCell(shown, "" if nominal is None else show(nominal), ratio, mean)
+
+
+def _mean_cost(group: RunGroup, kind: str, key: str) -> float | None:
+    return group.mean(lambda run: getattr(getattr(run.results.cost, kind), key))
 
 
 def _figures(groups: Groups, head: RunGroup | None, told: RunRecord, plots: Path) -> Iterable[Figure]:

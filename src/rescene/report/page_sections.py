@@ -10,8 +10,8 @@ from datetime import datetime
 from typing import Any
 
 from rescene.core.recipe_keys import experiment_keys
-from rescene.core.results import AttackRecord, EventRecord, Forgotten, Leakage, RoundRecord, SiteRecord, WithdrawalCheck
-from rescene.report.formatting import NONE, bytes_text, count, percent, plain, seconds_text, short, task_name
+from rescene.core.results import EventRecord, Forgotten, Leakage, RoundRecord, SiteRecord, WithdrawalCheck
+from rescene.report.formatting import NONE, bytes_text, count, known, percent, plain, seconds_text, short, task_name
 from rescene.report.groups import RunGroup, same, spread
 from rescene.report.load import RunRecord
 from rescene.report.summary import simulated
@@ -138,7 +138,7 @@ def task_rows(run: RunRecord) -> list[list[str]]:
     for i, task in enumerate(run.tasks):
         domain = f" · {plain(task.domain, 40)}" if task.domain else ""
         names = ", ".join(plain(name, 60) for name in task.classes) or NONE
-        sizes = [NONE if size is None else str(size) for size in (task.train_size, task.test_size)]
+        sizes = map(known, (task.train_size, task.test_size))
         rows.append([f"{task_name(i if task.index is None else task.index)}{domain}", names, *sizes])
     return rows
 
@@ -169,13 +169,12 @@ def site_accuracy(groups: Sequence[RunGroup]) -> tuple[list[RunGroup], list[Site
 
 
 def _at_site(group: RunGroup, name: str) -> float | None:
-    found = group.spread(lambda run: next((s.accuracy for s in run.results.sites if s.name == name), None))
-    return found.mean if found else None
+    return group.mean(lambda run: next((s.accuracy for s in run.results.sites if s.name == name), None))
 
 
 def _tuned(group: RunGroup, name: str) -> str:
-    found = group.spread(lambda run: next((s.tuned for s in run.site_heads.sites if s.name == name), None))
-    return percent(found.mean) if found else ""
+    found = group.mean(lambda run: next((s.tuned for s in run.site_heads.sites if s.name == name), None))
+    return "" if found is None else percent(found)
 
 
 _LEAKS = (  # key, factor, digits
@@ -197,7 +196,7 @@ def leakage_rows(head: RunGroup | None) -> list[list[str]]:
     rows = []
     for entry in found.per_task:
         values = [(getattr(entry, key), factor, digits) for key, factor, digits in _LEAKS]
-        cells = [NONE if value is None else percent(factor * value, digits) for value, factor, digits in values]
+        cells = [percent(value and factor * value, digits) for value, factor, digits in values]
         rows.append([task_name(entry.task), *cells])
     return rows
 
@@ -282,14 +281,10 @@ def event_summary(runs: Sequence[RunRecord]) -> str:
 
 def environment(runs: Sequence[RunRecord]) -> Pairs:
     """Versions, machine, commit, data fingerprint; where runs differ all values are listed."""
-    keys = dict.fromkeys(key for run in runs for key in run.env)
-    return [
-        (
-            plain(key).replace("_", " "),
-            " | ".join(dict.fromkeys(_words(run.env[key]) for run in runs if key in run.env)),
-        )
-        for key in keys
-    ]
+    found: dict[str, dict[str, None]] = {}
+    for key, value in (item for run in runs for item in run.env.items()):
+        found.setdefault(key, {})[_words(value)] = None
+    return [(plain(key).replace("_", " "), " | ".join(values)) for key, values in found.items()]
 
 
 def _words(value: Any) -> str:
@@ -335,23 +330,12 @@ def audits(groups: Sequence[RunGroup]) -> list[AuditView]:
 
 def _audit(group: RunGroup, run: RunRecord) -> AuditView:
     found = run.audit
-    return AuditView(
-        group,
-        run.seed,
-        plain(found.verdict, 40),
-        _epsilon(found.promised),
-        [_attack_cells(row) for row in found.canaries],
-        [plain(words, 600) for words in found.words],
-    )
-
-
-def _attack_cells(row: AttackRecord) -> list[str]:
-    counts = [NONE if value is None else str(value) for value in (row.num_right, row.num_guesses)]
-    return [plain(row.attack), *counts, _epsilon(row.epsilon)]
-
-
-def _epsilon(value: float | None) -> str:
-    return NONE if value is None else f"{value:.2f}"
+    rows = [
+        [plain(row.attack), known(row.num_right), known(row.num_guesses), percent(row.epsilon, 2)]
+        for row in found.canaries
+    ]
+    words = [plain(words, 600) for words in found.words]
+    return AuditView(group, run.seed, plain(found.verdict, 40), percent(found.promised, 2), rows, words)
 
 
 @dataclass(frozen=True)

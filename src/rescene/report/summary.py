@@ -1,22 +1,37 @@
-"""The first screen of the page: the verdict in plain words, and what left the sites.
+"""Runs in sentences: the first screen of the page (the verdict, and what left the sites) and the model card in Markdown.
 
 The sentences follow the numbers and never the wish: a method that is beaten is said to be beaten, and nothing is called
-private unless the run's own record says so.
+private unless the run's own record says so. The card is of one finished run: what the model is, how good, at what price, and
+its limits.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
-from rescene.core.errors import DECLINED
+from rescene import __version__
+from rescene.core.errors import DECLINED, RunError, command
 from rescene.core.results import Privacy
-from rescene.report.formatting import PERCENT, bytes_text, count, percent, plain
+from rescene.report.formatting import (
+    bytes_text,
+    count,
+    percent,
+    percent_sign,
+    plain,
+    seconds_text,
+    server_work,
+    site_work,
+    task_name,
+)
 from rescene.report.groups import RunGroup, Spread, headline_group, rivals
-from rescene.report.load import RunRecord
+from rescene.report.load import RunRecord, load_run
+from rescene.report.tables import TableCell, TableEntry, TableGrid, render
 
 _SURE = 3.0  # standard errors above guessing, from which on an accuracy is better than that
 _FLATTER = ("W217", "W561")
@@ -35,24 +50,20 @@ class RunVerdict:
 def verdict(groups: Sequence[RunGroup]) -> RunVerdict:
     """The page's first words."""
     head = headline_group(groups)
-    aa = head.spread(lambda run: run.results.aa) if head else None
     if head is None:
         return RunVerdict("No run has finished yet.", ("The figures below show what has been measured so far.",))
-    if aa is None:
-        return RunVerdict(
-            f"{head.label} has finished; its accuracy was not measured.",
-            (*absent(head.finished[0]), *unmeasured(head.finished[0])),
-        )
-    rival = max((group for group in groups if rivals(head, group)), key=_aa, default=None)
-    lines = [
-        _simulated(head),
-        *absent(head.finished[0]),
-        *flattered(head.finished[0]),
-        chance_line(head),
-        _after(head),
-        _seeds(head, rival),
-    ]
-    return RunVerdict(_title(head, aa, rival), tuple(line for line in lines if line))
+    run = head.finished[0]
+    if head.aa is None:
+        title = f"{head.label} has finished; its accuracy was not measured."
+        return RunVerdict(title, (*absent(run), *unmeasured(run)))
+    rival = max((group for group in groups if group.aa and rivals(head, group)), key=_mean_aa, default=None)
+    lines = [_simulated(head), *absent(run), *flattered(run), chance_line(head), _after(head)]
+    lines.append(_seeds(head.aa, rival.aa if rival else None))
+    return RunVerdict(_title(head, head.aa, rival), tuple(line for line in lines if line))
+
+
+def _mean_aa(group: RunGroup) -> float:
+    return group.aa.mean if group.aa else math.nan
 
 
 def unmeasured(run: RunRecord) -> tuple[str, ...]:
@@ -93,21 +104,16 @@ def absent(run: RunRecord) -> tuple[str, ...]:
     return tuple(f"The model was made without what a site declined to send: {words}." for words in told)
 
 
-def _aa(group: RunGroup) -> float:
-    found = group.spread(lambda run: run.results.aa)
-    return found.mean if found else -1.0
-
-
 def _title(head: RunGroup, aa: Spread, rival: RunGroup | None) -> str:
     num_tasks = len(head.shown[0].matrix)
     span = f" over all {num_tasks} tasks" if num_tasks > 1 else ""
-    start = f"{head.label} reaches {percent(aa.mean)}{PERCENT}{span}"
+    start = f"{head.label} reaches {percent_sign(aa.mean)}{span}"
     run = head.finished[0]
     if run.guessing and not better_than_guessing(aa.mean, run.guessing[-1], _num_tested(run)):
         return f"{start}, no better than guessing."
-    if rival is None or _aa(rival) < 0:
+    if rival is None:
         return start + "."
-    gap = aa.mean - _aa(rival)
+    gap = aa.mean - _mean_aa(rival)
     if abs(gap) < 0.05:
         return f"{start}, level with {rival.label}."
     return f"{start}, {percent(abs(gap))} points {'above' if gap > 0 else 'below'} {rival.label}."
@@ -132,13 +138,13 @@ def chance_line(head: RunGroup) -> str:
     run = head.finished[0]
     if not run.guessing:
         return ""
-    line = f"Guessing gives {percent(run.guessing[-1])}{PERCENT}."
-    first = head.spread(_first_accuracy)
+    line = f"Guessing gives {percent_sign(run.guessing[-1])}."
+    first = head.mean(_first_accuracy)
     if first is None or len(run.matrix) < 2:
         return line
     chance = run.guessing[0]
-    shares = f"{percent(first.mean)}{PERCENT} right after it, where guessing gives {percent(chance)}{PERCENT}"
-    if better_than_guessing(first.mean, chance, run.tasks[0].test_size):
+    shares = f"{percent_sign(first)} right after it, where guessing gives {percent_sign(chance)}"
+    if better_than_guessing(first, chance, run.tasks[0].test_size):
         return f"{line} It learned its first task: {shares}."
     return f"{line} It did not learn its first task: {shares}, so there was little to forget."
 
@@ -150,41 +156,37 @@ def _first_accuracy(run: RunRecord) -> float | None:
 
 def _after(head: RunGroup) -> str:
     """Old against recent tasks: does it forget?"""
-    old, recent = head.spread(lambda run: run.results.old), head.spread(lambda run: run.results.recent)
+    old, recent = head.mean(lambda run: run.results.old), head.mean(lambda run: run.results.recent)
     if old is None or recent is None or len(head.shown[0].matrix) < 2:
         return ""
-    lost = recent.mean - old.mean
-    shares = (
-        f"{percent(old.mean)}{PERCENT} of the images of old tasks and {percent(recent.mean)}{PERCENT} of recent ones"
-    )
+    lost = recent - old
+    shares = f"{percent_sign(old)} of the images of old tasks and {percent_sign(recent)} of recent ones"
     start = f"It names {shares} correctly: "
-    if max(old.mean, recent.mean) < 10:
+    if max(old, recent) < 10:
         return start + "it has learned little."
-    if old.mean < 5:
+    if old < 5:
         return start + "old tasks are forgotten."
     if abs(lost) <= 5:
         return start + "old tasks are held about as well as new ones."
     return start + f"old tasks {'trail' if lost > 0 else 'lead'} by {percent(abs(lost))} points."
 
 
-def _seeds(head: RunGroup, rival: RunGroup | None) -> str:
+def _seeds(aa: Spread, other: Spread | None) -> str:
     """What chance may explain."""
-    aa = head.spread(lambda run: run.results.aa)
-    other = rival.spread(lambda run: run.results.aa) if rival else None
-    if aa and aa.num == 1:
+    if aa.std is None:
         return "One seed only: differences of a few points may be chance."
-    if aa and other and aa.std is not None and abs(aa.mean - other.mean) <= math.hypot(aa.std, other.std or 0.0):
+    if other and abs(aa.mean - other.mean) <= math.hypot(aa.std, other.std or 0.0):
         return "The gap lies within the spread over seeds: do not read it as a difference."
     return ""
 
 
 def _traced(group: RunGroup) -> str:
     """Uploads that can be traced to their image, beside what chance gives."""
-    found = group.spread(lambda run: run.leakage.traced if run.leakage else None)
-    chance = group.spread(lambda run: run.leakage.traced_by_chance if run.leakage else None)
-    if not found or not chance or found.mean <= chance.mean:
+    found = group.mean(lambda run: run.leakage.traced if run.leakage else None)
+    chance = group.mean(lambda run: run.leakage.traced_by_chance if run.leakage else None)
+    if found is None or chance is None or found <= chance:
         return ""
-    shares = [f"{percent(100 * one.mean, 0)}{PERCENT}" for one in (found, chance)]
+    shares = [percent_sign(100 * one, 0) for one in (found, chance)]
     return f"{shares[0]} can be traced to the image they come from; of images that nobody sent {shares[1]} can."
 
 
@@ -197,8 +199,9 @@ def _simulated(head: RunGroup) -> str:
     told = list(dict.fromkeys(words for run in head.finished for words in simulated(run)))
     if not told:
         return ""
-    success = head.spread(lambda run: run.results.attack_success)
-    end = f" The attack succeeds on {percent(success.mean)}{PERCENT} of the test images it aims at." if success else ""
+    success = head.mean(lambda run: run.results.attack_success)
+    aimed = "" if success is None else f"{percent_sign(success)} of the test images it aims at."
+    end = f" The attack succeeds on {aimed}" if aimed else ""
     return f"Simulated: {'; '.join(told)}.{end}"
 
 
@@ -234,7 +237,7 @@ class Departure:
 
 def departure(group: RunGroup) -> Departure:
     """What the sites sent, how much of it resembles real images, and what is (not) guaranteed."""
-    upload, share = group.spread(lambda run: run.upload_bytes), group.spread(lambda run: run.near_copies)
+    upload, share = group.mean(lambda run: run.upload_bytes), group.mean(lambda run: run.near_copies)
     privacy = [run.privacy for run in group.finished]
     fallback = "The run recorded no privacy statement; treat what was sent as readable by the server."
     sends = _first_of([entry.leaves_site for entry in privacy], 600) or group.style.sends
@@ -242,9 +245,9 @@ def departure(group: RunGroup) -> Departure:
         group=group,
         sends=sends or "not described in the run folder",
         images=privacy[0].images if privacy else "uploaded",
-        upload=bytes_text(upload.mean if upload else None),
-        upload_bytes=upload.mean if upload else None,
-        share=share.mean if share else None,
+        upload=bytes_text(upload),
+        upload_bytes=upload,
+        share=share,
         finding=_finding(group, share),
         traced=_traced(group),
         statement=_first_of([run.leakage.statement for run in group.finished if run.leakage], 600),
@@ -271,7 +274,7 @@ def _mechanism(entry: Privacy) -> str:
     return f"Mechanism {plain(entry.mechanism, 30)}: {told}."
 
 
-def _finding(group: RunGroup, share: Spread | None) -> str:
+def _finding(group: RunGroup, share: float | None) -> str:
     if not group.finished:
         return "measured when the run ends"
     if share is None:
@@ -279,4 +282,169 @@ def _finding(group: RunGroup, share: Spread | None) -> str:
     entry = next(run.leakage for run in group.finished if run.leakage)
     total = "" if entry.num_images is None else f" of {count(entry.num_images, 'image')}"
     exact = "" if entry.exact_copies is None else f", {entry.exact_copies} exact"
-    return f"{percent(100 * share.mean, 0)}{PERCENT} near-copies{total}{exact}"
+    return f"{percent_sign(100 * share, 0)} near-copies{total}{exact}"
+
+
+CARD = "MODEL_CARD.md"
+
+
+def write_card(folder: Path, out: Path | None = None) -> Path:
+    """MODEL_CARD.md in the run folder, or in ``out``."""
+    path = (out or folder) / CARD
+    path.write_text(model_card(load_run(folder)), encoding="utf-8")
+    return path
+
+
+def model_card(run: RunRecord) -> str:
+    """The card of a finished run; every number is one of results.json."""
+    if not run.finished:
+        raise RunError("E408", "no finished run here", where=str(run.folder), fix=command("resume", run.folder))
+    title = f"# {run.style.label} on {plain(run.data or 'images')}"
+    parts = [_model, _data, _accuracy, _privacy, _cost, _limits, _again]
+    return "\n\n".join([title, *(part(run) for part in parts)]) + "\n"
+
+
+def _model(run: RunRecord) -> str:
+    about = json.loads((run.folder / "model" / "model.json").read_text("utf-8"))
+    arch, look = about["arch"], run.env.get("normalisation") or about
+    size, lens = about.get("picture_size") or arch["image_size"], about.get("lens")
+    made_from = f"{about['lens_made_from']} (SHA-256 {about['lens_sha256'][:16]})" if "lens_made_from" in about else ""
+    norm = "" if arch["name"] == "mlp" else f", {arch['norm']} normalisation"
+    seen = (
+        f"{lens}, {arch.get('channels')} channels of {arch['image_size']}x{arch['image_size']} (inside exported files)"
+    )
+    rows = [
+        ("network", f"{arch['name']}{norm}, {count(len(about['classes']), 'class')}"),
+        ("input", f"RGB pictures of {size}x{size} pixels (shorter side scaled, centre cropped)"),
+        *([("looked at through", seen)] if lens else []),
+        *([("the lens was made from", _escaped(made_from))] if made_from else []),
+        ("normalised by", f"mean {_numbers(look['mean'])}, std {_numbers(look['std'])} (inside exported files)"),
+        ("output", "one score per class; softmax gives confidences, which are not calibrated"),
+        ("trained with", f"{run.style.label}, task by task, seed {run.seed}"),
+    ]
+    return _table(("", ""), rows)
+
+
+def _data(run: RunRecord) -> str:
+    keys = ("num_clients", "per_round", "num_rounds", "partition", "beta")
+    sites, per_round, rounds, partition, beta = (run.settings.get(f"federation.{key}", "?") for key in keys)
+    split = f"partition {partition}, beta {beta}" if not run.partition.sites else "each image at its own site"
+    lines = [
+        f"{plain(run.data or 'not recorded')}, split over {sites} sites "
+        f"({per_round} in each of {rounds} rounds per task, {split}).",
+        *(f"- {_escaped(note)}" for note in run.env.get("data_notes") or ()),
+        f"- Fingerprint of the images: `{plain(run.env.get('data_fingerprint', 'not recorded'))}`",
+    ]
+    return "## Data\n\n" + "\n".join([lines[0], "", *lines[1:]])
+
+
+def _accuracy(run: RunRecord) -> str:
+    final = run.matrix[-1] if len(run.matrix) else []
+    rows = [
+        (
+            task_name(task.index),
+            plain(task.domain or ", ".join(task.classes), 400),
+            str(task.train_size if task.train_size is not None else "at the sites"),
+            str(task.test_size),
+            TableCell(float(value), digits=1),
+        )
+        for task, value in zip(run.tasks, final, strict=False)
+    ]
+    words = " ".join(unmeasured(run)) or (
+        f"After the last task the model names {percent(run.results.aa)} % of all test images rightly (AA), "
+        f"{percent(run.results.aia)} % on average over the tasks as they came (AIA); it forgot "
+        f"{percent(run.results.forgetting)} points. The worst task is at {percent(run.results.worst_task)} %. One run, one seed."
+    )
+    words = "\n\n".join([words, *map(_escaped, flattered(run))])
+    names = ("task", "classes", "training images", "test images", "accuracy, %")
+    return f"## Accuracy\n\n{words}\n\n" + _table(names, rows) + _by_site(run)
+
+
+def _by_site(run: RunRecord) -> str:
+    if not run.results.sites:
+        return ""
+    rows = [
+        (plain(site.name, 60), str(site.train_size), str(site.test_size), TableCell(site.accuracy, digits=1))
+        for site in run.results.sites
+    ]
+    told = f"The worst site is at {percent(run.results.worst_site)} %."
+    return f"\n\n{told}\n\n" + _table(("site", "training images", "test images", "accuracy, %"), rows)
+
+
+def _privacy(run: RunRecord) -> str:
+    lines = [_escaped(run.privacy.statement or "The run recorded no privacy statement: take it for not private.")]
+    if found := run.leakage:
+        lines.append(
+            f"Of {found.num_images} {run.privacy.images} images {percent(100 * (found.near_copies or 0.0), 0)} % are "
+            f"near-copies (PSNR above 30 dB) of a real training image and {found.exact_copies} are exact copies; the median "
+            f"PSNR to the nearest real image is {percent(found.nearest_psnr_median_db)} dB."
+        )
+    else:
+        missing = run.results.not_measured.get("leakage")
+        lines.append(f"Leakage: {missing or 'no images were uploaded, so none were compared'}.")
+    sends = run.privacy.leaves_site or run.style.sends or "see the page of the method"
+    lines.append(f"What leaves a site: {_escaped(sends)}.")
+    if gone := run.results.forgotten:
+        names = ", ".join(_escaped(row.name or row.client) for row in gone)
+        done = (
+            "Sums over the other sites were taken anew, with fresh noise; the old ones stay released, and epsilon counts both."
+            if all(row.summed_again for row in gone)
+            else "Its sums were subtracted and the model was solved anew: it is the model that never met the site."
+            if all(row.exact for row in gone)
+            else "Its uploads were removed and the model was trained anew; this is no proof of unlearning."
+        )
+        lines.append(f"Withdrawn: site {names}. {done}")
+    return "## Privacy\n\n" + "\n\n".join(lines)
+
+
+def _cost(run: RunRecord) -> str:
+    cost = run.results.cost.measured
+    rows = [
+        ("upload of a site per round", bytes_text(run.upload_bytes)),
+        ("download of a site per round", bytes_text(cost.downlink_bytes_per_message)),
+        ("compute of all sites", site_work(cost.client_flops, run.lens)),
+        ("compute of the server", server_work(cost.server_flops)),
+        ("time", f"{seconds_text(run.timing.total_s)} on {plain(run.env.get('device', 'not recorded'))}"),
+    ]
+    left_out = "Compute is convolutions and linear layers. The look through a lens, averages, sums and solvers are not counted."
+    return "## Cost\n\n" + _table(("", ""), rows) + f"\n\n{left_out}"
+
+
+def _limits(run: RunRecord) -> str:
+    num = sum(len(task.classes) for task in run.tasks)
+    lines = [
+        f"- It knows the {count(num, 'class')} above and names one of them for any picture, also of something else."
+        if not any(task.domain for task in run.tasks)
+        else "- It names one of its classes for any picture, also of something else.",
+        "- Accuracy was measured on test images like the training images; on other cameras or places expect less."
+        if run.results.aa is not None
+        else "- Nobody has measured how accurate it is.",
+        "- Sites were simulated from one data set."
+        if run.config.get("sites") is None and not run.partition.sites
+        else "",
+        f"- Trained under simulated faults: {'; '.join(simulated(run))}." if simulated(run) else "",
+        "- A research model: do not decide about people with it without a test of your own.",
+    ]
+    return "## Limits\n\n" + "\n".join(line for line in lines if line)
+
+
+def _again(run: RunRecord) -> str:
+    versions = (
+        f"rescene {run.env.get('rescene', '?')}, torch {run.env.get('torch', '?')}, Python {run.env.get('python', '?')}"
+    )
+    typed = f"```\n{run.command}\n```\n\n" if run.command else ""
+    return f"## Again\n\n{typed}Made with {versions}; card written by rescene {__version__}."
+
+
+def _table(columns: tuple[str, ...], rows: Sequence[tuple[TableEntry, ...]]) -> str:
+    return render(TableGrid("", columns, tuple(rows)), "markdown").strip()
+
+
+def _numbers(values: Sequence[float]) -> str:
+    if len(set(values)) == 1:
+        return f"{values[0]:.4f}"
+    return ", ".join(f"{value:.4f}" for value in values)
+
+
+def _escaped(text: object) -> str:
+    return plain(text, 1000).replace("|", "\\|").replace("<", "&lt;")

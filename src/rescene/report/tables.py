@@ -1,4 +1,4 @@
-"""Tables of runs: the page's comparison, ``rescene table`` with rows by what differs, what methods cost; and their six forms.
+"""Tables of runs: the page's comparison, ``rescene table`` with rows by what differs; and the six forms of a table.
 
 Runs are averaged only over seeds. Asking for fewer columns than differ never melts two recipes into one row: they stay two
 rows, and a note says what else differs. A cell is a word or a measurement. CSV and JSON carry every digit; text, markdown,
@@ -18,6 +18,7 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 from rescene.core.errors import ConfigError, did_you_mean
@@ -25,14 +26,8 @@ from rescene.core.json_files import Row
 from rescene.report.formatting import (
     NONE,
     bytes_text,
-    data_uri,
-    flops_text,
     percent,
-    seconds_text,
-    server_work,
-    site_work,
     task_name,
-    times,
 )
 from rescene.report.groups import (
     SERVER_EPOCHS,
@@ -298,10 +293,6 @@ class Column:
         return f"{self.title} ({self.unit})"
 
 
-def _result(key: str) -> Callable[[RunRecord], float | None]:
-    return lambda run: getattr(run.results, key)
-
-
 def _measured(key: str, scale: float) -> Callable[[RunRecord], float | None]:
     return lambda run: _scaled(getattr(run.results.cost.measured, key), 1 / scale)
 
@@ -316,16 +307,16 @@ NEAR_COPIES = Column(
     lambda value: percent(value, 0), 0,
 )  # fmt: skip
 _ALL = (
-    Column("aa", "AA", "%", 1, _result("aa")),
-    Column("aia", "AIA", "%", 1, _result("aia")),
-    Column("old", "Old tasks", "%", 1, _result("old")),
-    Column("recent", "Recent tasks", "%", 1, _result("recent")),
-    Column("forgetting", "Forgetting", "points", -1, _result("forgetting")),
-    Column("bwt", "BWT", "points", 1, _result("bwt")),
-    Column("worst_task", "Worst task", "%", 1, _result("worst_task")),
-    Column("worst_site", "Worst site", "%", 1, _result("worst_site")),
-    Column("within_task", "Within task", "%", 1, lambda run: run.within_task),
-    Column("balanced_accuracy", "Balanced", "%", 1, _result("balanced_accuracy")),
+    Column("aa", "AA", "%", 1, attrgetter("results.aa")),
+    Column("aia", "AIA", "%", 1, attrgetter("results.aia")),
+    Column("old", "Old tasks", "%", 1, attrgetter("results.old")),
+    Column("recent", "Recent tasks", "%", 1, attrgetter("results.recent")),
+    Column("forgetting", "Forgetting", "points", -1, attrgetter("results.forgetting")),
+    Column("bwt", "BWT", "points", 1, attrgetter("results.bwt")),
+    Column("worst_task", "Worst task", "%", 1, attrgetter("results.worst_task")),
+    Column("worst_site", "Worst site", "%", 1, attrgetter("results.worst_site")),
+    Column("within_task", "Within task", "%", 1, attrgetter("within_task")),
+    Column("balanced_accuracy", "Balanced", "%", 1, attrgetter("results.balanced_accuracy")),
     Column("upload", "Upload", "MB per site and round", -1, lambda run: _scaled(run.upload_bytes, 1e-6),
            lambda value: bytes_text(_scaled(value, 1e6)), 3),
     Column("uplink", "Uplink", "MB, whole run", -1, _measured("uplink_bytes", 1e6)),
@@ -334,9 +325,9 @@ _ALL = (
     Column("server_flops", "Server compute", "TFLOP, without solver", -1, _measured("server_flops", 1e12)),
     Column("client_state", "Site memory", "MB", -1, _measured("client_state_bytes", 1e6)),
     Column("server_state", "Server memory", "MB", -1, _measured("server_state_bytes", 1e6)),
-    Column("epsilon", "ε", "whole run, most-used record", 0, lambda run: run.privacy.epsilon),
+    Column("epsilon", "ε", "whole run, most-used record", 0, attrgetter("privacy.epsilon")),
     NEAR_COPIES,
-    Column("nearest_rms", "Nearest real image", "median RMS", 0, lambda run: run.nearest_rms, digits=3),
+    Column("nearest_rms", "Nearest real image", "median RMS", 0, attrgetter("nearest_rms"), digits=3),
     Column("nearest_psnr", "Nearest real image", "median PSNR, dB", 0, 
            lambda run: run.leakage.nearest_psnr_median_db if run.leakage else None, digits=1),
 )  # fmt: skip
@@ -368,7 +359,7 @@ def site_column(name: str) -> Column:
     return Column(f"site:{name.lower()}", name, "%", 1, pick)
 
 
-def figures(groups: Sequence[RunGroup], column: Column) -> list[TableCell]:
+def cells_of(groups: Sequence[RunGroup], column: Column) -> list[TableCell]:
     """One cell per group, the best marked: among competitors that face the same problem, if there are at least two.
 
     Reference lines frame the comparison and never win. Cells that print the same share the
@@ -412,44 +403,9 @@ def entries_of(groups: Sequence[RunGroup], columns: Sequence[Column]) -> list[li
     """Figures, or words where there is none, [group][column]."""
     found: list[list[TableEntry]] = [[] for _ in groups]
     for column in columns:
-        for own, group, cell in zip(found, groups, figures(groups, column), strict=True):
+        for own, group, cell in zip(found, groups, cells_of(groups, column), strict=True):
             own.append(leak_entry(group, cell) if column is NEAR_COPIES else cell)
     return found
-
-
-def downloads(groups: Sequence[RunGroup], rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """The table for other programs: (file name, data URI), nothing to fetch."""
-    texts = {
-        "comparison.csv": ("text/csv", csv_text(rows)),
-        "comparison.json": ("application/json", json.dumps(rows, indent=1)),
-        "comparison.tex": ("application/x-tex", render(comparison_grid(groups), "latex")),
-    }
-    return [(name, data_uri(kind, text.encode("utf-8"))) for name, (kind, text) in texts.items()]
-
-
-@dataclass(frozen=True)
-class Shown:
-    """A figure as the page prints it; ``value`` is what its column is sorted by."""
-
-    text: str
-    std: str
-    best: bool
-    value: float | None
-
-
-def page_cells(groups: Sequence[RunGroup]) -> list[list[Shown]]:
-    """Cells [group][column of PAGE]."""
-    return [[shown(entry, column) for entry, column in zip(row, PAGE, strict=True)] for row in entries_of(groups, PAGE)]
-
-
-def shown(entry: TableEntry, column: Column) -> Shown:
-    """No deviation is shown for one seed, nor one of counts and bytes that is too small to change the mean as it is printed."""
-    if isinstance(entry, str):
-        return Shown(entry, "", False, None)
-    mean, std = column.show(entry.mean), "" if entry.std is None else column.show(entry.std)
-    if entry.mean is not None and column.unit != "%" and column.show(entry.mean + (entry.std or 0)) == mean:
-        std = ""
-    return Shown(mean, "" if std == "0" else std, entry.best, entry.mean)
 
 
 def compare(runs: Sequence[RunRecord], by: str = "", metrics: str = "aa,aia", across: str = "") -> TableGrid:
@@ -544,7 +500,7 @@ def _natural(text: str) -> tuple[bool, float, str]:
 def _notes(groups: Sequence[RunGroup], columns: Sequence[Column]) -> list[str]:
     several = any(len(group.finished) > 1 for group in groups)
     notes = ["Mean ± standard deviation (n-1) over n seeds."] if several else []
-    if any(cell.best for column in columns for cell in figures(groups, column)):
+    if any(cell.best for column in columns for cell in cells_of(groups, column)):
         notes += ["Marked: the best of a column among methods that face the same problem; reference lines never win."]
     if NEAR_COPIES in columns:
         notes += ["Near-copies: uploaded images with PSNR above 30 dB to a real training image."]
@@ -562,92 +518,3 @@ def _hidden(shown: Sequence[str], groups: Sequence[RunGroup]) -> list[str]:
         alike.setdefault(tuple(traits(group).get(key, NONE) for key in shown), []).append(group)
     left = dict.fromkeys(key for members in alike.values() for key in differing(members))
     return [f"Rows that look alike differ in {', '.join(left)}."] if left else []
-
-
-_COSTS: tuple[tuple[str, str, str, Callable[[float | None], str]], ...] = (
-    ("uplink_bytes_per_message", "Up", "per site and round, task ends apart", bytes_text),
-    ("downlink_bytes_per_message", "Down", "per site and round, task ends apart", bytes_text),
-    ("uplink_bytes", "Up", "whole run", bytes_text),
-    ("downlink_bytes", "Down", "whole run", bytes_text),
-    ("client_state_bytes", "Site memory", "largest state kept", bytes_text),
-    ("server_state_bytes", "Server memory", "largest state kept", bytes_text),
-    ("client_flops", "Site compute", "all sites, whole run", flops_text),
-    ("server_flops", "Server compute", "whole run", server_work),
-)
-
-
-_RATIOS = {"uplink_bytes", "client_flops"}
-
-
-@dataclass(frozen=True)
-class CostCell:
-    """One figure: as measured, by the paper's formula, and as a multiple of the cost unit's ("" where there is none)."""
-
-    measured: str
-    nominal: str
-    ratio: str
-    value: float | None  # to sort by
-    parts: tuple[str, ...] = ()  # what it is made of
-
-
-@dataclass(frozen=True)
-class CostRow:
-    """One method, column by column."""
-
-    group: RunGroup
-    cells: tuple[CostCell, ...]
-
-
-def cost_titles() -> list[tuple[str, str]]:
-    """Titles and units of the cost table's columns."""
-    return [*((title, unit) for _, title, unit, _ in _COSTS), ("Compute", "sites and server"), ("Time", "per round")]
-
-
-def cost_rows(groups: Sequence[RunGroup]) -> list[CostRow]:
-    """One row per method that measured anything, averaged over seeds."""
-    rows = []
-    for group in groups:
-        alike = [other for other in groups if other.style.cost_unit and same_problem(group, other)]
-        cells = tuple(
-            _cost_cell(group, alike[0] if alike and key in _RATIOS else None, key, show) for key, _, _, show in _COSTS
-        )
-        if any(cell.value is not None or cell.nominal for cell in cells):
-            rows.append(CostRow(group, (*cells, _compute(group), _time(group))))
-    return rows
-
-
-def _compute(group: RunGroup) -> CostCell:
-    """Everybody's work, and the share of it that falls on the sites."""
-    measured, nominal = (
-        [_mean(group, kind, f"{who}_flops") for who in ("client", "server")] for kind in ("measured", "nominal")
-    )
-    total, told = (None if None in pair else sum(filter(None, pair)) for pair in (measured, nominal))
-    parts = (f"{100 * (measured[0] or 0) / total:.0f} % at sites",) if total else ()
-    shown = server_work(total) if total == 0 else site_work(total, group.shown[0].lens)
-    return CostCell(shown, "" if told is None else flops_text(told), "", total, parts)
-
-
-def _time(group: RunGroup) -> CostCell:
-    """Seconds of a round on the machine that simulated everybody."""
-    sites, server = (group.mean(lambda run, who=who: _seconds_per_round(run, who)) for who in ("client", "server"))  # type: ignore[misc]
-    if sites is None or server is None:
-        return CostCell(NONE, "", "", None)
-    parts = (f"sites {seconds_text(sites)}", f"server {seconds_text(server)}")
-    return CostCell(seconds_text(sites + server), "", "", sites + server, parts)
-
-
-def _seconds_per_round(run: RunRecord, phase: str) -> float | None:
-    seconds = run.timing.phases.get(phase)
-    return seconds / len(run.rounds) if seconds is not None and run.rounds else None
-
-
-def _cost_cell(group: RunGroup, unit: RunGroup | None, key: str, show: Callable[[float | None], str]) -> CostCell:
-    mean, nominal = _mean(group, "measured", key), _mean(group, "nominal", key)
-    base = _mean(unit, "measured", key) if unit and unit is not group else None
-    ratio = f"{times(mean / base)} × {unit.style.title}" if mean is not None and base and unit else ""
-    shown = site_work(mean, group.shown[0].lens) if key == "client_flops" else show(mean)
-    return CostCell(shown, "" if nominal is None else show(nominal), ratio, mean)
-
-
-def _mean(group: RunGroup, kind: str, key: str) -> float | None:
-    return group.mean(lambda run: getattr(getattr(run.results.cost, kind), key))
