@@ -23,6 +23,8 @@ from rescene.config.schema import PER_SITE, DataSection
 from rescene.core.documents import read_yaml
 from rescene.core.errors import ConfigError, DataError, RunError, command
 from rescene.core.files import replacing
+from rescene.core.json_files import record_of
+from rescene.core.results import Partition, Results, results_of_row
 from rescene.core.run_state import LOCK, read_object, state_of
 from rescene.data import Dataset, plan_tasks
 from rescene.data.derived_sets import narrowed
@@ -42,9 +44,9 @@ class Finished:
 
     folder: Path
     recipe: Recipe
-    results: dict[str, Any]
+    results: Results
     model: dict[str, Any]  # model/model.json
-    partition: dict[str, Any]
+    partition: Partition
     fingerprint: str  # of its images, as the network saw them
 
     @property
@@ -54,8 +56,7 @@ class Finished:
     @property
     def tasks(self) -> list[list[str]]:
         """Names of the classes, or the domain, of each task."""
-        rows = self.results["tasks"]
-        return [[row["domain"]] if self.by_domain else list(row["classes"]) for row in rows]
+        return [[task.domain] if self.by_domain else list(task.classes) for task in self.results.tasks]
 
     @property
     def names(self) -> list[str]:
@@ -96,7 +97,8 @@ def read_finished(run: Path) -> Finished:
             fix=_finish_first(run, state) if begun else "rescene runs lists the run folders",
         )
     recipe = Recipe.model_validate(read_yaml(run / "config.yaml"))
-    results, model, partition = (_json(run, name) for name in ("results.json", "model/model.json", "partition.json"))
+    results = results_of_row(_json(run, "results.json"), [])
+    model, partition = _json(run, "model/model.json"), record_of(Partition, _json(run, "partition.json"), [])
     _refuse_kind(run, recipe, results)
     if RunFolder(run).checkpoints.load() is None:
         raise RunError(
@@ -106,7 +108,8 @@ def read_finished(run: Path) -> Finished:
             why="checkpoints were removed (rescene runs --prune checkpoints), not copied, or are damaged",
             fix="put the folder checkpoints back, or run all tasks anew with tasks.plan=[[...], ...]",
         )
-    return Finished(run, recipe, results, model, partition, str(_json(run, "env.json").get("data_fingerprint")))
+    fingerprint = str(_json(run, "env.json").get("data_fingerprint"))
+    return Finished(run, recipe, results, model, partition, fingerprint)
 
 
 def _finish_first(run: Path, state: str) -> str:
@@ -122,7 +125,7 @@ def _json(run: Path, name: str) -> dict[str, Any]:
         ) from None
 
 
-def _refuse_kind(run: Path, recipe: Recipe, results: dict[str, Any]) -> None:
+def _refuse_kind(run: Path, recipe: Recipe, results: Results) -> None:
     """E508 with the reason, for runs that cannot take new tasks."""
     why = fix = None
     if recipe.sites is not None:
@@ -138,7 +141,7 @@ def _refuse_kind(run: Path, recipe: Recipe, results: dict[str, Any]) -> None:
     elif words := words_of(recipe):
         why = f"it was made from Python objects, which no folder keeps ({'; '.join(words)})"
         fix = "save the images as folders, or run all tasks anew in Python"
-    elif results.get("forgotten"):
+    elif results.forgotten:
         why = "it forgot a site, and its recipe is that of a run which never saw the site"
         fix = "continue the run it was made from, then rescene forget"
     if why:
@@ -236,7 +239,7 @@ def _pinned(before: Finished, data: DataSection, dataset: Dataset) -> DataSectio
 
 def _check_images(before: Finished, dataset: Dataset) -> None:
     """The images of the earlier tasks are those that the run has seen (E252); a new domain has no new class (E253)."""
-    classes = list(before.partition["classes"])
+    classes = list(before.partition.classes)
     if before.by_domain and (new := [name for name in dataset.classes if name not in classes]):
         raise DataError(
             "E253",
@@ -300,7 +303,7 @@ def _all_new(before: Finished, there: Sequence[str], path: str) -> list[list[str
 
 def _check_sites(before: Finished, dataset: Dataset) -> None:
     """Sites keep their numbers: what a site remembers is kept under its number (E254)."""
-    then = tuple(before.partition.get("sites", ()))
+    then = before.partition.sites
     if then != dataset.sites[: len(then)]:
         raise DataError(
             "E254",

@@ -7,8 +7,8 @@ import io
 import json
 import math
 import warnings
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from rescene.core.results import (
     Privacy,
     Results,
     ScreenRecord,
+    SiteAccuracy,
     SiteOrder,
     TaskFacts,
 )
@@ -54,6 +55,8 @@ NO_GUARANTEE = "Not private: uploads carry no formal guarantee."
 def results_of(experiment: Experiment, facts: Facts, ledger: CostLedger, model: Model) -> Results:
     """The record of a finished run with this final model. Percent throughout; NaN stands for what nobody measured."""
     recipe, method, tasks, matrix = experiment.recipe, experiment.method, experiment.tasks, facts.matrix
+    federation = recipe.federation
+    evaluated, by_class, missing = _at_sites(experiment, facts.recall, ledger.sites_tell)
     tested = facts.test_sizes or [len(task.test) for task in tasks]
     aa, aia = _averages(experiment, facts, None if recipe.tasks.scenario == "domain" else tested)
     old, recent = fn.old_and_recent(matrix)
@@ -67,9 +70,7 @@ def results_of(experiment: Experiment, facts: Facts, ledger: CostLedger, model: 
         old=old,
         recent=recent,
         worst_task=min(matrix[-1]),
-        worst_site=min(
-            (a for site in sites if (a := site.accuracy) is not None and math.isfinite(a)), default=math.nan
-        ),
+        worst_site=_worst(sites),
         sites=sites,
         balanced_accuracy=fn.balanced_accuracy(facts.confusion) if facts.confusion else mean_of_known(facts.recall),
         within_task=tuple(facts.within_task),
@@ -81,6 +82,10 @@ def results_of(experiment: Experiment, facts: Facts, ledger: CostLedger, model: 
         leakage=leakage,
         theory=theory_of(experiment, facts.theory),
         privacy=privacy_of(recipe, method, len(tasks), leakage),
+        events_summary=_event_counts(facts),
+        evaluated=evaluated,
+        accuracy_by_class=by_class,
+        not_measured=missing,
         stream=stream_of(experiment, facts.closings),
         orders=_own_orders(experiment, facts.by_site),
         elsewhere=tuple(facts.elsewhere),
@@ -88,11 +93,14 @@ def results_of(experiment: Experiment, facts: Facts, ledger: CostLedger, model: 
         forgotten=tuple(facts.forgotten),
         filtered_by=tuple(facts.filtered_by),
         made_from_objects=tuple(words_of(recipe)),
+        simulated=tuple(federation.simulated),
+        faults=facts.faults,
+        late_answers=_late_counts(facts.late_answers) if federation.delay else None,
+        attack_success=None if federation.faults.attack == "none" else facts.attack_success,
+        screen=None if federation.screen == "none" else ScreenRecord(facts.judged, tuple(facts.quarantine)),
         style=asdict(method.style()),
         seed=recipe.seed,
         config=recipe.model_dump(mode="json", exclude={"device"}),
-        **_happened(recipe, facts),
-        **_at_sites(experiment, facts.recall, ledger.sites_tell),
     )
 
 
@@ -102,6 +110,11 @@ def _averages(experiment: Experiment, facts: Facts, sizes: list[int] | None) -> 
     if experiment.orders is not None:
         return after[-1], sum(after) / len(after)
     return fn.average_accuracy(matrix, sizes), fn.average_incremental_accuracy(matrix, sizes)
+
+
+def _worst(sites: Sequence[SiteAccuracy]) -> float:
+    known = [site.accuracy for site in sites if site.accuracy is not None and not math.isnan(site.accuracy)]
+    return min(known, default=math.nan)
 
 
 def _task_facts(experiment: Experiment, task: Task, tested: int) -> TaskFacts:
@@ -165,46 +178,40 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _happened(recipe: Recipe, facts: Facts) -> dict[str, Any]:
-    """What was counted, what was simulated to go wrong, what an attack achieved, what the screen did."""
-    federation, found = recipe.federation, dict[str, Any]()
-    if federation.delay:
-        known = LateCounts(**{"sent": 0, "on_time": 0, "late": 0, "rounds_late": 0, "dropped": 0} | facts.late_answers)
-        arrived = sum(getattr(known, name) for name in ("on_time", "late", "dropped"))
-        found["late_answers"] = replace(known, under_way=(known.sent or 0) - arrived)
-    if federation.faults.attack != "none":
-        found["attack_success"] = facts.attack_success
-    if federation.screen != "none":
-        found["screen"] = ScreenRecord(facts.judged, tuple(facts.quarantine))
-    events = EventCounts(
+def _event_counts(facts: Facts) -> EventCounts:
+    return EventCounts(
         client_failures=facts.num_client_failures,
         image_fallbacks=facts.num_fallbacks,
         images_withheld=facts.num_withheld,
         uploads_declined=facts.num_declined,
         classes_suppressed=facts.num_suppressed,
     )
-    return found | {"events_summary": events, "simulated": tuple(federation.simulated), "faults": facts.faults}
 
 
-def _at_sites(experiment: Experiment, recall: list[float], sites_tell: bool) -> dict[str, Any]:
-    """Where the images are at the sites: where accuracy was measured, and what could not be measured anywhere."""
+def _late_counts(counted: Mapping[str, int]) -> LateCounts:
+    sent, on_time, late, rounds, dropped = (
+        counted.get(name, 0) for name in ("sent", "on_time", "late", "rounds_late", "dropped")
+    )
+    return LateCounts(sent, on_time, late, rounds, dropped, under_way=sent - on_time - late - dropped)
+
+
+def _at_sites(
+    experiment: Experiment, recall: list[float], sites_tell: bool
+) -> tuple[str, dict[str, float], dict[str, str]]:
+    """Where accuracy was measured, percent of each class as the sites counted it, and what could not be measured; usually empty."""
     if experiment.has_images:
-        return {"evaluated": VALIDATION_WORDS} if experiment.recipe.images.validation is not None else {}
+        return VALIDATION_WORDS if experiment.recipe.images.validation is not None else "", {}, {}
     words = "not measured: images are at the sites"
     missing = {"leakage": words, "theory": words, "cost.nominal": words}
     if not sites_tell:
         missing["cost.client"] = "not told: behind a mechanism the work and memory of a site stay at the site"
     if not experiment.tested_at_sites:
-        return {"evaluated": "on the server's test images", "not_measured": missing}
+        return "on the server's test images", {}, missing
     if not any(map(math.isfinite, recall)):
         why = NO_COUNTS if experiment.recipe.formal else "no site answered with counts of held-out images"
         missing["accuracy"] = f"not measured: {why}. For the next run: {HOW_TO_MEASURE}"
     by_class = dict(zip(experiment.dataset.classes, recall, strict=False))
-    return {
-        "evaluated": "at the sites",
-        "accuracy_by_class": by_class,
-        "not_measured": missing | {"confusion": "not measured: sites tell counts and right answers only"},
-    }
+    return "at the sites", by_class, missing | {"confusion": "not measured: sites tell counts and right answers only"}
 
 
 def leakage_of(tasks: Sequence[Leakage]) -> Leakage | None:

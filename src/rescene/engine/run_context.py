@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rescene.core.errors import ResceneWarning
-from rescene.core.json_files import json_lines, record_of
+from rescene.core.json_files import json_lines, records_of
 from rescene.core.results import ClassTheory, Forgotten, Grown, Leakage, Moved, Quarantined
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def restored(facts: dict[str, Any]) -> Facts:
 
     names = ("matrix", "incremental", "within_task", "recall", "by_site")
     numbers = {name: back(facts.get(name, [])) for name in names}
-    records = {name: [record_of(kind, row, []) for row in facts.get(name, [])] for name, kind in RECORDS.items()}
+    records = {name: records_of(kind, facts.get(name, []), name, []) for name, kind in RECORDS.items()}
     return Facts(**facts | numbers | records)
 
 
