@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -361,19 +361,26 @@ def refuse_missing(folder: Path, names: Sequence[str]) -> None:
     """E545 if a folder does not have these files."""
     missing = ", no ".join(name for name in names if not (folder / name).is_file())
     why, fix = [f"it has no {missing}"] if missing else [], "hand in the folder of a finished run with all of its files"
-    _refuse("E545", "this folder cannot be checked", folder, why, fix)
+    _refuse(why, ConfigError("E545", "this folder cannot be checked", where=str(folder), why=_listed(why), fix=fix))
 
 
 def refuse_damaged(folder: Path, problems: Sequence[str]) -> None:
     """E545 if something in a folder's files cannot be read."""
-    _refuse("E545", "files of this folder are damaged", folder, problems, AS_IT_WAS_LEFT)
+    what = "files of this folder are damaged"
+    error = ConfigError("E545", what, where=str(folder), why=_listed(problems), fix=AS_IT_WAS_LEFT)
+    _refuse(problems, error)
 
 
-def _refuse(code: str, what: str, folder: Path, found: Sequence[str], fix: str) -> None:
-    """The refusal with what was found, a line each and only the first of many; nothing if nothing was found."""
+def _refuse(found: Sequence[str], error: ConfigError) -> None:
+    """The refusal, if something was found."""
     if found:
-        more = [f"and {len(found) - MOST} more"] if len(found) > MOST else []
-        raise ConfigError(code, what, where=str(folder), why="\n".join([*found[:MOST], *more]), fix=fix)
+        raise error
+
+
+def _listed(found: Sequence[str]) -> str:
+    """What was found, a line each and only the first of many."""
+    more = [f"and {len(found) - MOST} more"] if len(found) > MOST else []
+    return "\n".join([*found[:MOST], *more])
 
 
 def compare_files(run: RunRecord, expected: Expected) -> list[str]:
@@ -384,23 +391,38 @@ def compare_files(run: RunRecord, expected: Expected) -> list[str]:
     """
     refuse_missing(run.folder, FILES)
     refuse_damaged(run.folder, [*run.problems, *_unusable_numbers(run)])
-    for code, what, found, fix in _comparisons(run, expected, run.env.get("code") == expected.code):
-        _refuse(code, what, run.folder, found, fix)
+    _compare_recipe(run, expected)
+    _compare_numbers(run, expected)
     return _compared(run, expected)
 
 
-def _comparisons(run: RunRecord, expected: Expected, same_code: bool) -> Iterator[tuple[str, str, list[str], str]]:
-    """Comparison by comparison: its code, what it means if something differs, what differs, what to do then."""
-    recorded = flatten(run.raw.get("config") or {})
-    apart = differences(flatten(expected.recipe), recorded, "config.yaml", "results.json", {"device"})
-    yield "E541", "the recipe is not the one that was run", apart, AS_IT_WAS_LEFT
-    missing = [f"config.yaml has no {key}" for key in expected.missing] if same_code else []
-    yield "E546", "the recipe is not whole", missing, AS_IT_WAS_LEFT
-    yield "E542", OTHER_HASH, _other_hash(run.folder, expected.digest), "the recipe of this run"
-    again = f"run it again: {command('rerun', run.folder)}"
-    yield "E543", "numbers of this run do not agree", _numbers(run, same_code), again
-    claims = _claims(run.raw, recorded.get("method.name"), expected, same_code)
-    yield "E547", "method, style or guarantee are not those of the recipe", claims, AS_IT_WAS_LEFT
+def _compare_recipe(run: RunRecord, expected: Expected) -> None:
+    where, fix = str(run.folder), AS_IT_WAS_LEFT
+    found = differences(flatten(expected.recipe), _recorded(run), "config.yaml", "results.json", {"device"})
+    _refuse(
+        found, ConfigError("E541", "the recipe is not the one that was run", where=where, why=_listed(found), fix=fix)
+    )
+    found = [f"config.yaml has no {key}" for key in expected.missing] if _same_code(run, expected) else []
+    _refuse(found, ConfigError("E546", "the recipe is not whole", where=where, why=_listed(found), fix=fix))
+    found = _other_hash(run.folder, expected.digest)
+    _refuse(found, ConfigError("E542", OTHER_HASH, where=where, why=_listed(found), fix="the recipe of this run"))
+
+
+def _compare_numbers(run: RunRecord, expected: Expected) -> None:
+    where, same_code = str(run.folder), _same_code(run, expected)
+    found, fix = _numbers(run, same_code), f"run it again: {command('rerun', run.folder)}"
+    _refuse(found, ConfigError("E543", "numbers of this run do not agree", where=where, why=_listed(found), fix=fix))
+    found = _claims(run.raw, _recorded(run).get("method.name"), expected, same_code)
+    what = "method, style or guarantee are not those of the recipe"
+    _refuse(found, ConfigError("E547", what, where=where, why=_listed(found), fix=AS_IT_WAS_LEFT))
+
+
+def _recorded(run: RunRecord) -> Row:
+    return flatten(run.raw.get("config") or {})
+
+
+def _same_code(run: RunRecord, expected: Expected) -> bool:
+    return bool(run.env.get("code") == expected.code)
 
 
 def check_images(folder: Path, environment: Mapping[str, Any]) -> None:
@@ -412,7 +434,8 @@ def check_images(folder: Path, environment: Mapping[str, Any]) -> None:
         for key, text in words.items()
         if before.get(key) != environment.get(key)
     ]
-    _refuse("E542", OTHER_HASH, folder, found, "the images of this run")
+    error = ConfigError("E542", OTHER_HASH, where=str(folder), why=_listed(found), fix="the images of this run")
+    _refuse(found, error)
 
 
 def check_rounds(folder: Path, held: Sequence[Row], environment: Mapping[str, Any]) -> list[str]:
@@ -432,7 +455,8 @@ def check_rounds(folder: Path, held: Sequence[Row], environment: Mapping[str, An
             found.append(f"{_words(row)}: {ROUNDS} does not have it")
         else:
             found += _row_differences(before, row, exact=not moved)
-    _refuse("E544", "the first rounds held again give other numbers", folder, found, command("rerun", folder))
+    what = "the first rounds held again give other numbers"
+    _refuse(found, ConfigError("E544", what, where=str(folder), why=_listed(found), fix=command("rerun", folder)))
     return moved
 
 
