@@ -166,18 +166,8 @@ class PostTransport:
     def evaluate(self, clients: Sequence[int], call: Call) -> dict[int, Tally | None]:
         asked, form = replace(call, verb=EVALUATE), tally_form(call.task.num_seen)
         replies = self._replies(asked, dict.fromkeys(clients, call.payload), form)
-        tallies: dict[int, Tally | None] = {}
-        for client in sorted(replies):
-            reply = replies[client]
-            tallies[client] = None if reply.problem else reply.upload["tally"]
-            if reply.problem:
-                code, words = reply.problem
-                self.note("warning", code, f"site {client} is not in the evaluation: {words}", client=client)
-                continue
-            self.settings.ledger.meter.add(reply.flops)
-            for code, words in reply.told:
-                self.note("warning", code, f"site {client} in the evaluation: {words}", client=client)
-        return tallies
+        good = self._good(replies, "warning", "is not in the evaluation", "the evaluation")
+        return {k: good[k].upload["tally"] if k in good else None for k in sorted(replies)}
 
     def state_bytes(self, state: Tree) -> int:
         return int(state.num_bytes)
@@ -269,18 +259,22 @@ class PostTransport:
         replies, verb = self._replies(call, payloads, form, session), call.verb
         for absent in sorted(set(payloads) - self._nodes.keys()):
             self.note("error", "E348", f"site {absent} is not there for {verb}", client=absent)
-        answers = {}
-        for client in sorted(replies):
-            reply = replies[client]
+        good = self._good(replies, "error", f"failed in {verb}", verb)
+        return {k: (reply.upload, reply.state) for k, reply in good.items()}
+
+    def _good(self, replies: Mapping[int, Reply], level: str, failed: str, place: str) -> dict[int, Reply]:
+        """Without those that name a problem, in client order. What sites tell is noted, and their work is metered."""
+        good = {}
+        for client, reply in sorted(replies.items()):
             if reply.problem:
                 code, words = reply.problem
-                self.note("error", code, f"site {client} failed in {verb}: {words}", client=client)
+                self.note(level, code, f"site {client} {failed}: {words}", client=client)
                 continue
             for code, words in reply.told:
-                self.note("warning", code, f"site {client} in {verb}: {words}", client=client)
+                self.note("warning", code, f"site {client} in {place}: {words}", client=client)
             self.settings.ledger.meter.add(reply.flops)
-            answers[client] = (reply.upload, reply.state)
-        return answers
+            good[client] = reply
+        return good
 
     def _ask(self, call: Call, payloads: Mapping[int, Payload], form: Form, session: str) -> dict[int, Reply]:
         bodies, verb, here = self._bodies(call.verb, payloads), call.verb, (call.task.index, call.round)
