@@ -301,12 +301,13 @@ def word(key: str, value: Any) -> str:
 
     >>> word("train.server_epochs", 100), word("method.step", "fixed"), word("method.step", "polyak"), word("train.lr", 0.1)
     ('E_srv=100', 'fixed steps', '', 'lr=0.1')
-    >>> word("train.augment", True), word("train.augment", False)
-    ('', 'no augmentation')
+    >>> word("train.augment", True), word("train.augment", False), word("method.guard", False)
+    ('', 'no augmentation', 'guard=false')
     """
     if value is None or value == _UNSAID.get(key):
         return ""
-    text = shortened(f"{value:g}" if isinstance(value, float) else plain(value), 24)
+    text = str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else plain(value)
+    text = shortened(text, 24)
     form = _WORDS.get(key)
     if isinstance(form, str):
         return form.format(text)
