@@ -33,13 +33,13 @@ def markdown(points: list[Point]) -> str:
     lines = ["| method | mode | n | AA | near-copies | RMS to real | epsilon |", "|---|---|---|---|---|---|---|"]
     for p in sorted(points, key=lambda p: (p.epsilon or math.inf, -p.aa)):
         std = "" if p.aa_std is None else f" +- {p.aa_std:.1f}"
-        sent = (
-            ("no images", "-") if p.nearest_rms is None else (f"{p.near_copies_percent:.0f} %", f"{p.nearest_rms:.2f}")
-        )
+        style = style_of(p.method)
+        sent = (style.without_images(), "-")
+        if p.nearest_rms is not None:
+            sent = (f"{p.near_copies_percent:.0f} %", f"{p.nearest_rms:.2f}")
         known = f"{p.epsilon:g}" if p.epsilon else "none"
-        name = style_of(p.method).label
         lines.append(
-            f"| {name} | {p.mode or 'real images'} | {p.num} | {p.aa:.1f}{std} | {sent[0]} | {sent[1]} | {known} |"
+            f"| {style.label} | {p.mode or 'real images'} | {p.num} | {p.aa:.1f}{std} | {sent[0]} | {sent[1]} | {known} |"
         )
     return "\n".join(lines) + "\n"
 

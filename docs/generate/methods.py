@@ -100,5 +100,5 @@ def _result_row(run: Any) -> tuple[str, ...]:
         setting += f", {sections['method']['step']} steps"
     copies = run.near_copies
     where = run.folder.relative_to(RESULTS.parent).as_posix()
-    shown = "no images" if copies is None else f"{100 * copies:.0f} %"
+    shown = run.style.without_images() if copies is None else f"{100 * copies:.0f} %"
     return safe(setting), str(run.seed), f"{run.results.aa:.2f}", f"{run.results.aia:.2f}", shown, code(where)

@@ -40,6 +40,7 @@ def test_every_method_has_a_page_with_its_hyperparameters_and_what_leaves_the_si
         assert all(f"`method.{row['name']}`" in text for row in method.table()), name
         assert "leaves the site" in text and "```text" in text
     assert "| 0 | 81.97 | 84.19 | 97 % |" in pages["rescene-plus"] and "no images" in pages["fedavg"]
+    assert "| reconstructed by the server |" in pages["glfc"] and "no images" not in pages["glfc"]
     toctree = (DOCS / "index.md").read_text(encoding="utf-8")
     assert all(f"generated/methods/{name}\n" in toctree for name in pages)
 

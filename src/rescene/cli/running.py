@@ -24,6 +24,7 @@ from rescene.config import Resolved, resolve
 from rescene.core.documents import parse_yaml
 from rescene.core.errors import ConfigError, ResceneError, command, for_people
 from rescene.core.json_files import Row
+from rescene.core.method_style import style_of
 from rescene.core.results import Leakage
 from rescene.data import LazySplit
 from rescene.engine import Experiment, pick_device, prepare_sizes
@@ -161,7 +162,8 @@ def _scores(result: Result) -> Row:
     last = record.accuracy_matrix[-1]
     per_task = {f"T{j}": accuracy_text(v) for j, v in enumerate(last, start=1)} if len(last) <= MOST_TASKS else {}
     share = record.leakage.near_copies if record.leakage else None
-    missing = "not measured" if "leakage" in record.not_measured else "no images sent"
+    words = "not measured" if "leakage" in record.not_measured else "no images sent"
+    missing = style_of(record.method, record.style).without_images(words)
     return {
         "AA": accuracy_text(record.aa),
         "AIA": accuracy_text(record.aia),

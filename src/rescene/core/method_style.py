@@ -29,6 +29,7 @@ BROWN, SLATE = "#7b3f00", "#5f6570"
 GLYPHS = {"o": "●", "s": "■", "^": "▲", "v": "▼", "D": "◆", "P": "✚", "X": "✖", "*": "★", "<": "◀", ">": "▶"}
 UploadKind = Literal["images", "weights", "sums", "nothing", ""]  # "": not known
 UPLOAD_KINDS: tuple[UploadKind, ...] = ("images", "weights", "sums", "nothing", "")
+RECONSTRUCTED = "reconstructed by the server"
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class MethodStyle:
 
     ``uploads`` is the kind of what is sent, ``sends`` the same in words. ``reference`` is empty for a method that competes;
     else it says which line it draws ("upper bound"). Costs of the others are also shown as multiples of a ``cost_unit``.
+    ``reconstructs``: no image is sent as such, but the server can reconstruct images of the sites from what is sent.
 
     >>> MethodStyle("All data", "#8a909c", "P", reference="upper bound").label
     'All data (upper bound)'
@@ -49,6 +51,7 @@ class MethodStyle:
     sends: str = ""
     reference: str = ""
     cost_unit: bool = False
+    reconstructs: bool = False
 
     def __post_init__(self) -> None:
         wrong = [
@@ -74,6 +77,16 @@ class MethodStyle:
         """Whether the server trains on what it receives, for E_srv epochs."""
         return self.uploads in ("images", "")
 
+    def without_images(self, words: str = "no images") -> str:
+        """What stands in place of a share of near-copies where no image was sent.
+
+        >>> MethodStyle("A", "#8a909c", "P").without_images("none sent")
+        'none sent'
+        >>> MethodStyle("B", "#8a909c", "P", reconstructs=True).without_images("none sent")
+        'reconstructed by the server'
+        """
+        return RECONSTRUCTED if self.reconstructs else words
+
 
 def method_key(method: str) -> str:
     """A method's name in the one spelling that is compared.
@@ -97,8 +110,14 @@ def derived_marker(method: str) -> str:
 
 
 def style_of(method: str, recorded: Any = None) -> MethodStyle:
-    """The style that a run recorded, else the one that ships for this name, else one derived from the name."""
-    for told in (recorded, _shipped().get(method_key(method))):
+    """The style that a run recorded, else the one that ships for this name, else one derived from the name.
+
+    A record that is older than ``reconstructs`` gets it from the style that ships.
+    """
+    shipped = _shipped().get(method_key(method), {})
+    if isinstance(recorded, Mapping):
+        recorded = {"reconstructs": shipped.get("reconstructs")} | {**recorded}
+    for told in (recorded, shipped):
         style = _checked(told)
         if style:
             return style
@@ -112,7 +131,8 @@ def _checked(told: Any) -> MethodStyle | None:
         return None
     values = {name: _one_line(told[name], 600) for name in names if name in told}
     try:
-        return MethodStyle(**values, cost_unit=told.get("cost_unit") is True)  # type: ignore[arg-type]
+        flags = {name: told.get(name) is True for name in ("cost_unit", "reconstructs")}
+        return MethodStyle(**values, **flags)  # type: ignore[arg-type]
     except (ConfigError, TypeError):
         return None
 

@@ -142,6 +142,7 @@ class Method(Hyperparameters):
     colour: ClassVar[str] = ""  # "#rrggbb"; empty: from the name
     marker: ClassVar[str] = ""  # one of o s ^ v D P X * < >; empty: from the name
     uploads: ClassVar[UploadKind] = "weights"  # the kind of what a site sends: images, weights, sums or nothing
+    reconstructs: ClassVar[bool] = False  # the server can reconstruct images of the sites from what they send
     reference: ClassVar[str] = ""  # what line it draws, e.g. "upper bound"; empty: it competes
     cost_unit: ClassVar[bool] = False  # costs of other methods are also shown as multiples of its own
     paper: ClassVar[str]
@@ -184,6 +185,7 @@ class Method(Hyperparameters):
             sends=getattr(cls, "leaves_site", ""),
             reference=cls.reference,
             cost_unit=cls.cost_unit,
+            reconstructs=cls.reconstructs,
         )
 
     @classmethod

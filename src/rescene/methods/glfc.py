@@ -114,6 +114,7 @@ class GLFC(Inversion, AveragingMethod):
         "server reconstructs that image on purpose"
     )
     leaves_in_short: ClassVar[str] = "weights, recoverable images"
+    reconstructs: ClassVar[bool] = True
     compute: ClassVar[tuple[str, str] | None] = ("O(R K E (D_loc + D_mem) F)", "O(R K P + I K |C_{t-1}| F_enc)")
     remembers: ClassVar[str] = "real images of every class it has held, and the best model of the previous task"
 

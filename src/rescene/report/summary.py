@@ -278,7 +278,7 @@ def _finding(group: RunGroup, share: float | None) -> str:
     if not group.finished:
         return "measured when the run ends"
     if share is None:
-        return "no images checked"
+        return group.style.without_images("no images checked")
     entry = next(run.leakage for run in group.finished if run.leakage)
     total = "" if entry.num_images is None else f" of {count(entry.num_images, 'image')}"
     exact = "" if entry.exact_copies is None else f", {entry.exact_copies} exact"
@@ -371,6 +371,9 @@ def _by_site(run: RunRecord) -> str:
     return f"\n\n{told}\n\n" + _table(("site", "training images", "test images", "accuracy, %"), rows)
 
 
+BY_SERVER = "the server can reconstruct images of the sites from what they send; how well was not measured in this run"
+
+
 def _privacy(run: RunRecord) -> str:
     lines = [_escaped(run.privacy.statement or "The run recorded no privacy statement: take it for not private.")]
     if found := run.leakage:
@@ -380,8 +383,8 @@ def _privacy(run: RunRecord) -> str:
             f"PSNR to the nearest real image is {percent(found.nearest_psnr_median_db)} dB."
         )
     else:
-        missing = run.results.not_measured.get("leakage")
-        lines.append(f"Leakage: {missing or 'no images were uploaded, so none were compared'}.")
+        missing = run.results.not_measured.get("leakage") or "no images were uploaded, so none were compared"
+        lines.append(f"Leakage: {BY_SERVER if run.style.reconstructs else missing}.")
     sends = run.privacy.leaves_site or run.style.sends or "see the page of the method"
     lines.append(f"What leaves a site: {_escaped(sends)}.")
     if gone := run.results.forgotten:

@@ -387,7 +387,7 @@ def leak_entry(group: RunGroup, cell: TableCell) -> TableEntry:
     """A near-copy figure, or in words why there is none."""
     if cell.mean is not None or not group.finished:
         return cell
-    return "not measured" if group.style.uploads == "images" else "no images"
+    return "not measured" if group.style.uploads == "images" else group.style.without_images()
 
 
 def comparison_grid(groups: Sequence[RunGroup]) -> TableGrid:
