@@ -13,7 +13,7 @@ from rescene.cli import running
 from rescene.cli.app import app
 from rescene.paper import Store, compare, paper_recipe, printed, recipes
 from rescene.paper.compare import KEEPERS
-from rescene.paper.figures import _final_rows, _mark
+from rescene.paper.figures import _final_rows, _mark, task_curves
 from rescene.paper.pages import refreshed, verdicts_grid
 from rescene.paper.paper_tables import ATTACKED
 
@@ -247,12 +247,27 @@ def test_figures(here, name, rows):
     # paper: 10 methods x 3 sets at beta .1; curves of 8 methods x 3 betas x (5 + 10 + 10) tasks; and one run of ours each
     matrix = [[50.0 if j <= i else None for j in range(5)] for i in range(5)]
     write_run(here / "kept", cell_of(MAIN, "cifar10/0.1/rescene"), matrix=matrix)
-    assert invoke("figure", name, "--runs", "kept", "--out", "drawn").exit_code == 0
+    told = invoke("figure", name, "--runs", "kept", "--out", "drawn")
+    assert told.exit_code == 0 and told.output.split() == [f"drawn/paper-{name}.{end}" for end in ("png", "svg", "csv")]
+    assert {path.name for path in (here / "drawn").iterdir()} == {Path(word).name for word in told.output.split()}
     lines = (here / "drawn" / f"paper-{name}.csv").read_text().splitlines()
     ours = [line for line in lines if ",ours," in line]
     assert len(lines) - 1 - len(ours) == rows and len(ours) == (1 if name == "old-recent" else 5)
     svg = (here / "drawn" / f"paper-{name}.svg").read_text()
     assert all(text in svg for text in ("CIFAR-100", "TinyImageNet", "ReSCENE (ours)", "ReSCENE (paper)"))
+
+
+def test_no_curve_is_cut_off(here):
+    """All panels share one axis: it must hold the highest and the lowest value of any panel."""
+    from matplotlib.figure import Figure
+
+    plot, sheet = task_curves(Store([here / "kept"])), Figure()
+    plot.draw(sheet)
+    shown = [row["accuracy"] for row in plot.rows]
+    assert max(shown) > 80
+    for axes in sheet.axes:
+        low, high = axes.get_ylim()
+        assert low <= min(shown) and max(shown) <= high and axes.get_yticks().max() > 80
 
 
 def test_a_figure_as_one_file(here):

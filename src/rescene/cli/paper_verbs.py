@@ -251,7 +251,8 @@ def paper_figure(
         drawn = out if one_file else out / f"{plot.name}.png"
         with writing(drawn):
             save(plot, out) if one_file else render(plot, out)
-    print(drawn, drawn.with_suffix(".csv"), sep="\n")
+    endings = [drawn.suffix, ".csv"] if one_file else [".png", ".svg", ".csv"]
+    print(*(drawn.with_suffix(ending) for ending in endings), sep="\n")
 
 
 @paper_app.command("readme")

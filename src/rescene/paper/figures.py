@@ -13,7 +13,7 @@ from rescene.paper.compare import compare
 from rescene.paper.paper_tables import DATA
 from rescene.paper.recipes import FAST_LABEL, paper_recipe
 from rescene.paper.store import Store
-from rescene.report.drawing import CARD, GUIDE, Plot, percent_axis
+from rescene.report.drawing import CARD, GUIDE, Plot, percent_span, set_percent_limits
 
 SETS = ("cifar10", "cifar100", "tinyimagenet")
 BETAS = ("0.1", "0.5", "1.0")
@@ -85,9 +85,12 @@ def task_curves(store: Store) -> Plot:
                 num = max(len(row["final"]) for row in finals if row["data"] == data)
                 axes.set_xticks(range(num), [f"T{t}" for t in range(num)])
                 axes.grid(False, axis="x")
-                percent_axis(axes.yaxis, f"beta {beta}: accuracy (%)" if j == 0 else "")
+                if j == 0:
+                    axes.set_ylabel(f"beta {beta}: accuracy (%)")
                 if i == 0:
                     axes.set_title(DATA[data])
+        shown = [row["accuracy"] for row in rows]
+        set_percent_limits([axes.yaxis for axes in panels.flat], *percent_span(min(shown), max(shown)))
         _legend(sheet, finals)
 
     caption = "Final accuracy of each task; T0 was learned first."
