@@ -124,21 +124,21 @@ def test_a_folder_that_is_not_ours_gets_a_message(said, tmp_path, monkeypatch):
     assert code == 2 and "error[E155]" in err and str(tmp_path) in err
 
 
-def printed(monkeypatch, rows):
-    """What the rows look like on a terminal of 80 columns."""
+def printed(monkeypatch, rows, columns=80):
+    """What the rows look like on a terminal of so many columns."""
 
     class Terminal(io.StringIO):
         def isatty(self):
             return True
 
     screen = Terminal()
-    for name, value in (("TERM", "xterm"), ("COLUMNS", "80"), ("NO_COLOR", "1")):
+    for name, value in (("TERM", "xterm"), ("COLUMNS", str(columns)), ("NO_COLOR", "1")):
         monkeypatch.setenv(name, value)
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", Plain(screen))
         print_rows(rows)
     text = re.sub(r"\x1b\[[0-9;]*m", "", screen.getvalue())
-    assert max(map(len, text.splitlines())) <= 80
+    assert max(map(len, text.splitlines())) <= columns
     return text
 
 
@@ -162,3 +162,12 @@ def test_a_path_may_be_cut_but_sentences_wrap_at_spaces(monkeypatch):
     text = printed(monkeypatch, [{"run": path, "why": "it was interrupted before the first round", "size": "12 MB"}])
     assert "".join(line.split("  ")[0].strip() for line in text.splitlines()[1:]) == path
     assert "interrupted" in text and "12 MB" in text
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80])
+def test_a_long_word_breaks_after_a_separator(monkeypatch, columns):
+    cell, folder = "clients-100:cifar10/0.5/rescene/N=100, E_srv=10", "cifar10/rescene-plus-s4-61967698"
+    row = {"cell": cell, "seed": 0, "group": "f. one hundred clients", "folder": folder, "predicted": "not known"}
+    text = printed(monkeypatch, [row], columns)
+    for piece in re.findall(r"[^\s/:,=_-]+", f"{cell} {folder}"):
+        assert re.search(rf"(^|[\s/:,=_-]){re.escape(piece)}($|[\s/:,=_-])", text, re.MULTILINE), (piece, text)

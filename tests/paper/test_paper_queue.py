@@ -11,6 +11,7 @@ from paper_runs import cell_of, write_run
 from typer.testing import CliRunner
 
 from rescene.cli.app import app
+from rescene.cli.paper_verbs import _print_plan
 from rescene.paper import PaperCell, Store, paper_recipe
 from rescene.paper.queue_runner import Missing, Queue, _queue, _share_done, missing_cells, predictor, rescene_run
 
@@ -178,9 +179,45 @@ def test_the_command_line_plans_and_refuses(tmp_path, monkeypatch):
     assert len(plan) > 80 and plan[0]["predicted"] is None
     assert {row["state"] for row in plan} == {"cannot run"} and "data prepare cifar10" in plan[0]["why"]
     assert not Path("runs").exists()
+    said = invoke("--queue", "--plan", "--runs", "kept", "--minutes", "30", "--parallel", "2").output
+    assert f"In 30 minutes, 2 at a time: no run would start, {len(plan)} cannot run." in said
     for words in (("--queue",), ("main", "--queue", "--minutes", "5"), (), ("--queue", "--minutes", "0")):
         result = invoke(*words, "--runs", "kept")
         assert result.exit_code == 2 and "E501" in result.output, result.output
+
+
+def test_a_plan_says_what_the_minutes_are_enough_for(tmp_path, capsys):
+    cells = wanted("first", "long", "unknown", "short")
+    minutes = {"first": 5, "long": 100, "short": 1}
+    states = {}
+    for given in (6, 30, 200):
+        made = queue(tmp_path, cells, given, minutes)
+        states[given] = [row.state for row in made.plan()]
+        assert {row.state for row in made.rows} == {"waiting"}, "a plan changes nothing"
+    assert states == {
+        6: ["would end", "later", "later", "would end"],
+        30: ["would end", "later", "would begin", "later"],
+        200: ["would end", "would end", "would begin", "later"],
+    }
+    _print_plan(queue(tmp_path, cells, 30, minutes).plan(), 30, 1, as_json=False)
+    table, said = capsys.readouterr().out.rsplit("\n", 2)[:2]
+    assert (
+        said
+        == "In 30 minutes, 1 at a time: 1 would end (5 minutes), 1 would begin (1 not known), 2 later (101 minutes)."
+    )
+    assert "not known" in table and "used" not in table
+
+
+@pytest.mark.parametrize("parallel", [1, 2, 3])
+@pytest.mark.parametrize("minutes", [0.5, 6, 40])
+def test_the_plan_starts_what_the_queue_starts_first(tmp_path, minutes, parallel):
+    predicted = dict(zip("abcde", (5, 30, None, 1, 0.2), strict=True))
+    made = queue(tmp_path, wanted(*predicted), minutes, predicted, parallel=parallel, command=pretend())
+    planned = {row.cell for row in made.plan() if row.state != "later"}
+    made._fill()
+    started = {one.row.cell for one in made.going}
+    made._stop()
+    assert started <= planned and bool(started) == bool(planned)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -161,16 +162,54 @@ def _run_queue(
         wanted = missing_cells(store)
         predict = predictor(store, made_on(pick_device("auto"))["device"])
         found = Queue(wanted, predict, minutes or 0.0, run_folders(), results, parallel, tell=_tell_row)
-    rows = found.rows if plan else []
-    if not plan:
+    if plan:
+        _print_plan(found.plan() if minutes else found.rows, minutes, parallel, as_json)
+        return
+    rows: list[QueueRow] = []
 
-        def work() -> None:
-            rows.extend(found.run())
+    def work() -> None:
+        rows.extend(found.run())
 
-        interruptible(work)
-    print_rows([asdict(row) for row in rows], as_json)
+    interruptible(work)
+    print_rows([asdict(row) if as_json else _queue_cells(row) for row in rows], as_json)
     if any(row.state == "failed" for row in rows):
         raise typer.Exit(4)
+
+
+def _print_plan(rows: list[QueueRow], minutes: float | None, parallel: int, as_json: bool) -> None:
+    """What a queue would do, and the sum."""
+    if as_json:
+        print_rows([asdict(row) for row in rows], as_json)
+        return
+    print_rows([{key: cell for key, cell in _queue_cells(row).items() if key != "used"} for row in rows])
+    print(_plan_words(rows, minutes, parallel))
+
+
+def _plan_words(rows: list[QueueRow], minutes: float | None, parallel: int) -> str:
+    """The plan in a sentence: how many runs are in each state, with the sum of their predicted minutes."""
+    from rescene.paper.queue_runner import BEGINS, ENDS, LATER
+
+    counts = Counter(row.state for row in rows)
+    order = [state for state in dict.fromkeys([ENDS, BEGINS, LATER, *counts]) if counts[state]]
+    told = [f"{counts[state]} {state}{_summed(rows, state)}" for state in order]
+    if minutes and not counts[ENDS] + counts[BEGINS]:
+        told = ["no run would start", *told]
+    within = f"In {minutes:g} minutes, " if minutes else ""
+    return f"{within}{parallel} at a time: {', '.join(told) or 'nothing is missing'}."
+
+
+def _summed(rows: list[QueueRow], state: str) -> str:
+    """Predicted minutes of the runs in one state, and of how many they are not known; nothing for what cannot run."""
+    own = [row.predicted for row in rows if row.state == state and not row.why]
+    known = [minutes for minutes in own if minutes is not None]
+    told = [f"{sum(known):.0f} minutes"] if known else []
+    told += [f"{len(own) - len(known)} not known"] if len(known) < len(own) else []
+    return f" ({', '.join(told)})" if told else ""
+
+
+def _queue_cells(row: QueueRow) -> Row:
+    """A run of the queue for people."""
+    return asdict(row) | {"predicted": "not known" if row.predicted is None else row.predicted}
 
 
 def _tell_row(row: QueueRow) -> None:

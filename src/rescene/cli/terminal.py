@@ -32,6 +32,7 @@ _UNSAFE = re.compile("\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e
 _PIPE_WIDTH = 160  # columns of a table that goes into a file or a pipe
 _GAP = 2  # columns between two cells
 _LONG = 14  # a word up to this length is never cut in a table; a longer one, such as a path, may be
+_PIECE = re.compile(r"[^/,:;=_-]*[/,:;=_-]+|[^/,:;=_-]+")  # of a word, with the separators after it
 
 
 def visible(text: str) -> str:
@@ -103,8 +104,8 @@ def teller(quiet: bool) -> Callable[[str], None]:
 def print_rows(rows: Iterable[Row], as_json: bool = False) -> None:
     """Print rows as one table, or as JSON.
 
-    Long cells wrap at spaces. Where the columns do not fit side by side, each row is printed as a block of its own, so
-    that no header and no number is broken.
+    Long cells wrap at spaces, long words after a separator. Where the columns do not fit side by side, each row is
+    printed as a block of its own, so that no header and no number is broken.
     """
     rows = list(rows)
     if as_json:
@@ -127,8 +128,39 @@ def print_rows(rows: Iterable[Row], as_json: bool = False) -> None:
     for head, width in zip(heads, widths, strict=True):
         table.add_column(head, overflow="fold", width=width)
     for line in lines:
-        table.add_row(*line)
+        table.add_row(*(wrapped(cell, width) for cell, width in zip(line, widths, strict=True)))
     screen.print(table)
+
+
+def wrapped(cell: str, width: int) -> str:
+    """The cell in lines of at most this width. A word that is longer ends a line after a separator, and anywhere if it has none.
+
+    >>> print(wrapped("a run of cifar10/0.5/rescene-plus", 14))
+    a run of
+    cifar10/0.5/
+    rescene-plus
+    """
+    from rich.cells import cell_len
+
+    lines: list[str] = []
+    for line in cell.split("\n"):
+        lines += [line] if cell_len(line) <= width else _filled(line.split(), width)
+    return "\n".join(lines)
+
+
+def _filled(words: Sequence[str], width: int) -> list[str]:
+    """Lines of at most this width, each as full as it can be."""
+    from rich.cells import cell_len, chop_cells
+
+    lines = [""]
+    for word in words:
+        whole = cell_len(word) <= width
+        between = " " if lines[-1] else ""
+        for piece in [word] if whole else [part for one in _PIECE.findall(word) for part in chop_cells(one, width)]:
+            fits = cell_len(lines[-1] + between + piece) <= width and (whole or not between)
+            lines = [*lines[:-1], lines[-1] + between + piece] if fits else [*lines, piece]
+            between = ""
+    return lines if lines[0] else lines[1:]
 
 
 def _widths(heads: Sequence[str], lines: Sequence[Sequence[str]], room: int) -> list[int] | None:
@@ -162,12 +194,14 @@ def _widths(heads: Sequence[str], lines: Sequence[Sequence[str]], room: int) -> 
 def _print_blocks(screen: Console, heads: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
     """Each row as lines of ``header  value``, with an empty line between two rows."""
     margin = max(map(len, heads)) + _GAP
+    room = max(screen.width - margin, _LONG)
     for number, line in enumerate(lines):
         if number:
             screen.print()
         for head, cell in zip(heads, line, strict=True):
             if cell not in ("", "-"):
-                screen.print(screen.render_str(f"{head:<{margin}}", style="bold"), screen.render_str(cell), sep="")
+                text = wrapped(cell, room).replace("\n", "\n" + " " * margin)
+                screen.print(screen.render_str(f"{head:<{margin}}", style="bold"), screen.render_str(text), sep="")
 
 
 def _text(value: Any) -> str:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
@@ -173,7 +173,9 @@ class QueueRow:
     group: str
     folder: str
     state: str = (
-        "waiting"  # waiting, running, running elsewhere, done, stopped, failed, or cannot run (``why`` says what helps)
+        # waiting, running, running elsewhere, done, stopped, failed, or cannot run (``why`` says what helps); in a plan
+        # would end, would begin (and go on next time) or later
+        "waiting"
     )
     predicted: float | None = None
     used: float | None = None
@@ -227,6 +229,13 @@ class Queue:
         self.waiting = [(one, row) for one, row in self.waiting if row.state == "waiting"]
         self.going: list[_Going] = []
 
+    def plan(self) -> list[QueueRow]:
+        """The rows, as if the queue had been run: what would end, what would only be begun, and what is for later."""
+        waiting = [row for _, row in self.waiting]
+        told = states([row.predicted for row in waiting], self.minutes, self.parallel, self.least)
+        known = {id(row): state for row, state in zip(waiting, told, strict=True)}
+        return [replace(row, state=known.get(id(row), row.state)) for row in self.rows]
+
     def run(self) -> list[QueueRow]:
         """Until the minutes are over, or nothing is left. Ctrl-C and SIGTERM stop the runs; every finished round is kept."""
         before = signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -250,15 +259,7 @@ class Queue:
         """Start runs in the free places; whether any was started."""
         started = False
         while self.waiting and len(self.going) < self.parallel and (left := (self.end - time.monotonic()) / 60) > 0:
-            ends = (i for i, (_, row) in enumerate(self.waiting) if row.predicted is not None and row.predicted <= left)
-            chosen = next(ends, None)
-            if left >= self.least:  # worth a run that may not end: it goes on next time
-                unknown = (
-                    i
-                    for i, (_, row) in enumerate(self.waiting)
-                    if row.predicted is None and (chosen is None or i < chosen)
-                )
-                chosen = next(unknown, chosen or 0)
+            chosen = next_of([row.predicted for _, row in self.waiting], left, self.least)
             if chosen is None:
                 break
             self._start(*self.waiting.pop(chosen))
@@ -311,6 +312,42 @@ class Queue:
         self.results.mkdir(parents=True, exist_ok=True)
         write_atomically(self.results / "queue.json", json.dumps(told, indent=1).encode(), sync="none")
         self.tell(row)
+
+
+def next_of(predicted: Sequence[float | None], left: float, least: float) -> int | None:
+    """Which of the waiting runs to start with so many minutes left: the first that ends in time, or stands before it and has
+    no prediction. If none ends in time, the first of all, as long as ``least`` minutes are left: it goes on next time.
+
+    >>> next_of([9, 5, 1], 6, 2), next_of([9, None, 1], 6, 2), next_of([9, 8], 6, 2), next_of([9, 8], 1, 2)
+    (1, 1, 0, None)
+    """
+    ends = next((i for i, minutes in enumerate(predicted) if minutes is not None and minutes <= left), None)
+    if left < least:
+        return ends
+    unknown = (i for i, minutes in enumerate(predicted) if minutes is None and (ends is None or i < ends))
+    return next(unknown, ends or 0)
+
+
+ENDS, BEGINS, LATER = "would end", "would begin", "later"
+
+
+def states(predicted: Sequence[float | None], minutes: float, parallel: int, least: float) -> list[str]:
+    """What a queue of so many minutes would do with each run. One without a prediction is taken to need all that is left.
+
+    >>> states([5, 9, None, 1], 6, 1, 2), states([5, 9, None, 1], 6, 2, 2)
+    (['would end', 'later', 'later', 'would end'], ['would end', 'later', 'would begin', 'would end'])
+    """
+    told = [LATER] * len(predicted)
+    waiting, free_at = list(range(len(predicted))), [0.0] * parallel
+    while waiting and (left := minutes - min(free_at)) > 0:
+        chosen = next_of([predicted[i] for i in waiting], left, least)
+        if chosen is None:
+            break
+        run, place = waiting.pop(chosen), free_at.index(min(free_at))
+        takes = predicted[run]
+        told[run] = ENDS if takes is not None and takes <= left else BEGINS
+        free_at[place] += left if takes is None else min(takes, left)
+    return told
 
 
 def _share_done(folder: Path) -> float:
