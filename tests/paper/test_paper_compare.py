@@ -23,7 +23,7 @@ from rescene.paper.compare import (
 from rescene.paper.paper_tables import results_grid, status_grid, table_grid
 from rescene.paper.store import over_seeds, read
 from rescene.report import load_run
-from rescene.report.tables import render
+from rescene.report.tables import TableCell, render
 
 ROOT = Path(__file__).parents[2]
 MAIN = paper_recipe("main")
@@ -298,7 +298,10 @@ def test_surrogates_kept_and_their_share_of_all(tmp_path, setting, kept):
 def test_a_bound_in_the_paper_is_shown_as_one_and_has_no_difference(tmp_path):
     grid = table_grid(paper_recipe("cost-total"), Store([tmp_path]), ["cifar10/0.5/glfc"])
     rows = {row[4]: dict(zip(grid.columns, row, strict=True)) for row in grid.rows}
-    assert "less than" in rows["paper"]["server PFLOP"].note and rows["difference"]["server PFLOP"].mean is None
+    assert rows["paper"]["server PFLOP"].text == "<0.01" and rows["difference"]["server PFLOP"].mean is None
+    assert (rows["paper"]["clients %"].text, rows["paper"]["server PFLOP"].note) == (">99", "")
+    text = render(grid, "text")
+    assert "<0.01" in text and "printed as" not in text and "server PFLOP bound" in render(grid, "csv")
     assert rows["paper"]["total PFLOP"].note == "" and rows["difference"]["total PFLOP"].mean is not None
 
 
@@ -312,6 +315,41 @@ def test_no_method_is_best_of_itself(tmp_path):
     shown = render(table_grid(MAIN, Store([tmp_path]), ["cifar10/0.1"]), "text")
     assert "80.00*" in shown and "Marked (*" in shown
     assert "The rest: rescene paper run main --only cifar10/0.1" in shown
+
+
+def test_only_the_papers_rows_can_be_the_best(tmp_path):
+    """ReSCENE+ is none of them, in the lite form neither; nor is another reading."""
+    for recipe, data in ((MAIN, "cifar10"), (paper_recipe("main-lite"), "fashion-mini")):
+        for method, aa in (("rescene-plus", 90.0), ("rescene", 60.0), ("refed", 50.0)):
+            write_run(tmp_path, cell_of(recipe, f"{data}/0.5/{method}"), aa=aa)
+        without = cell_of(recipe, f"{data}/0.5/refed").read_as("no augmentation")
+        write_run(tmp_path, without, aa=80.0)
+        grid = table_grid(recipe, Store([tmp_path]))
+        best = [row[2] for row in grid.rows if isinstance(row[4], TableCell) and row[4].best]
+        assert best == ["ReSCENE"], recipe.name
+
+
+def test_one_value_is_not_the_best_of_a_column(tmp_path):
+    """Table 9a has one method: its other rows are missing, and the same row at E_srv=10 is no rival."""
+    recipe = paper_recipe("lambda")
+    write_run(tmp_path, cell_of(recipe, "cifar10/0.5/rescene/lambda=0.75"), aa=68.0)
+    write_run(
+        tmp_path, cell_of(recipe, "cifar10/0.5/rescene/lambda=0.75"), aa=57.0, overrides=("train.server_epochs=10",)
+    )
+    alone = render(table_grid(recipe, Store([tmp_path])), "text")
+    assert "68.00" in alone and "57.00" in alone and "*" not in alone
+    write_run(tmp_path, cell_of(recipe, "cifar10/0.5/rescene/lambda=0.25"), aa=67.0)
+    assert "68.00*" in render(table_grid(recipe, Store([tmp_path])), "text")
+
+
+def test_a_row_from_a_formula_says_so(tmp_path):
+    def whose(name):
+        grid = table_grid(paper_recipe(name), Store([tmp_path]))
+        return {row[4] for row in grid.rows}
+
+    assert whose("cost-client") == {"ours, by the paper's formula", "paper", "difference"}
+    assert "ours, costs by the paper's formula" in whose("backbones") and "ours" not in whose("backbones")
+    assert whose("cost-client-lite") == {"ours"} and "ours" in whose("office31")
 
 
 def test_domains_have_names(tmp_path):

@@ -39,13 +39,18 @@ class Printed:
     @property
     def text(self) -> str:
         """As it is printed."""
-        mean = f"{self.mean:.{self.digits}f}"
+        mean = f"{self.bound}{self.mean:.{self.digits}f}"
         return mean if self.std is None else f"{mean} ± {self.std:.{self.digits}f}"
 
     @property
     def is_bound(self) -> bool:
         """Printed as less or more than ``mean``, as in "<0.01": nothing to take a difference from."""
-        return self.note.endswith(" than")
+        return bool(self.bound)
+
+    @property
+    def bound(self) -> str:
+        """``<`` or ``>`` where the paper prints such a bound; else empty."""
+        return {"less than": "<", "more than": ">"}.get(self.note.removeprefix("printed as "), "")
 
 
 def cell_name(data: str, beta: str, method: str, setting: str = "") -> str:

@@ -26,7 +26,12 @@ LIST_NOTES = (
 )
 OTHER_EPOCHS = "E_srv=10 beside a figure marked E_srv=100: the paper prints no other there."
 READINGS = "A setting after the method is another reading of the paper (docs/paper.md): it stands beside the row and is no part of it."
-BEST = "Marked (*, bold): our best of what was run in one setting; the control never wins."
+BEST = (
+    "Marked (*, bold): our best among the paper's rows that were run in one setting. Methods that the paper's table does not "
+    "have, other readings and other server epochs never win."
+)
+BY_FORMULA = "ours, by the paper's formula"
+COSTS_BY_FORMULA = "ours, costs by the paper's formula"
 COPIES = "near-copies: uploaded images with PSNR > 30 dB to a real training image; read accuracy together with it."
 
 
@@ -35,7 +40,7 @@ def table_grid(recipe: PaperRecipe, store: Store, only: Iterable[str] = (), comm
     lines = compare(recipe, store, only)
     shown = {metric for line in lines for metric in (*line.ours, *line.paper)}  # some data sets have fewer tasks
     metrics = [metric for metric in recipe.metrics if metric in shown] or list(recipe.metrics)
-    best = _best(lines, metrics)
+    best = _best(recipe, lines, metrics)
     if len(metrics) <= SIDE_BY_SIDE:
         columns, rows = _side_by_side(recipe, lines, metrics, best)
     else:
@@ -102,13 +107,13 @@ def _side_by_side(
 
 
 def _stacked(recipe: PaperRecipe, lines: Sequence[Line], metrics: Sequence[str], best: set[Any]) -> tuple[Any, Any]:
-    """Rows ours, paper, difference; costs also as measured, since in ``ours`` they follow the paper's conventions."""
+    """Rows ours, paper, difference; costs also as measured, since in the row of ours they follow the paper's formulas."""
     rows: list[list[TableEntry]] = []
     for line in lines:
         tail: list[TableEntry] = _tail(recipe, line)
         blank: list[TableEntry] = ["" for _ in tail]
         own = [_ours(line.ours.get(m), (id(line), m) in best, _digits(line, m)) for m in metrics]
-        rows.append([*_head(line), "ours", *own, *tail])
+        rows.append([*_head(line), _whose_ours(recipe), *own, *tail])
         if line.measured:
             rows.append(
                 [
@@ -123,6 +128,14 @@ def _stacked(recipe: PaperRecipe, lines: Sequence[Line], metrics: Sequence[str],
             if line.ours:
                 rows.append([*_head(line), "difference", *(_difference(line, m) for m in metrics), *blank])
     return [*_HEAD, "whose", *map(label, metrics), *_TAIL], rows
+
+
+def _whose_ours(recipe: PaperRecipe) -> str:
+    """Says whether costs are computed from a formula; in a lite form they are measured."""
+    computed = [metric in NOMINAL for metric in recipe.metrics]
+    if recipe.lite or not any(computed):
+        return "ours"
+    return BY_FORMULA if all(computed) else COSTS_BY_FORMULA
 
 
 def _whose_paper(line: Line) -> str:
@@ -141,7 +154,9 @@ def _paper(line: Line, metric: str, note: str = "") -> TableCell:
     number = line.paper.get(metric)
     if number is None:
         return TableCell(None)
-    return TableCell(number.mean, number.std, note=number.note if number.is_bound else note, digits=number.digits)
+    if number.is_bound:
+        return TableCell(number.mean, digits=number.digits, bound=number.bound)
+    return TableCell(number.mean, number.std, note=note, digits=number.digits)
 
 
 def _difference(line: Line, metric: str) -> TableCell:
@@ -159,20 +174,27 @@ def _digits(line: Line, metric: str) -> int:
     return 0 if metric in REPLAY else 2
 
 
-def _best(lines: Sequence[Line], metrics: Sequence[str]) -> set[tuple[int, str]]:
-    """Our best AA and AIA among the competitors run in one setting (among settings, where a table has a single method)."""
-    one_method = len({line.cell.method for line in lines}) == 1
+def _best(recipe: PaperRecipe, lines: Sequence[Line], metrics: Sequence[str]) -> set[tuple[int, str]]:
+    """Our best AA and AIA among the paper's rows of one setting (among settings, where a table has a single method).
+
+    Nothing is the best of itself: at least two of these rows must have a value.
+    """
+    rows = [line for line in lines if _is_the_papers(recipe, line)]
+    one_method = len({line.cell.method for line in rows}) == 1
     found = set()
     for metric in (m for m in metrics if m in ("aa", "aia")):
         groups: dict[Any, list[Line]] = {}
-        for line in lines:
-            if metric in line.ours and not line.reading and not style_of(line.cell.method).reference:
-                key = (line.cell.data, line.cell.beta, "" if one_method else line.cell.setting)
-                groups.setdefault(key, []).append(line)
-        for group in groups.values():
-            if len(group if one_method else {line.cell.method for line in group}) > 1:
-                found.add((id(max(group, key=lambda line: line.ours[metric].mean)), metric))
+        for line in (line for line in rows if metric in line.ours):
+            key = (line.cell.data, line.cell.beta, "" if one_method else line.cell.setting)
+            groups.setdefault(key, []).append(line)
+        for group in (group for group in groups.values() if len(group) > 1):
+            found.add((id(max(group, key=lambda line: line.ours[metric].mean)), metric))
     return found
+
+
+def _is_the_papers(recipe: PaperRecipe, line: Line) -> bool:
+    """Whether a line is the paper's own row: no other form of it, and not a method that the paper's table does not have."""
+    return not line.variant and line.cell.method in {number.method for number in printed(recipe.table)}
 
 
 def _notes(recipe: PaperRecipe, lines: Sequence[Line], marked: bool) -> Iterable[str]:
@@ -192,7 +214,7 @@ def _notes(recipe: PaperRecipe, lines: Sequence[Line], marked: bool) -> Iterable
     if any(line.reading for line in lines):
         yield READINGS
     if not recipe.lite and any(metric in NOMINAL for metric in recipe.metrics):
-        yield "Costs: ours in the paper's conventions, on our split, which needs no run; measured is what our runs counted."
+        yield "Costs: ours by the paper's formula, on our split, which needs no run; measured is what our runs counted."
     if not recipe.lite and any(metric in REPLAY for metric in recipe.metrics):
         yield "Budget and images: ours as the paper counts them, on our split, which needs no run."
     if any(line.near_copies is not None for line in lines):

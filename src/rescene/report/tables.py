@@ -47,7 +47,13 @@ _FOLD = 80  # characters of a sentence on one line of plain text; commands are s
 
 @dataclass(frozen=True)
 class TableCell:
-    """A measured figure: mean and deviation (n-1) over n runs. ``mean`` None: not measured; ``note``: a word beside it."""
+    """A measured figure: mean and deviation (n-1) over n runs. ``mean`` None: not measured; ``note``: a word beside it.
+
+    ``bound``: ``<`` or ``>`` where the figure is known to be less or more than ``mean``.
+
+    >>> TableCell(0.01, bound="<").text
+    '<0.01'
+    """
 
     mean: float | None
     std: float | None = None
@@ -55,6 +61,7 @@ class TableCell:
     best: bool = False
     note: str = ""
     digits: int = 2
+    bound: str = ""
 
     def __post_init__(self) -> None:
         for key in ("mean", "std"):  # NaN and infinity are no measurements
@@ -65,7 +72,7 @@ class TableCell:
     @property
     def text(self) -> str:
         """The mean as it is printed, or a dash."""
-        return self._printed(self.mean) or NONE
+        return self.bound + self._printed(self.mean) if self.mean is not None else NONE
 
     @property
     def std_text(self) -> str:
@@ -191,7 +198,7 @@ _tex_entry = _entry(_tex, r"\textbf{{{}}}", r"{{\scriptsize\textcolor{{gray}}{{$
 
 
 def _csv(grid: TableGrid) -> str:
-    """One column per word; a figure gets its mean, and columns for deviation, n and note where any row has them."""
+    """One column per word; a figure gets its mean, and columns for deviation, n, note and bound where any row has them."""
     if not grid.rows:
         return csv_text([dict.fromkeys(grid.columns)]).splitlines()[0]
     rows = []
@@ -199,7 +206,7 @@ def _csv(grid: TableGrid) -> str:
         line: dict[str, Any] = {}
         for j, (name, entry) in enumerate(zip(grid.columns, row, strict=True)):
             line[name] = entry if isinstance(entry, str) else entry.mean
-            for key in ("std", "n", "note"):
+            for key in ("std", "n", "note", "bound"):
                 if any(getattr(other[j], key, None) for other in grid.rows):
                     line[f"{name} {key}"] = getattr(entry, key, None)
         rows.append(line)
@@ -226,10 +233,13 @@ def _cell(value: Any) -> Any:
 
 
 def _json(grid: TableGrid) -> str:
-    """Title, columns, rows and notes; a figure as an object with mean, std, n, best, note."""
+    """Title, columns, rows and notes; a figure as an object with mean, std, n, best, note, and bound if it has one."""
 
     def told(entry: TableEntry) -> Any:
-        return entry if isinstance(entry, str) else {k: v for k, v in asdict(entry).items() if k != "digits"}
+        if isinstance(entry, str):
+            return entry
+        left_out = {"digits"} if entry.bound else {"digits", "bound"}
+        return {key: value for key, value in asdict(entry).items() if key not in left_out}
 
     rows = [{name: told(entry) for name, entry in zip(grid.columns, row, strict=True)} for row in grid.rows]
     whole = {"title": grid.title, "columns": grid.columns, "rows": rows, "notes": grid.notes}
