@@ -45,7 +45,7 @@ def band_grid(found: Sequence[Finding], everything: bool = False) -> TableGrid:
     if any(finding.verdict == DIFFERS for finding in found):
         notes.append("measured costs follow our ledger and not the paper's formulas: docs/cost.md; --all lists them")
     rows = [_row(finding) for finding in found if everything or finding.verdict not in ("in band", DIFFERS)]
-    columns = ("table", "cell", "metric", "ours", "paper", "allowed", "verdict", "why", "where")
+    columns = ("table", "cell", "metric", "n", "ours", "paper", "allowed", "verdict", "why", "where")
     return TableGrid("", columns, tuple(rows), tuple(notes))
 
 
@@ -87,6 +87,7 @@ def _row(finding: Finding) -> tuple[TableEntry, ...]:
         finding.table,
         name,
         label(metric) + (" measured" if finding.kind == "measured cost" else ""),
+        "" if finding.kind == "formula" else str(ours.num),
         TableCell(ours.mean, ours.std, ours.num, digits=paper.digits),
         TableCell(paper.mean, paper.std, digits=paper.digits),
         f"{low:.2f} to {high:.2f}",
