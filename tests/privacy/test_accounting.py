@@ -10,9 +10,7 @@ from rescene.core.errors import ConfigError
 from rescene.privacy.accounting import (
     GRID_COST,
     Composition,
-    _costly_root,
     _pld_curve,
-    _root,
     check_target,
     epsilon_of,
     gaussian_epsilon,
@@ -68,27 +66,6 @@ def test_sigma_for_inverts_epsilon_of_and_never_undershoots(rate):
         composition = Composition(5, 4, rate)
         sigma = sigma_for(epsilon, composition, 1e-5)
         assert epsilon - 1e-3 < epsilon_of(sigma, composition, 1e-5) <= epsilon
-
-
-@pytest.mark.parametrize(
-    ("falling", "low", "high"),
-    [
-        (lambda x: 3.0 - math.exp(x), 0.0, 2.0),
-        (lambda x: math.exp(-9 * x) - 0.5, 0.0, 0.7),
-        (lambda x: math.inf if x < 0.4 else 0.5 - x, 0.0, 1.0),  # so little noise that epsilon is infinite
-        (lambda x: 1.0 - x, 0.0, 1.0),  # the upper end is the root
-        (lambda x: 1.0 if x < 0.3 else -1e-9, 0.0, 1.0),
-    ],
-)
-def test_few_looks_at_a_costly_function_find_the_number_that_halving_finds(falling, low, high):
-    looks = []
-
-    def counted(x):
-        looks.append(x)
-        return falling(x)
-
-    assert _costly_root(counted, low, high, 1e-6) == _root(falling, low, high, 1e-6)
-    assert len(looks) < 40, "halving looks 21 times, and guesses that help nothing are few"
 
 
 def test_more_use_costs_more_and_no_noise_promises_nothing():

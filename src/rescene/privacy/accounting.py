@@ -148,12 +148,13 @@ def sigma_for(epsilon: float, composition: Composition, delta: float) -> float:
         return epsilon_of(math.exp(log_sigma), composition, delta) - epsilon
 
     if composition.rate == 1:
-        return math.exp(_root(excess, math.log(1e-4), math.log(1e8), _SIGMA_TOLERANCE))
-    high = math.log(sigma_for(epsilon, replace(composition, rate=1.0), delta))  # sampling can only help
-    low = high
-    while excess(low) <= 0:
-        high, low = low, low - math.log(2)
-    return math.exp(_costly_root(excess, low, high, _SIGMA_TOLERANCE))
+        low, high = math.log(1e-4), math.log(1e8)
+    else:  # sampling can only help, and the closed form is cheap
+        high = math.log(sigma_for(epsilon, replace(composition, rate=1.0), delta))
+        low = high
+        while excess(low) <= 0:
+            high, low = low, low - math.log(2)
+    return math.exp(_root(excess, low, high, _SIGMA_TOLERANCE))
 
 
 def gaussian_epsilon(sigma: float, releases: float, delta: float) -> float:
@@ -242,28 +243,3 @@ def bisected(goes_on: Callable[[float], bool], low: float, high: float, toleranc
 def _root(falling: Callable[[float], float], low: float, high: float, tolerance: float) -> float:
     """Where a falling function crosses zero; the end at which it is not above zero."""
     return bisected(lambda x: falling(x) > 0, low, high, tolerance)[1]
-
-
-def _costly_root(falling: Callable[[float], float], low: float, high: float, tolerance: float) -> float:
-    """The number that ``_root`` gives, with about half as many looks at the function, which is above zero at ``low`` alone."""
-    above, below = _enclosed(falling, low, high, 10 * tolerance)
-    return bisected(lambda x: x <= above or (x < below and falling(x) > 0), low, high, tolerance)[1]
-
-
-def _enclosed(falling: Callable[[float], float], low: float, high: float, width: float) -> tuple[float, float]:
-    """A pair around the crossing, as near to each other as this or as twelve guesses by false position bring it.
-
-    If one end stays twice, its value is halved, so that the next guess falls on its side of the crossing (Illinois).
-    """
-    left, right, moved = falling(low), falling(high), ""
-    for _ in range(12):
-        if high - low <= width:
-            break
-        share = left / (left - right) if math.isfinite(left) else 0.5
-        guess = min(max(low + share * (high - low), low + width / 2), high - width / 2)
-        value = falling(guess)
-        if value > 0:
-            low, left, right, moved = guess, value, (right / 2 if moved == "low" else right), "low"
-        else:
-            high, right, left, moved = guess, value, (left / 2 if moved == "high" else left), "high"
-    return low, high
