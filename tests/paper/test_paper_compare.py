@@ -17,6 +17,7 @@ from rescene.paper.compare import (
     compare,
     explanation,
     findings,
+    lies_in,
     our_lines,
     printed_beside,
 )
@@ -199,6 +200,13 @@ def test_bands():
     assert band(number(metric="task_server_pflop", mean=100.0)) == pytest.approx((97.0, 103.0))
     assert band(number(metric="task_server_pflop", mean=0.0)) is None  # "about 0"
     assert band(number(metric="task_0")) is None
+
+
+@pytest.mark.parametrize("planted", [10, -10])
+def test_ten_points_of_aa_beside_the_paper_are_outside_the_band_of_every_method(planted):
+    figures = [n for table in ("main", "office31") for n in printed(table) if n.metric == "aa"]
+    assert len(figures) > 72 and all(lies_in(n.mean, band(n)) for n in figures)
+    assert [n.cell for n in figures if lies_in(n.mean + planted, band(n))] == []
 
 
 @pytest.mark.parametrize(
