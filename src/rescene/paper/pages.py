@@ -164,8 +164,10 @@ def theory_grid(store: Store) -> TableGrid:
             *nearer_level_further(classes),
         )
         rows.append((*_row_name(line), *map(str, counts)))
-    columns = ("data, beta", "method", "E_srv", "reading", "runs", "classes", "whole pool kept")
-    columns += ("Assumption 1 fails", "Theorem 1's condition met", "nearer", "as near", "further")
+    columns = (
+        *("data, beta", "method", "E_srv", "reading", "runs", "classes", "whole pool kept"),
+        *("Assumption 1 fails", "Theorem 1's condition met", "nearer", "as near", "further"),
+    )
     return TableGrid("", columns, tuple(rows))
 
 
