@@ -98,6 +98,16 @@ def test_only_rows_that_are_alike_are_judged(tmp_path):
     assert verdicts(OurBook(Store([tmp_path])))["cifar10-aa"].verdict == "supported"
 
 
+def test_a_lead_is_held_against_the_strongest_row_that_is_alike(tmp_path):
+    write_run(tmp_path, cell_of(MAIN, "cifar10/0.5/rescene"), aa=68.0)
+    for augment, aa in (("false", 52.0), ("new", 64.0), ("true", 78.0)):
+        overrides = (f"train.augment={augment}",)
+        write_run(tmp_path, cell_of(MAIN, "cifar10/0.5/fedcbdr"), aa=aa, overrides=overrides)
+    book = OurBook(Store([tmp_path]))
+    assert verdicts(book)["lead-cifar10"].figure == 4.0
+    assert book.stand_ins == {"main:cifar10/0.5/fedcbdr": "only new pictures augmented"}
+
+
 @pytest.mark.parametrize(("aa", "verdict"), [(57.96, "not supported"), (68.0, "supported"), (77.96, "not supported")])
 def test_a_printed_figure_can_be_missed_on_both_sides(tmp_path, aa, verdict):
     write_run(tmp_path, cell_of(MAIN, "cifar10/0.5/rescene"), aa=aa)

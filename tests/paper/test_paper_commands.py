@@ -60,6 +60,15 @@ def test_list_and_table(here):
     assert "main-lite" in invoke("list", "--runs", "kept").output
 
 
+def test_a_table_counts_every_stored_seed_or_those_that_are_asked_for(here):
+    for seed, aa in enumerate((10.0, 20.0, 30.0, 80.0)):
+        write_run(here / "kept", cell_of(MAIN, "cifar10/0.5/fedavg"), seed=seed, aa=aa)
+    args = ("table", "main", "--only", "cifar10/0.5/fedavg", "--runs", "kept", "--format", "json")
+    for seeds, mean, told in (((), 35.0, "4/4"), (("--seeds", "0,1,2"), 20.0, "3/3")):
+        (row,) = json.loads(invoke(*args, *seeds).output)["rows"]
+        assert (row["AA"]["mean"], row["seeds"]) == (mean, told)
+
+
 def test_what_cannot_be_written_gets_an_answer(here):
     (here / "file").write_text("")
     for args, code in [

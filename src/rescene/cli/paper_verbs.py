@@ -6,7 +6,7 @@ import json
 import sys
 import textwrap
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -222,6 +222,9 @@ def _tell_row(row: QueueRow) -> None:
 def paper_table(
     name: Annotated[str, TABLE],
     only: Only = None,
+    seeds: Annotated[
+        str | None, typer.Option("--seeds", help="count these seeds alone, such as 0,1,2 (default: every stored one)")
+    ] = None,
     runs: Runs = None,
     kind: Format = "",
     out: Annotated[Path | None, typer.Option("--out", help="file; its ending chooses the format")] = None,
@@ -232,8 +235,13 @@ def paper_table(
         from rescene.paper import paper_recipe
         from rescene.paper.paper_tables import table_grid
         from rescene.report.tables import render
+        from rescene.sweeps.grid import read_seeds
 
-        text = render(table_grid(paper_recipe(name), _store(runs), only or (), commands=kind != "latex"), kind)
+        recipe, store = paper_recipe(name), _store(runs)
+        if seeds:
+            recipe = replace(recipe, seeds=read_seeds(seeds))
+            store = store.of_seeds(recipe.seeds)
+        text = render(table_grid(recipe, store, only or (), commands=kind != "latex"), kind)
     put(text, out)
 
 

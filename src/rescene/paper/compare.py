@@ -34,8 +34,8 @@ class Line:
     cell: PaperCell
     fast: bool
     reading: str
-    runs: tuple[Stored, ...]
-    seeds: tuple[int, ...]
+    runs: tuple[Stored, ...]  # of every stored seed
+    seeds: tuple[int, ...]  # that the table asks for
     ours: dict[str, Spread]
     measured: dict[str, Spread]  # costs as counted; in ``ours`` they follow the paper's conventions
     paper: dict[str, Printed]
@@ -50,6 +50,11 @@ class Line:
         """Seeds that have no finished run yet."""
         done = {run.seed for run in self.runs}
         return tuple(seed for seed in self.seeds if seed not in done)
+
+    @property
+    def further(self) -> tuple[int, ...]:
+        """Seeds that have a finished run although the table does not ask for them."""
+        return tuple(run.seed for run in self.runs if run.seed not in self.seeds)
 
     @property
     def other_epochs(self) -> bool:
@@ -80,7 +85,10 @@ class Line:
 
 
 def compare(recipe: PaperRecipe, store: Store, only: Iterable[str] = (), costs: bool = True) -> list[Line]:
-    """One line per cell, and one for each form of it that was run. ``costs=False`` leaves the nominal ones out."""
+    """One line per cell, and one for each form of it that was run. ``costs=False`` leaves the nominal ones out.
+
+    A line has every stored seed of its experiment, also those that the paper does not have: nobody chooses among them.
+    """
     lines = []
     own = {cell.experiment for cell in recipe.cells if not cell.unavailable}
     for cell in recipe.chosen(only):
@@ -90,7 +98,7 @@ def compare(recipe: PaperRecipe, store: Store, only: Iterable[str] = (), costs: 
             continue
         lines.append(_line(recipe, cell, False, "", store, numbers, costs))
         for fast, reading, form in _beside(recipe, cell):
-            if form.experiment not in own and store.find(form.experiment, recipe.seeds):
+            if form.experiment not in own and store.find(form.experiment):
                 exact = _printed_for(cell.fast.experiment) if cell.fast and fast else {}
                 exact = {metric: number for metric, number in exact.items() if metric in recipe.metrics}
                 lines.append(_line(recipe, form, fast, reading, store, numbers | exact, costs))
@@ -153,12 +161,12 @@ def _line(
     paper: dict[str, Printed],
     costs: bool,
 ) -> Line:
-    runs = store.find(cell.experiment, recipe.seeds)
+    runs = store.find(cell.experiment)
     other = recipe.reference(cell)
     if other and (fast or reading):
         alike = [form for *kind, form in other.forms() if kind == [fast, reading]]
         other = alike[0] if alike else other
-    reference = store.find(other.experiment, recipe.seeds) if other else ()
+    reference = store.find(other.experiment) if other else ()
     ours = _known({m: over_seeds(runs, m, reference) for m in recipe.metrics})
     measured: dict[str, Spread] = {}
     in_the_papers_way = recipe.metrics if costs and not recipe.lite else ()

@@ -24,6 +24,7 @@ from rescene.paper.paper_tables import DATA, OURS, copies, folders, results_grid
 from rescene.paper.queue_runner import Missing, missing_cells, predictor
 from rescene.paper.recipes import paper_recipe, recipe_names
 from rescene.paper.store import Store, label, over_seeds
+from rescene.report.figures_theory import nearer_level_further
 from rescene.report.tables import TableCell, TableEntry, TableGrid, render
 
 FAILED = ("open", "not supported")
@@ -45,7 +46,7 @@ def band_grid(found: Sequence[Finding], everything: bool = False) -> TableGrid:
     if any(finding.verdict == DIFFERS for finding in found):
         notes.append("measured costs follow our ledger and not the paper's formulas: docs/cost.md; --all lists them")
     rows = [_row(finding) for finding in found if everything or finding.verdict not in ("in band", DIFFERS)]
-    columns = ("table", "cell", "metric", "ours", "paper", "allowed", "verdict", "why", "where")
+    columns = ("table", "cell", "metric", "n", "ours", "paper", "allowed", "verdict", "why", "where")
     return TableGrid("", columns, tuple(rows), tuple(notes))
 
 
@@ -87,6 +88,7 @@ def _row(finding: Finding) -> tuple[TableEntry, ...]:
         finding.table,
         name,
         label(metric) + (" measured" if finding.kind == "measured cost" else ""),
+        "" if finding.kind == "formula" else str(ours.num),
         TableCell(ours.mean, ours.std, ours.num, digits=paper.digits),
         TableCell(paper.mean, paper.std, digits=paper.digits),
         f"{low:.2f} to {high:.2f}",
@@ -96,7 +98,7 @@ def _row(finding: Finding) -> tuple[TableEntry, ...]:
     )
 
 
-TABLES = ("main", "safl", "server-epochs")
+TABLES = ("main", "safl", "server-epochs", "office31")
 CARD = "NVIDIA H200"  # the stored runs on a GPU were made on it
 TAKEN = "taken"
 SHOWN = ("cifar10", "0.5")  # data and beta of our own rows in the short table
@@ -122,11 +124,7 @@ def readings_grid(store: Store) -> TableGrid:
         apart = _distance(ours, paper)
         rows.append(
             (
-                f"{DATA.get(line.cell.data, line.cell.data)}, {line.cell.beta}",
-                style_of(line.cell.method).label,
-                str(line.cell.resolve().recipe.train.server_epochs) if _server_trains(line) else "",
-                line.reading or TAKEN,
-                str(len(line.runs)),
+                *_row_name(line),
                 _per_task(ours),
                 _per_task(paper) if paper else "–",
                 "–" if apart is None else f"{apart:.1f}",
@@ -151,6 +149,38 @@ def readings_grid(store: Store) -> TableGrid:
     return TableGrid("", columns, tuple(rows))
 
 
+def theory_grid(store: Store) -> TableGrid:
+    """What the runs of each row recorded about the theory of the buffer, counted over their classes."""
+    rows: list[tuple[TableEntry, ...]] = []
+    for line in lines_with_runs(store):
+        classes = [row for run in line.runs for row in run.results.theory.classes]
+        if not classes:
+            continue
+        counts = (
+            len(classes),
+            sum(row.num_kept == row.num_pool for row in classes),
+            sum(row.coverage_fails_at is not None for row in classes),
+            sum(row.removed_bias > row.theorem_needs for row in classes),
+            *nearer_level_further(classes),
+        )
+        rows.append((*_row_name(line), *map(str, counts)))
+    columns = (
+        *("data, beta", "method", "E_srv", "reading", "runs", "classes", "whole pool kept"),
+        *("Assumption 1 fails", "Theorem 1's condition met", "nearer", "as near", "further"),
+    )
+    return TableGrid("", columns, tuple(rows))
+
+
+def _row_name(line: Line) -> tuple[str, ...]:
+    return (
+        f"{DATA.get(line.cell.data, line.cell.data)}, {line.cell.beta}",
+        style_of(line.cell.method).label,
+        str(line.cell.resolve().recipe.train.server_epochs) if _server_trains(line) else "",
+        line.reading or TAKEN,
+        str(len(line.runs)),
+    )
+
+
 def open_grid(store: Store) -> TableGrid:
     """What the queue would run, group by group, with minutes on a card of which timings are stored."""
     predict = predictor(store, CARD)
@@ -168,7 +198,7 @@ def open_grid(store: Store) -> TableGrid:
 
 
 def summary_grid(store: Store) -> TableGrid:
-    """README's table: the paper's methods where it prints a figure to hold them against, then ours, with n and spread."""
+    """README's table of CIFAR-10: the paper's methods where it prints a figure to hold them against, then ours, with n and spread."""
     rows = [_summed(line, "") for line in lines_with_runs(store) if _is_summed(line)]
     rows += [_summed(line, OURS) for line in our_lines(store) if (line.cell.data, line.cell.beta) == SHOWN]
     columns = ("method", "beta", "reading", "n", "AA / AIA", "paper AA / AIA", "near-copies among uploads")
@@ -178,7 +208,7 @@ def summary_grid(store: Store) -> TableGrid:
 def _is_summed(line: Line) -> bool:
     """The reading taken, beside it the one without augmentation where a site replays pictures; one row for each E_srv printed."""
     without = line.reading == "no augmentation" and line.cell.method in KEEPERS
-    known = without or line.reading in ("", "ReSCENE+'s settings")
+    known = (without or line.reading in ("", "ReSCENE+'s settings")) and line.cell.data == SHOWN[0]
     return known and not line.other_epochs and not line.cell.setting and not style_of(line.cell.method).reference
 
 
@@ -199,11 +229,12 @@ def _tasks(line: Line) -> list[float]:
 
 
 def _printed_tasks(line: Line) -> list[float]:
-    """Table 7's row, which is of E_srv=100; none for other epochs and for what is not the paper's method."""
+    """The row of Table 7 or 6, which is of E_srv=100; none for other epochs and for what is not the paper's method."""
     if _server_trains(line) and line.cell.resolve().recipe.train.server_epochs != 100:
         return []
     name = replace(line.cell, setting="").name
-    return [n.mean for n in printed("per-task") if n.cell == name and n.metric.startswith("task_")]
+    rows = (*printed("per-task"), *printed("office31"))
+    return [n.mean for n in rows if n.cell == name and n.metric.startswith("task_")]
 
 
 def _distance(ours: list[float], paper: list[float]) -> float | None:
@@ -265,6 +296,7 @@ BLOCKS: dict[str, Callable[[Store], TableGrid]] = {
     "claims": judged_claims,
     "privacy": privacy_grid,
     "readings": readings_grid,
+    "theory": theory_grid,
     "open": open_grid,
     "summary": summary_grid,
     "check": judged_figures,

@@ -58,8 +58,14 @@ def command(recipe: PaperRecipe, line: Line) -> str:
         return ""
     if line.cell.unavailable:
         return "not available yet"
-    fast = " --fast" if line.fast else ""
-    return f"rescene paper run {recipe.name} --only {shlex.quote(line.cell.name)}{fast}"
+    return _run(recipe, [line.cell.name]) + (" --fast" if line.fast else "")
+
+
+def _run(recipe: PaperRecipe, only: Iterable[str]) -> str:
+    """The command that runs these cells with the seeds that the table asks for."""
+    usual = recipe.seeds == paper_recipe(recipe.name).seeds
+    seeds = "" if usual else f" --seeds {','.join(map(str, recipe.seeds))}"
+    return f"rescene paper run {recipe.name}" + "".join(f" --only {shlex.quote(text)}" for text in only) + seeds
 
 
 def _head(line: Line) -> list[TableEntry]:
@@ -68,7 +74,8 @@ def _head(line: Line) -> list[TableEntry]:
 
 
 def _tail(recipe: PaperRecipe, line: Line) -> list[TableEntry]:
-    return [f"{len(line.runs)}/{len(line.seeds)}", copies(line), command(recipe, line)]
+    seeds = f"{len(line.runs)}/{len(line.runs) + len(line.missing)}"
+    return [seeds, copies(line), command(recipe, line)]
 
 
 # how well images come back, by method and data: results/privacy/glfc-reconstruction.jsonl, measured nowhere else
@@ -228,7 +235,7 @@ def _state(recipe: PaperRecipe, lines: Sequence[Line], store: Store, only: Itera
     beside = _beside(lines)
     yield f"{done} of {wanted} runs are stored" + (f", and {beside}." if beside else ".")
     if done < wanted and not all(line.cell.unavailable for line in exact):
-        yield f"The rest: rescene paper run {recipe.name}" + "".join(f" --only {shlex.quote(text)}" for text in only)
+        yield f"The rest: {_run(recipe, only)}"
     for obstacle in dict.fromkeys(line.cell.obstacle for line in exact if line.missing):
         if obstacle:
             yield f"cannot run here: {obstacle.reason}. fix: {obstacle.fix}"
@@ -237,18 +244,22 @@ def _state(recipe: PaperRecipe, lines: Sequence[Line], store: Store, only: Itera
 
 
 def _done_and_wanted(lines: Sequence[Line]) -> tuple[int, int]:
-    """Of the paper's own cells; where a table is not the paper's (a lite form), of all."""
+    """Of the paper's own cells and seeds; where a table is not the paper's (a lite form), of all cells."""
     own = [line for line in lines if line.paper] or lines
-    return sum(len(line.runs) for line in own), sum(len(line.seeds) for line in own)
+    wanted = sum(len(line.seeds) for line in own)
+    return wanted - sum(len(line.missing) for line in own), wanted
 
 
 def _beside(lines: Sequence[Line]) -> str:
-    """How many runs there are of other forms."""
+    """How many runs there are of other forms and seeds."""
     printed_ones = any(line.paper for line in lines)
+    own = [line for line in lines if not line.variant and (line.paper or not printed_ones)]
+    further = sum(len(line.further) for line in own)
     other = sum(len(line.runs) for line in lines if line.reading)
     fast = sum(len(line.runs) for line in lines if line.fast and not line.reading)
     extra = sum(len(line.runs) for line in lines if not line.variant and printed_ones and not line.paper)
-    told = {f"at {FAST_LABEL}": fast, "in other readings": other, "not in the paper's table": extra}
+    told = {"with further seeds": further, f"at {FAST_LABEL}": fast}
+    told |= {"in other readings": other, "not in the paper's table": extra}
     return ", ".join(f"{number} {what}" for what, number in told.items() if number)
 
 

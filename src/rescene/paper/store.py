@@ -97,6 +97,13 @@ class Store:
         found = self.runs.get(experiment, {})
         return tuple(found[seed] for seed in sorted(found) if seeds is None or seed in seeds)
 
+    def of_seeds(self, seeds: Sequence[int]) -> Store:
+        """The same without the runs of other seeds."""
+        found = Store([])
+        found.unreadable = self.unreadable
+        found.runs = {key: {seed: run for seed, run in own.items() if seed in seeds} for key, own in self.runs.items()}
+        return found
+
     def all(self) -> list[Stored]:
         return [run for seeds in self.runs.values() for run in seeds.values()]
 

@@ -48,6 +48,13 @@ def class_rows(runs: Sequence[RunRecord]) -> list[ClassTheory]:
     return [row for run in runs for row in run.class_theory]
 
 
+def nearer_level_further(rows: Classes, other: str = "pool_to_real") -> tuple[int, int, int]:
+    """In how many classes the herded mean is nearer to the real mean than the ``other`` one, as near, and further away."""
+    nearer = _count(rows, lambda row: row.herded_to_real < getattr(row, other) - _NEARLY)
+    level = _count(rows, lambda row: abs(row.herded_to_real - getattr(row, other)) <= _NEARLY)
+    return nearer, level, len(rows) - nearer - level
+
+
 def findings(rows: Classes) -> list[TheoryFinding]:
     """What holds and what does not, over all given classes (at least one)."""
     return [
@@ -167,8 +174,7 @@ def _improvement(rows: Classes, statement: str, needs: str, other: str, name: st
     proved = [
         row for row in met if _covered(row) and (needs == "theorem_needs" or row.full_pool_coverage_fails_at is None)
     ]
-    closer = _count(rows, lambda row: row.herded_to_real < getattr(row, other) - _NEARLY)
-    level = _count(rows, lambda row: abs(row.herded_to_real - getattr(row, other)) <= _NEARLY)
+    closer, level, further = nearer_level_further(rows, other)
     text = (
         f"The condition is met in {len(met)} of {total} classes (removed bias {_mean(rows, 'removed_bias'):.4f}, "
         f"needed more than {_mean(rows, needs):.4f}, on average)"
@@ -180,7 +186,7 @@ def _improvement(rows: Classes, statement: str, needs: str, other: str, name: st
         text += f" In {wrong} the promise was broken: that contradicts the proof, so suspect the program."
     text += (
         f" Measured: temporal herding is closer to the real mean in {closer} of {total}, level in {level}, further in "
-        f"{total - closer - level} ({_mean(rows, 'herded_to_real'):.4f} against {_mean(rows, other):.4f} for {name})."
+        f"{further} ({_mean(rows, 'herded_to_real'):.4f} against {_mean(rows, other):.4f} for {name})."
     )
     return TheoryFinding(
         statement, "silent" if not proved else "fails" if wrong else _verdict(len(proved), total), text

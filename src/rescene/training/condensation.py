@@ -47,7 +47,7 @@ class Condensation(Hyperparameters):
     image_lr: float = hyper(1.0, "-", "App. A", "learning rate on pixels", gt=0)
     image_momentum: float = hyper(0.0, "-", "[ours]", "momentum on pixels", ge=0, lt=1)
     radius: float = hyper(5.0, "rho", "App. A", "radius of the parameter perturbation", ge=0)
-    clip: float | None = hyper(5.0, "C", "App. F", "bound on each class's pixel gradient; null for none", gt=0)
+    clip: float | None = hyper(5.0, "C", "[App. F]", "bound on each class's pixel gradient; null for none", gt=0)
     step: Literal["fixed", "polyak"] = hyper(
         "fixed",
         "-",
@@ -59,12 +59,12 @@ class Condensation(Hyperparameters):
     )
     match_logits: bool = hyper(True, "-", "Eq. 1", "match mean logits as well as mean features")
     real_batch: PositiveInt | Literal["ipc", "all"] = hyper(
-        256, "b", "App. F", "real images per class and step: a number, ipc (as many as surrogates) or all"
+        256, "b", "[App. F]", "real images per class and step: a number, ipc (as many as surrogates) or all"
     )
     start: Literal["real", "noise", "leaves", "coloured"] = hyper(
         "real",
         "-",
-        "App. F",
+        "[App. F]",
         "surrogates start as real images, white noise, dead leaves (random discs), or noise with the class's mean and covariance",
     )
     neighbours: int | None = hyper(
