@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from rescene.cli.app import app
 from rescene.cli.paper_verbs import _print_plan
-from rescene.paper import PaperCell, Store, paper_recipe
+from rescene.paper import PaperCell, Store, paper_recipe, queue_runner
 from rescene.paper.queue_runner import Missing, Queue, _queue, _share_done, missing_cells, predictor, rescene_run
 
 MAIN = paper_recipe("main")
@@ -206,6 +206,21 @@ def test_a_plan_says_what_the_minutes_are_enough_for(tmp_path, capsys):
         == "In 30 minutes, 1 at a time: 1 would end (5 minutes), 1 would begin (1 not known), 2 later (101 minutes)."
     )
     assert "not known" in table and "used" not in table
+
+
+def test_the_minutes_of_a_plan_reach_the_command_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(queue_runner, "missing_cells", lambda store: wanted("a", "b"))
+    monkeypatch.setattr(queue_runner, "predictor", lambda store, device: lambda one: {"a": 5, "b": 100}[one.name])
+    (tmp_path / "kept").mkdir()
+
+    def planned(*words):
+        told = CliRunner().invoke(app, ["paper", "run", "--queue", "--plan", "--runs", "kept", "--json", *words])
+        return [row["state"] for row in json.loads(told.output)]
+
+    assert planned() == ["waiting", "waiting"]
+    assert planned("--minutes", "6") == ["would end", "later"]
+    assert planned("--minutes", "200") == ["would end", "would end"]
 
 
 @pytest.mark.parametrize("parallel", [1, 2, 3])
