@@ -16,6 +16,7 @@ import rescene
 import rescene.data as data
 from rescene.core.errors import ConfigError, DataError
 from rescene.data import catalog
+from rescene.data.inspection import noise_words, propose_settings
 
 
 @pytest.fixture(autouse=True)
@@ -187,6 +188,16 @@ def test_proposed_tasks(num_classes: int, count: int) -> None:
     proposal = data.propose_tasks(dataset)
     assert proposal == {"scenario": "class", "count": count}
     assert len(data.plan_tasks(dataset, **proposal)[1]) == count
+
+
+@pytest.mark.parametrize(("held", "smaller"), [(49, True), (99, True), (100, False), (150, False)])
+def test_the_smaller_lens_is_proposed_for_few_images_of_a_class(held: int, smaller: bool) -> None:
+    labels = torch.arange(2).repeat_interleave(held)
+    images = data.Images(torch.zeros(2 * held, 3, 8, 8, dtype=torch.uint8), labels)
+    dataset = data.Dataset("x", ("a", "b"), images, images, data.Transform((0,) * 3, (1,) * 3, 1))
+    assert ("model.lens=waves" in propose_settings(dataset)) is smaller
+    assert ("leaves is better from 100" in noise_words(dataset)) is (held == 99)
+    assert "model.lens=waves" not in propose_settings(dataset, exact=True)
 
 
 def test_verify_lists_every_check(tmp_path: Path) -> None:

@@ -36,8 +36,8 @@ _SERIES = (
     "keep pictures of one series together: put them into train/ and test/ yourself, by object, day or camera "
     "(docs/own-images.md)"
 )
-# images of a class: enough for recipe own with its lens; enough for a smaller lens (docs/own-images.md)
-_MANY, _FEW = 150, 50
+# images of a class: enough for recipe own; from here on its lens is better than a smaller one; the least (docs/own-images.md)
+_MANY, _LEAVES, _FEW = 150, 100, 50
 
 
 def inspect(dataset: Dataset, told: Sequence[ResceneWarning] = ()) -> Row:
@@ -128,7 +128,7 @@ def propose_settings(dataset: Dataset, exact: bool = False) -> list[str]:
     plan += ["federation.partition=sites"] if len(dataset.sites) > 1 else []
     if exact:
         return [*plan, "privacy.mechanism=none", "method.num_features=null"]  # cutting features serves the noise
-    return plan + (["model.lens=waves"] if _typical(dataset) < _MANY else [])
+    return plan + (["model.lens=waves"] if _typical(dataset) < _LEAVES else [])
 
 
 def why_not(dataset: Dataset) -> str:
@@ -165,9 +165,10 @@ def noise_words(dataset: Dataset) -> str:
             "a run without it shows how much, and a secure sum costs less (privacy.honest_sites)"
         )
     if held >= _FEW:
+        lens = f". The smaller lens waves is proposed; leaves is better from {_LEAVES} images of a class on"
         return (
-            f"a typical class has {held} images, which is few for epsilon 8: expect to lose a quarter of the accuracy. "
-            f"The smaller lens waves is proposed; leaves needs {_MANY} images of a class"
+            f"a typical class has {held} images, which is few for epsilon 8: expect to lose a quarter of the accuracy or more"
+            + (lens if held < _LEAVES else "")
         )
     return (
         f"a typical class has {held} images, which is too few: noise at epsilon 8 drowns most of what they tell. "
