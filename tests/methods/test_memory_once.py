@@ -12,7 +12,9 @@ from rescene.methods.base import weights_of
 from rescene.privacy.accounting import Composition
 from rescene.privacy.mechanism import Mechanism, SitePrivacy
 from rescene.privacy.noise import Noise
+from rescene.training import Training
 
+QUICK = Training(local_epochs=1, batch_size=8, lr=0.1, augment=False)
 PRIVATE = Mechanism("dp-sgd", 1.0, 1.0, Composition(2, 1, 0.5), typical_count=8.0)
 FILLING = {
     "refed": ("set_aside",),
@@ -71,3 +73,25 @@ def test_images_that_are_in_the_memory_are_not_trained_on_beside_it(tiny_world, 
     method, payload, shard, fill = setting(tiny_world, name, hidden=True)
     with pytest.raises(RunError, match="E375"):
         method.client_round(payload, shard, fill(None), tiny_world["rng"])
+
+
+@pytest.mark.parametrize("name", FILLING)
+def test_a_site_weighs_by_all_it_trains_on_or_by_the_new_pictures_alone(tiny_world, name):
+    _, payload, shard, fill = setting(tiny_world, name, hidden=False)
+    memory = fill(None)
+    later = replace(shard, task=replace(shard.task, index=1), index=shard.index[:5])
+    payload |= {"encoder_seed": 0}
+    answers = {}
+    for weighting in ("size", "new", "uniform"):
+        method = method_class(name)(weighting=weighting, train=QUICK)
+        answers[weighting] = method.client_round(payload, later, memory, tiny_world["rng"])[0]
+        nothing_new = replace(later, index=later.index[:0])
+        idle = method.client_round(payload, nothing_new, memory, tiny_world["rng"])[0]
+        assert (idle["num_images"] == 0) is (weighting == "new") and ("model" in idle) is (weighting != "new")
+    assert [answers[w]["num_images"] for w in ("size", "new", "uniform")] == [
+        5 + len(memory.labels),
+        5,
+        5 + len(memory.labels),
+    ]
+    for key, value in answers["size"]["model"].items():
+        assert torch.equal(value, answers["new"]["model"][key]), "the same training, another weight"

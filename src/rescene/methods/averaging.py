@@ -34,27 +34,31 @@ def trained(
     first_class: int = 0,
     penalty: Penalty | None = None,
     notes: Mapping[str, float] | None = None,
+    counted: int | None = None,
 ) -> Payload:
     """Local training and what the site answers: its weights and how many images they come from; nothing without images.
+
+    ``counted``: the images that weigh in the average, if these are not all that the site trains on.
 
     Behind a mechanism its loss stays at home; behind one with a guarantee it answers whether it has images or not, and their
     number stays at home too. ``penalty`` is a term that sees the weights of ``net`` alone; behind a mechanism its gradient is
     added after the noise.
     """
     hidden = shard.site is not None and shard.site.mechanism.formal
-    if len(shard) == 0 and not hidden:
+    num_images = len(shard) if counted is None else counted
+    if num_images == 0 and not hidden:
         return {"num_images": 0}
     if shard.site is not None:
         if not fit_privately(
             net, shard, settings, generator, shard.site, loss, first_class=first_class, penalty=penalty
         ):
             return {"num_images": 0, "notes": {"num_declined": 1}}
-        return {"model": weights_of(net), "num_images": 1 if hidden else len(shard)}
+        return {"model": weights_of(net), "num_images": 1 if hidden else num_images}
     if penalty is not None:
         loss = penalised(loss or cross_entropy_from(first_class), penalty)
     final = fit_shard(net, shard, settings, generator, loss, first_class=first_class)
     told = {"local_loss": final, **(notes or {})}
-    return {"model": weights_of(net), "num_images": len(shard), "notes": told}
+    return {"model": weights_of(net), "num_images": num_images, "notes": told}
 
 
 def first_learned(task: Task, local_ce: str) -> int:
@@ -83,7 +87,14 @@ class AveragingMethod(Method):
     leaves_in_short: ClassVar[str] = "weights"
     compute: ClassVar[tuple[str, str] | None] = ("O(R K E D_loc F)", "O(R K P)")
 
-    weighting: Literal["size", "uniform"] = hyper("size", "n_k", "[ours]", "weight of a client: its images, or equal")
+    weighting: Literal["size", "new", "uniform"] = hyper(
+        "size", "n_k", "[ours]", "weight of a client: the images that it trains on, those of this task alone, or equal"
+    )
+
+    def counted(self, shard: Client) -> int:
+        """The images of a site that weigh in the average, of all that it trains on."""
+        remembered = shard.first_remembered
+        return len(shard) if self.weighting != "new" or remembered is None else remembered
 
     def expects(self, verb: str, payload: Payload, place: Place) -> Form:
         """Weights of the model that was sent, or no image to learn from; every other question is answered by nothing."""
@@ -103,7 +114,7 @@ class AveragingMethod(Method):
         senders = [upload for upload in uploads.values() if upload["num_images"] > 0]
         if not senders:
             return state
-        weights = [upload["num_images"] if self.weighting == "size" else 1 for upload in senders]
+        weights = [1 if self.weighting == "uniform" else upload["num_images"] for upload in senders]
         return replace(state, model=weighted_average([upload["model"] for upload in senders], weights))
 
     def nominal_memory_bytes(self, arch: Arch, num_classes: int) -> float:

@@ -138,7 +138,7 @@ class FedCBDR(AveragingMethod):
             )  # Eq. 7
 
         generator, notes = rng.at("sgd").generator(shard.device), {"replay_size": len(memory.labels)}
-        return trained(net, mixed, self.train, generator, loss, notes=notes), client_state
+        return trained(net, mixed, self.train, generator, loss, notes=notes, counted=self.counted(mixed)), client_state
 
     def expects(self, verb: str, payload: Payload, place: Place) -> Form:
         size, images = payload["model"]["head.weight"].shape[1] if "model" in payload else 0, Dim("images", MOST)

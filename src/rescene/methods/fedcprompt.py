@@ -241,7 +241,7 @@ class FedCPrompt(AveragingMethod):
         model, last = dict(state.model), len(state.classes) - 1
         for task in sorted({upload["task"] for upload in uploads.values() if upload["num_images"] > 0}):
             senders = [upload for upload in uploads.values() if upload.get("task") == task]
-            shares = [upload["num_images"] if self.weighting == "size" else 1 for upload in senders]
+            shares = [1 if self.weighting == "uniform" else upload["num_images"] for upload in senders]
             average = weighted_average([upload["model"] for upload in senders], shares)
             prompts = self._prompts_of(model, last - task)
             for name, value in average.items():

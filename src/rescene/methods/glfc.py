@@ -163,12 +163,12 @@ class GLFC(Inversion, AveragingMethod):
         kept, is_transition = self._notice(payload["model"], shard, _remembered(client_state, shard))
         learned = kept.tasks < kept.known_task
         local = with_replay(shard, kept.pixels[learned], kept.labels[learned])
-        if len(local) == 0:
+        if self.counted(local) == 0:
             return {"num_images": 0}, kept
         net = shard.net(payload["model"])
         loss = self._loss(shard, kept.old_model, has_learned=bool(learned.any()))
         final = fit_shard(net, local, self.train, rng.at("sgd").generator(shard.device), loss)
-        upload: Payload = {"model": weights_of(net), "num_images": len(local), "notes": {"local_loss": final}}
+        upload: Payload = {"model": weights_of(net), "num_images": self.counted(local), "notes": {"local_loss": final}}
         if is_transition:
             upload |= self._encoded_prototypes(net, payload["encoder_seed"], shard, kept)
         return upload, kept

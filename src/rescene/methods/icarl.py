@@ -132,7 +132,8 @@ class ICaRL(AveragingMethod):
         mixed = with_replay(shard, memory.pixels, memory.labels)
         loss = self._loss(shard, memory.old_model)
         generator, notes = rng.at("sgd").generator(shard.device), {"replay_size": len(memory.labels)}
-        return trained(shard.net(payload["model"]), mixed, self.train, generator, loss, notes=notes), client_state
+        net, counted = shard.net(payload["model"]), self.counted(mixed)
+        return trained(net, mixed, self.train, generator, loss, notes=notes, counted=counted), client_state
 
     def _loss(self, shard: Client, old_model: Model | None) -> Loss:
         old_net = None if old_model is None else frozen(shard.net(old_model), self.train)

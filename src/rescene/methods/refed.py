@@ -161,7 +161,7 @@ class ReFed(AveragingMethod):
         mixed = with_replay(shard, memory.pixels, memory.labels)
         net = shard.net(payload["model"])
         generator, notes = rng.at("sgd").generator(shard.device), {"replay_size": len(memory.labels)}
-        return trained(net, mixed, self.train, generator, notes=notes), client_state
+        return trained(net, mixed, self.train, generator, notes=notes, counted=self.counted(mixed)), client_state
 
     def end_task(self, state: ModelState, task: Task, federation: Federation, rng: Rng) -> ModelState:
         """The model does not change; every client puts the finished task's images beside its cache."""
