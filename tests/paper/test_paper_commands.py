@@ -307,7 +307,9 @@ def test_the_page_says_how_many_figures_of_the_paper_are_open():
     assert "<!-- rescene paper: check -->\n| figures of the paper | compared |" in page
 
 
-@pytest.mark.parametrize("name", ["docs/paper.md", "results/paper-lite/README.md", "README.md"])
+@pytest.mark.parametrize(
+    "name", ["docs/paper.md", "results/paper-lite/README.md", "results/theory/README.md", "README.md"]
+)
 def test_documents_are_up_to_date(name):
     text = (ROOT / name).read_text(encoding="utf-8")
     fresh = refreshed(text, Store([ROOT / "results"]))
