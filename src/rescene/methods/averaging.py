@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -96,6 +96,10 @@ class AveragingMethod(Method):
         remembered = shard.first_remembered
         return len(shard) if self.weighting != "new" or remembered is None else remembered
 
+    def shares(self, senders: Iterable[Payload]) -> list[int]:
+        """The weight of each of these answers in the average."""
+        return [1 if self.weighting == "uniform" else upload["num_images"] for upload in senders]
+
     def expects(self, verb: str, payload: Payload, place: Place) -> Form:
         """Weights of the model that was sent, or no image to learn from; every other question is answered by nothing."""
         if verb != "client_round":
@@ -114,8 +118,7 @@ class AveragingMethod(Method):
         senders = [upload for upload in uploads.values() if upload["num_images"] > 0]
         if not senders:
             return state
-        weights = [1 if self.weighting == "uniform" else upload["num_images"] for upload in senders]
-        return replace(state, model=weighted_average([upload["model"] for upload in senders], weights))
+        return replace(state, model=weighted_average([upload["model"] for upload in senders], self.shares(senders)))
 
     def nominal_memory_bytes(self, arch: Arch, num_classes: int) -> float:
         """What a client keeps beside the model."""

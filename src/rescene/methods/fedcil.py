@@ -216,7 +216,7 @@ class FedCIL(AdversarialTraining, PaintingMethod):
         senders = {client: upload for client, upload in uploads.items() if upload["num_images"] > 0}
         if not senders:
             return state
-        shares = [1 if self.weighting == "uniform" else upload["num_images"] for upload in senders.values()]
+        shares = self.shares(senders.values())
         parts: dict[str, Any] = {
             key: weighted_average([upload[key] for upload in senders.values()], shares) for key in PARTS
         }

@@ -241,8 +241,7 @@ class FedCPrompt(AveragingMethod):
         model, last = dict(state.model), len(state.classes) - 1
         for task in sorted({upload["task"] for upload in uploads.values() if upload["num_images"] > 0}):
             senders = [upload for upload in uploads.values() if upload.get("task") == task]
-            shares = [1 if self.weighting == "uniform" else upload["num_images"] for upload in senders]
-            average = weighted_average([upload["model"] for upload in senders], shares)
+            average = weighted_average([upload["model"] for upload in senders], self.shares(senders))
             prompts = self._prompts_of(model, last - task)
             for name, value in average.items():
                 model[name] = model[name].clone()

@@ -292,7 +292,7 @@ class FedWeIT(AveragingMethod):
         if not senders:
             return state
         sent = list(senders.values())
-        shares = [1 if self.weighting == "uniform" else upload["num_images"] for upload in sent]
+        shares = self.shares(sent)
         means = {
             key: weighted_average([upload[key] for upload in sent], shares) for key in ("mask", "attention", "others")
         }

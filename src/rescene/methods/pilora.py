@@ -225,7 +225,7 @@ class PILoRA(AveragingMethod):
         senders = [upload for upload in uploads.values() if upload["num_images"] > 0]
         if not senders:
             return state
-        shares = [1 if self.weighting == "uniform" else upload["num_images"] for upload in senders]
+        shares = self.shares(senders)
         pair = weighted_average([upload["pair"] for upload in senders], shares)
         prototypes = state.prototypes.clone()
         for place, label in enumerate(federation.task.classes):

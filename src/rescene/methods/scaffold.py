@@ -138,7 +138,7 @@ class Scaffold(AveragingMethod):
         senders = [upload for upload in uploads.values() if upload["num_images"] > 0]
         if not senders:
             return state
-        weights = [upload["num_images"] if self.weighting == "size" else 1 for upload in senders]
+        weights = self.shares(senders)
         mean = weighted_average([upload["model"] for upload in senders], weights)
         change = weighted_average([upload["control_change"] for upload in senders], weights)
         share = len(senders) / len(federation.clients)  # |S| / N
