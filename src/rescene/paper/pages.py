@@ -23,8 +23,9 @@ from rescene.paper.numbers import printed
 from rescene.paper.paper_tables import DATA, OURS, copies, folders, results_grid, status_grid, table_grid
 from rescene.paper.queue_runner import Missing, missing_cells, predictor
 from rescene.paper.recipes import paper_recipe, recipe_names
-from rescene.paper.store import Store, label, over_seeds
+from rescene.paper.store import Store, label, last_rounds, over_seeds
 from rescene.report.figures_theory import nearer_level_further
+from rescene.report.groups import spread
 from rescene.report.tables import TableCell, TableEntry, TableGrid, render
 
 FAILED = ("open", "not supported")
@@ -117,7 +118,10 @@ def lines_with_runs(store: Store) -> Iterator[Line]:
 
 
 def readings_grid(store: Store) -> TableGrid:
-    """Our rows, task by task, beside the paper's; ``distance``: root mean square over the tasks, in points."""
+    """Our rows, task by task, beside the paper's; ``distance``: root mean square over the tasks, in points.
+
+    One round is a sample of sites. AA over the last ten rounds says how much it depends on them.
+    """
     rows: list[tuple[TableEntry, ...]] = []
     for line in lines_with_runs(store):
         ours, paper = _tasks(line), _printed_tasks(line)
@@ -129,6 +133,7 @@ def readings_grid(store: Store) -> TableGrid:
                 _per_task(paper) if paper else "–",
                 "–" if apart is None else f"{apart:.1f}",
                 _pair(line),
+                _late(line),
                 _papers_pair(line),
                 folders(line),
             )
@@ -143,6 +148,7 @@ def readings_grid(store: Store) -> TableGrid:
         "paper",
         "distance",
         "AA / AIA",
+        "AA, last ten rounds",
         "paper AA / AIA",
         "where",
     )
@@ -254,6 +260,12 @@ def _per_task(tasks: list[float]) -> str:
 def _pair(line: Line) -> str:
     figures = [over_seeds(line.runs, metric) for metric in ("aa", "aia")]
     return " / ".join(f"{f.mean:.2f}" + (f" ± {f.std:.2f}" if f.std is not None else "") for f in figures if f)
+
+
+def _late(line: Line) -> str:
+    """Mean and deviation over the last ten rounds of all runs."""
+    found = spread(aa for run in line.runs for aa in last_rounds(run))
+    return "–" if found is None else f"{found.mean:.1f} ± {found.std or 0.0:.1f}"
 
 
 def _papers_pair(line: Line) -> str:

@@ -193,6 +193,13 @@ def over_seeds(runs: Sequence[Stored], metric: str, reference: Sequence[Stored] 
     return None if value is None or ours is None else Spread(value, None, ours.num)
 
 
+def last_rounds(run: Stored, count: int = 10) -> list[float]:
+    """AA after each of the last rounds; nothing where rounds were not evaluated, or not by AA (test sets of unequal size)."""
+    rounds = [row for row in run.rows("round") if row["task"] == len(run.results.tasks) - 1]
+    found = [row["accuracy"] for row in rounds[-count:] if row.get("accuracy") is not None]
+    return found if len(found) == count and abs(found[-1] - run.results.aa) < 0.01 else []
+
+
 def relative(metric: str, value: float, reference: float) -> float | None:
     """A value against that of the reference: the ratio, the percentage kept, or the difference.
 
