@@ -76,6 +76,24 @@ def test_every_stored_seed_counts_also_a_fourth(four_seeds):
         assert "| 4 |" in first and "65.00" in first, first
 
 
+@pytest.mark.parametrize(
+    ("rounds", "shown"),
+    [
+        ([60.0] * 9 + [50.0], "59.0 ± 3.2"),  # the first task's rounds do not count
+        ([60.0] * 10, "–"),  # the last round is not AA: test sets of unequal size
+        ([50.0] * 9, "–"),
+        ([50.0] * 9 + [None], "–"),  # the last round was not evaluated
+    ],
+)
+def test_the_last_ten_rounds_stand_beside_aa(tmp_path, rounds, shown):
+    folder = write_run(tmp_path, cell_of(MAIN, "cifar10/0.5/fedavg"), aa=50.0)
+    lines = [{"kind": "round", "task": 0, "accuracy": 99.0}] * 12
+    lines += [{"kind": "round", "task": 1, "accuracy": value} for value in rounds]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    grid = readings_grid(Store([tmp_path]))
+    assert dict(zip(grid.columns, grid.rows[0], strict=True))["AA, last ten rounds"] == shown
+
+
 def test_the_band_is_held_against_every_stored_seed_once(four_seeds):
     (judged,) = [found for found in findings(["main", "buffers", "lambda"], four_seeds) if found.metric == "aa"]
     assert (judged.verdict, judged.ours.mean) == ("open", 65.0)
