@@ -133,6 +133,10 @@ def test_mistakes_get_an_answer(tmp_path):
     fails(
         "run", "smoke", "method.buget=3", code=2, says=["unknown key 'method.buget'", "method.budget", "command line"]
     )
+    fails("run", "smoke", "methd=fedavg", code=2, says="did you mean method?")
+    fails("run", "smoke", "num_rounds=3", code=2, says="did you mean federation.num_rounds")
+    lacking = ["fedavg has no such setting", "methods.NAME.ipc=VALUE"]
+    fails("run", "smoke", "method=fedavg", "method.ipc=3", code=2, says=lacking)
     fails("run", "smoke", "method=fedavgg", code=2, says=["unknown method", "did you mean 'fedavg'"])
     fails("run", "smoke", "federation.per_round=9", code=2, says=["federation.per_round", "num_clients has only 4"])
     fails("run", "smoke", "method.budget=0", code=2, says=["method.budget (B) = 0", "greater than or equal to 1"])

@@ -66,6 +66,19 @@ def test_a_plug_in_imports_a_file_beside_it(tmp_path):
     assert sys.modules["plugin_with_a_neighbour"].LEVELS == [1, 2] and sys.path == before
 
 
+def test_a_plug_in_does_not_take_the_name_of_a_shipped_method(tmp_path):
+    """In a process of its own, in which no shipped method is loaded yet."""
+    (tmp_path / "mine.py").write_text(
+        "from rescene.methods import register\nfrom rescene.methods.averaging import AveragingMethod\n"
+        "@register\nclass Mine(AveragingMethod):\n    name = 'fedprox'\n    title = 'Mine'\n"
+    )
+    words = [sys.executable, "-m", "rescene", "run", "smoke", "--plugin", str(tmp_path / "mine.py"), "method=fedprox"]
+    told = subprocess.run([*words, "--out", str(tmp_path / "out")], capture_output=True, text=True, check=False)
+    assert told.returncode == 2 and "E110" in told.stderr, told.stderr
+    new = invoke(app, ["method", "new", "fedavg", "--in", str(tmp_path)])
+    assert new.exit_code == 2 and "E110" in new.output and not (tmp_path / "fedavg.py").exists()
+
+
 def test_explain_gives_symbol_and_place():
     facts = json.loads(invoke(app, ["method", "explain", "rescene", "--json"]).output)
     budget = next(row for row in facts["hyperparameters"] if row["name"] == "budget")

@@ -9,7 +9,7 @@ import rescene.api
 from rescene.core.errors import DataError, RunError
 from rescene.core.method_style import style_of
 from rescene.core.recipe_keys import experiment_keys, flatten
-from rescene.core.results import read_metrics, read_results, results_of_row, written
+from rescene.core.results import RoundRecord, read_metrics, read_results, results_of_row, written
 from rescene.core.run_state import read_object
 from rescene.methods import method_class
 from rescene.report import load_run
@@ -67,8 +67,10 @@ def test_the_record_misses_nothing_that_a_run_writes(more, tmp_path):
 
 def test_a_damaged_or_newer_file_is_refused(tmp_path):
     path = tmp_path / "results.json"
+    with pytest.raises(DataError, match="E213.*has no results yet"):
+        read_results(path, [])
     path.write_text('{"aa": 7')
-    with pytest.raises(DataError, match="E213"):
+    with pytest.raises(DataError, match="E213.*damaged"):
         read_results(path, [])
     path.write_text('{"schema": 99}')
     with pytest.raises(RunError, match="E414"):
@@ -79,6 +81,10 @@ def test_an_older_record_gets_the_choices_of_its_time():
     method = {"name": "rescene", "literal": False, "reduction": "sum", "precision": "auto"}
     assert results_of_row({"config": {"method": method}}, []).config["method"]["step"] == "fixed"
     assert style_of("rescene").title == "ReSCENE"
+
+
+def test_a_site_that_was_not_drawn_but_sent_something_was_asked():
+    assert RoundRecord(0, 0, (3, 0), sites={"1": (5.0, 5.0), "damaged": ()}).asked == (0, 1, 3)
 
 
 def test_one_flattener_for_all():

@@ -10,10 +10,11 @@ from typer.testing import CliRunner
 
 from rescene.cli.app import app
 from rescene.config import resolve
+from rescene.core.errors import ConfigError, RunError
 from rescene.deploy.exchange import HELLO, Request
 from rescene.deploy.federation_folder import FederationFolder
 from rescene.deploy.message_bytes import unpack_message
-from rescene.deploy.operator import federation_of, without_left
+from rescene.deploy.operator import federation_of, place_without, without_left
 from rescene.deploy.plan_file import with_plan
 from rescene.deploy.server import run_across
 from rescene.engine import RunFolder
@@ -74,6 +75,43 @@ def test_it_goes_on_without_the_site_by_name(federation, tmp_path):
     assert [row["client"] for row in results["forgotten"]] == [1]
     events = (new / "events.jsonl").read_text()
     assert "site 1 cannot take part: this run has sites 0, 2" in events
+
+
+def test_a_site_that_left_secure_sums_is_never_asked_again(federation, monkeypatch):
+    """The command of E230 is the withdrawal; next month's usual command follows it."""
+    facts = yaml.safe_load((federation / "federation.yaml").read_text())
+    facts["sites"] += ["east", "centre"]
+    (federation / "federation.yaml").write_text(yaml.safe_dump(facts))
+    (federation / "plan.yaml").write_text(yaml.safe_dump(plan_of((FIRST, 1)).model_dump(mode="json")))
+    asked = []
+
+    def run(federation, resolved, out, *rest, **more):
+        recipe = resolved.recipe
+        asked.append((out.name, list(recipe.federation.exclude or ()), recipe.privacy.earlier_sums))
+        raise RunError("E351", "nobody is there")
+
+    monkeypatch.setattr("rescene.deploy.operator.run", run)
+    usual = ["deploy", "run", str(federation), "own", "privacy.honest_sites=2", "federation.num_clients=5"]
+    first = [*usual, "federation.exclude=[1]", "privacy.earlier_sums=1"]
+    for words in (usual, first, first, usual, [*usual, "federation.exclude=[2]", "privacy.earlier_sums=2"], usual):
+        told = invoke(app, words)
+        assert told.exit_code == 4 and "E351" in told.output, told.output
+    again, later = ("plan-summed-again-1", [1], 1), ("plan-summed-again-2", [1, 2], 2)
+    assert asked == [("plan", [], None), again, again, again, later, later]
+    now = FederationFolder.open(federation)
+    assert (now.left, now.earlier_sums) == (["south", "west"], 2)
+    assert "E531" in invoke(app, first).output
+    few = invoke(app, [*usual, "federation.exclude=[3]", "privacy.earlier_sums=3"])
+    assert few.exit_code == 2 and "E532" in few.output and FederationFolder.open(federation) == now
+    assert "E165" in invoke_forget(federation, "plan")
+
+
+def invoke_forget(federation, run):
+    """What `rescene forget` says of this run's folder."""
+    place = federation / "server" / "runs" / run
+    with pytest.raises(ConfigError) as refused:
+        place_without(FederationFolder.open(federation), place, 0)
+    return str(refused.value)
 
 
 def test_bad_requests_in_a_federation(federation, tmp_path):

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rescene.config import resolve
 from rescene.config.privacy import PrivacySection, promise_of
 from rescene.core.errors import RunError
 from rescene.privacy.accounting import (
@@ -130,6 +131,20 @@ def test_a_promise_says_both_and_what_it_rests_on():
     assert "at least 5 honest sites" in shared and "whole noise" not in shared
     seeded = promise_of(section.model_copy(update={"noise": "seeded"}), 1, 1)
     assert seeded.epsilon_replaced() is None and "Not private" in seeded.statement()
+
+
+@pytest.mark.parametrize(
+    ("sites", "quorum", "honest", "words"),
+    [
+        (3, 0.5, 2, "only while no site tells"),
+        (10, 0.5, 4, "at most one site tells"),
+        (10, 0.7, 4, "at most 3 sites tell"),
+    ],
+)
+def test_a_secure_sum_says_how_many_sites_may_be_dishonest(sites, quorum, honest, words):
+    changes = {"federation.num_clients": sites, "federation.quorum": quorum, "privacy.honest_sites": honest}
+    recipe = resolve("own", [f"{key}={value}" for key, value in changes.items()]).recipe
+    assert words in recipe.promise(1).statement()
 
 
 def test_a_site_reads_its_limit_both_ways():

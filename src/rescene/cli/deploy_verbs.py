@@ -242,19 +242,18 @@ def run(
     from rescene.cli.running import print_summary
     from rescene.config import resolve
     from rescene.deploy.exchange import Patience
-    from rescene.deploy.operator import declined, watch_sites, without_left
+    from rescene.deploy.operator import declined, leave_sums, watch_sites, without_left
     from rescene.deploy.operator import run as run_across
     from rescene.report import write_report
 
-    federation = FederationFolder.open(folder)
-    resolved = without_left(federation, resolve(recipe, overrides or []))
+    given = resolve(recipe, overrides or [])
+    federation = leave_sums(FederationFolder.open(folder), given)
+    resolved = without_left(federation, given)
     place = out or federation.server / "runs" / default_folder(resolved).name
     if federation.plan.exists():
         if out is not None:
             raise ConfigError("E194", "a federation with a plan has one run folder, which grows", fix="leave out --out")
         place = federation.plan_run
-        if earlier := resolved.recipe.privacy.earlier_sums:  # the folder beside has the sums with the site that left
-            place = place.with_name(f"{place.name}-summed-again-{earlier}")
     patience = Patience(deadline_s=deadline)
 
     def work() -> None:

@@ -388,10 +388,17 @@ def new_method(
     folder: Annotated[Path, typer.Option("--in", help="folder for the method and its test")] = Path("."),
 ) -> None:
     """Write a new method in one file, and its test. Existing files are never overwritten."""
+    from rescene.methods import method_names
+
     if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower():
         raise ConfigError(
-            "E111", f"{name!r} cannot be a method's name", why="lower-case letters, digits and _ only", fix="my_method"
+            "E111",
+            f"{name!r} cannot be a method's name",
+            why="it begins with a lower-case letter and has lower-case letters, digits and _ only",
+            fix="my_method",
         )
+    if name in method_names():
+        raise ConfigError("E110", f"there is a method {name!r} already", fix="choose another name")
     title = "".join(part.capitalize() for part in name.split("_"))
     files = {folder / f"{name}.py": SKELETON, folder / f"test_{name}.py": TEST}
     for path in files:

@@ -107,7 +107,9 @@ def show_privacy(
         "leaves the site": method.leaving(promise.mechanism if kind in FORMAL else None),
         "statement": promise.words() if kind in FORMAL else f"Not private. With {promise.mechanism.kind} it would be:",
         "neighbours": NEIGHBOURS,
-        "trust": trust(promise.mechanism.honest_sites, promise.mechanism.late_alone).removeprefix("Trust: "),
+        "trust": trust(promise.mechanism.honest_sites, promise.mechanism.late_alone, promise.colluders).removeprefix(
+            "Trust: "
+        ),
         "composition": promise.whole.words(),
         "delta": promise.delta,
     }
@@ -400,7 +402,7 @@ def _withdraw(folder: Path, word: str, check: bool, charge: bool, out: Path | No
     with watch(quiet or as_json) as progress:
         record = forget(source, resolved, client, RunFolder(place), progress, name, charge)
     if federation and name:
-        leave(federation, name, place)
+        leave(federation, [name], place)
     never = _compare(resolved, client, folder, place, record, quiet or as_json) if check else None
     done = is_done(place)
     if done:

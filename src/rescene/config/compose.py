@@ -247,9 +247,19 @@ def _known_keys(method: str) -> dict[str, Any]:
 def _check_key(key: str, known: Mapping[str, Any], origin: str) -> None:
     if key in known or any(name.startswith(f"{key}.") for name in known) or key.startswith("sites."):
         return  # a plan is none by default, so its keys are not among the known; the schema checks them
-    close = did_you_mean(key, known) or did_you_mean(key.rsplit(".", 1)[-1], [k.rsplit(".", 1)[-1] for k in known])
-    full = next((k for k in known if k == close or k.rsplit(".", 1)[-1] == close), None)
-    hint = f"did you mean {full} (default {known[full]!r})?" if full else None
+    section, _, leaf = key.rpartition(".")
+    inside = [k for k in known if section and k.startswith(f"{section}.")]
+    leaves = {k.rpartition(".")[2]: k for k in inside or known if k != "method.name"}
+    near = leaves.get(did_you_mean(leaf, leaves) or "")
+    if section:
+        close = near if inside else did_you_mean(key, known) or near
+    else:
+        close = leaves.get(key) or did_you_mean(key, [*{k.partition(".")[0] for k in known}, "extends"]) or near
+    hint = f"did you mean {close}" + (f" (default {known[close]!r})?" if close in known else "?") if close else None
+    if section == "method" and not close:
+        hint = (
+            f"{known['method.name']} has no such setting; methods.NAME.{leaf}=VALUE sets it for one method of several"
+        )
     raise ConfigError("E102", f"unknown key {key!r}", where=origin, why=hint, fix="rescene show RECIPE lists every key")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -16,7 +17,7 @@ from rescene.methods import DEFAULT_METHOD, Method, method_class, method_names
 from rescene.nets import is_own, own_model
 from rescene.nets.timm_networks import TIMM
 from rescene.privacy.promise import Promise
-from rescene.privacy.totals import threshold
+from rescene.privacy.totals import most_colluders, threshold
 from rescene.training import Training
 
 PER_SITE = "per-site"  # tasks.order: each site has its own
@@ -538,7 +539,12 @@ class Recipe(Section):
         if self.privacy.mechanism == "release" and (method.additive or self.method.get("start") == "coloured"):
             rounds = 1  # what is released does not depend on the model: once per task
         used_in = num_tasks if method.reuses_records else 1
-        return promise_of(self.privacy, rounds, steps, clip, used_in)
+        promise = promise_of(self.privacy, rounds, steps, clip, used_in)
+        honest, federation = self.privacy.honest_sites, self.federation
+        if promise is None or honest is None:
+            return promise
+        least = threshold(federation.num_clients, federation.quorum, honest)
+        return replace(promise, colluders=most_colluders(federation.num_clients, least, honest))
 
     @property
     def formal(self) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rescene.core.errors import DECLINED, DataError
+from rescene.core.errors import DECLINED, DataError, command
 from rescene.core.json_files import (
     LEFT_OUT,
     NULL,
@@ -441,6 +441,11 @@ class RoundRecord:
     sites: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
     @property
+    def asked(self) -> tuple[int, ...]:
+        """Sites that were drawn, and others that exchanged something: a method may ask everybody."""
+        return tuple(sorted({*self.participants, *(int(site) for site in self.sites if site.isdecimal())}))
+
+    @property
     def matching_loss(self) -> float | None:
         """What condensation has left of the difference between surrogates and real images."""
         found = self.notes.get("matching_loss")
@@ -623,9 +628,13 @@ def results_row(path: Path) -> Row:
     try:
         row = read_object(path)
     except (OSError, ValueError) as error:
-        fix = "leave this folder out, or run the experiment again"
-        what = f"'{path.parent}' holds a damaged results.json"
-        raise DataError("E213", what, where=str(path), why=str(error), fix=fix) from None
+        if isinstance(error, FileNotFoundError):
+            what, why = f"'{path.parent}' has no results yet", "results.json is written when the run has ended"
+            fix = f"wait until it ends ({command('runs', path.parent.parent)} shows how far it is)"
+        else:
+            what, why = f"'{path.parent}' holds a damaged results.json", str(error)
+            fix = "leave this folder out, or run the experiment again"
+        raise DataError("E213", what, where=str(path), why=why, fix=fix) from None
     refuse_newer(row.get("schema"), RESULTS, path)
     return row
 

@@ -160,6 +160,7 @@ class FederationFolder:
     sites: list[str]
     left: list[str] = field(default_factory=list)  # sites that withdrew: their uploads are gone, they are never asked
     plan_folder: str = "plan"  # name of the plan's run folder; another one once a site has left
+    earlier_sums: int = 0  # how often the images of the plan were in secure sums that a site has left since
 
     @property
     def server(self) -> Path:

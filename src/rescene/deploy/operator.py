@@ -12,13 +12,14 @@ import contextlib
 import json
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
 from rescene.config import Resolved
 from rescene.config.site_sections import SitesSection
@@ -55,7 +56,7 @@ def federation_of(run: Path) -> FederationFolder | None:
 
 def place_without(federation: FederationFolder, run: Path, client: int) -> Path:
     """The folder in which the run goes on: where `rescene deploy run` looks for it. Refuses one that was left behind."""
-    if run.resolve().name.split("-without-")[0] == "plan" and run.resolve() != federation.plan_run:
+    if _is_of_plan(run.resolve()) and run.resolve() != federation.plan_run:
         raise ConfigError(
             "E165", "the federation goes on elsewhere", where=str(run), fix=command("forget", federation.plan_run)
         )
@@ -63,22 +64,62 @@ def place_without(federation: FederationFolder, run: Path, client: int) -> Path:
     return run.with_name("-without-".join([run.resolve().name.split("-without-")[0], *map(str, gone)]))
 
 
-def leave(federation: FederationFolder, name: str, run: Path) -> None:
-    """Write into federation.yaml that the site has left, and where a plan goes on."""
+def _is_of_plan(run: Path) -> bool:
+    """Whether a folder holds a plan's run, before or after a site has left."""
+    return re.split("-without-|-summed-again-", run.name)[0] == "plan"
+
+
+def leave(federation: FederationFolder, names: Iterable[str], run: Path, earlier_sums: int = 0) -> FederationFolder:
+    """Write into federation.yaml that the sites have left, where a plan goes on, and how often its images were summed before."""
     path = federation.path / "federation.yaml"
     facts = read_yaml(path)
-    facts["left"] = sorted({*federation.left, name})
-    if run.name.split("-without-")[0] == "plan":
-        facts["plan_folder"] = run.name
+    facts["left"] = sorted({*federation.left, *names})
+    if _is_of_plan(run):
+        facts |= {"plan_folder": run.name} | ({"earlier_sums": earlier_sums} if earlier_sums else {})
     save_atomically(path, yaml.safe_dump(facts, sort_keys=False).encode())
+    return FederationFolder.open(federation.path)
+
+
+def leave_sums(federation: FederationFolder, resolved: Resolved) -> FederationFolder:
+    """Secure sums that are taken anew without some sites are their withdrawal, which is written down before anybody is asked.
+
+    From then on the plan goes on in the folder of the new sums, and no later command asks these sites.
+    """
+    earlier, gone = resolved.recipe.privacy.earlier_sums, resolved.recipe.federation.exclude or ()
+    if earlier is None or earlier == federation.earlier_sums:
+        return federation
+    if earlier < federation.earlier_sums:
+        raise ConfigError(
+            "E531",
+            f"the images of this federation were summed {federation.earlier_sums} times before, not {earlier}",
+            where="privacy.earlier_sums",
+            fix="leave it out: federation.yaml has the number",
+        )
+    names = [federation.sites[client] for client in gone if client < len(federation.sites)]
+    try:
+        without_left(replace(federation, left=[*federation.left, *names]), resolved)
+    except ValidationError as error:
+        why = "; ".join(one["msg"].removeprefix("Value error, ") for one in error.errors())
+        raise ConfigError(
+            "E532",
+            f"{', '.join(names)} cannot leave",
+            why=why,
+            fix="nothing was changed: it stays, or the others begin a new federation",
+        ) from None
+    before = federation.plan_folder.split("-summed-again-")[0]
+    grown = federation.plan_run.with_name(f"{before}-summed-again-{earlier}")
+    return leave(federation, names, grown if federation.plan.exists() else federation.server, earlier)
 
 
 def without_left(federation: FederationFolder, resolved: Resolved) -> Resolved:
-    """The recipe without the sites that left."""
+    """The recipe without the sites that left, and with the number of the secure sums that they were in."""
     recipe = resolved.recipe
     for client in federation.exclude:
         if client < recipe.federation.num_clients:
             recipe = recipe.without(client)
+    if federation.earlier_sums and recipe.privacy.honest_sites is not None:
+        privacy = recipe.privacy.model_copy(update={"earlier_sums": federation.earlier_sums})
+        recipe = recipe.model_copy(update={"privacy": privacy})
     return replace(resolved, recipe=recipe)
 
 

@@ -99,10 +99,10 @@ def refuse_others(folder: Path, recipe: Recipe) -> None:
     if changed:
         raise RunError(
             "E428",
-            "this run was made from other objects",
+            "this run was made from other objects or other code",
             where=str(folder),
             why="\n".join(changed),
-            fix="hand over the same objects; for others another folder (out=, --out), or remove this one",
+            fix="after a change use another folder (out=, --out), or remove this one; to go on, hand over the same as before",
         )
 
 
@@ -262,7 +262,8 @@ class RunFolder:
                     "this folder holds a run with a different recipe",
                     where=str(self.path),
                     why=told,
-                    fix="use another --out, or remove the folder",
+                    fix="to go on with it, give the settings that it began with (on the left)"
+                    + ("" if resolved.recipe.sites else "; else another --out"),
                 )
         elif self.path.is_dir() and any(path.name not in BEFORE for path in self.path.iterdir()):
             raise RunError(

@@ -36,10 +36,18 @@ def register(cls: M) -> M:
     The style is checked here (E179): a wrong colour is found before a run and not on its page.
     """
     cls.style()
+    _load_shipped(cls.name)
     if _METHODS.setdefault(cls.name, cls) is not cls:
         raise ConfigError("E110", f"two methods are called {cls.name!r}", fix="give one of them another `name`")
     note_registered(cls)
     return cls
+
+
+def _load_shipped(name: str) -> None:
+    """Load the method of this name if it is in this package; only this one: the others need not load."""
+    file = name.replace("-", "_")
+    if name not in _METHODS and file.isidentifier() and find_spec(f"rescene.methods.{file}"):
+        import_module(f"rescene.methods.{file}")
 
 
 def method_names() -> list[str]:
@@ -54,9 +62,7 @@ def method_names() -> list[str]:
 
 def method_class(name: str) -> type[Method]:
     """The class registered under a name, or an error that suggests the closest one."""
-    file = name.replace("-", "_")
-    if name not in _METHODS and file.isidentifier() and find_spec(f"rescene.methods.{file}"):
-        import_module(f"rescene.methods.{file}")  # only this one: the others need not load
+    _load_shipped(name)
     if name not in _METHODS:
         names = method_names()
     if name not in _METHODS:
@@ -65,6 +71,6 @@ def method_class(name: str) -> type[Method]:
             "E103",
             f"unknown method {name!r}" + (f"; did you mean {close!r}?" if close else ""),
             why=f"known: {', '.join(names)}",
-            fix="rescene list methods",
+            fix="rescene list methods; one of your own: --plugin FILE",
         )
     return _METHODS[name]

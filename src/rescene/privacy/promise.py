@@ -40,7 +40,7 @@ def strength(epsilon: float) -> str:
     return next((words for most, words in steps if epsilon <= most + 1e-6), "hardly any protection")
 
 
-def trust(honest_sites: int | None, late_alone: bool = False) -> str:
+def trust(honest_sites: int | None, late_alone: bool = False, colluders: int | None = None) -> str:
     """Who must be trusted for it."""
     if honest_sites is None:
         return (
@@ -49,8 +49,20 @@ def trust(honest_sites: int | None, late_alone: bool = False) -> str:
     return (
         f"Trust: the server learns only sums over sites, and each site adds a part of the noise; at least {honest_sites} honest "
         "sites must be in every sum."
+        + ("" if colluders is None else f" {_survives(colluders)}")
         + (" A site that missed a sum adds the whole noise by itself." if late_alone else "")
     )
+
+
+def _survives(colluders: int) -> str:
+    """How many sites may be dishonest.
+
+    >>> _survives(0)
+    'It holds only while no site tells the server its secrets or leaves out its noise.'
+    """
+    if colluders > 1:
+        return f"It holds while at most {colluders} sites tell the server their secrets or leave out their noise."
+    return f"It holds {'while at most one' if colluders else 'only while no'} site tells the server its secrets or leaves out its noise."
 
 
 def released_before(earlier_sums: int) -> str:
@@ -83,6 +95,7 @@ class Promise:
     delta: float
     test_mode: bool
     earlier_sums: int = 0  # of the same images, which were released before a site withdrew
+    colluders: int | None = None  # sites at most that may be dishonest under a secure sum
 
     @property
     def whole(self) -> Composition:
@@ -128,7 +141,7 @@ class Promise:
         """What the guarantee assumes, what it leaves out, and how its releases add up."""
         m = self.mechanism
         before = f"{released_before(self.earlier_sums)} " if self.earlier_sums else ""
-        return f"{trust(m.honest_sites, m.late_alone)} {before}{OUTSIDE} Composition: {self.whole.words()}."
+        return f"{trust(m.honest_sites, m.late_alone, self.colluders)} {before}{OUTSIDE} Composition: {self.whole.words()}."
 
 
 def check_records(promise: Promise | None, num_records: int) -> None:

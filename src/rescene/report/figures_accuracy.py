@@ -414,7 +414,7 @@ def _site_names(run: RunRecord, num: int) -> list[str]:
 
 def participation(run: RunRecord) -> Plot | None:
     """Which site took part in which round."""
-    seen = [[k for k in row.participants if k >= 0] for row in run.rounds]
+    seen = [[k for k in row.asked if k >= 0] for row in run.rounds]
     most = max((k for row in seen for k in row), default=-1) + 1
     num_sites = max(run.partition.num_clients or 0, most)
     if not most or num_sites > MOST_SITES:  # a row for each could not be read

@@ -155,10 +155,10 @@ def _evenly(entries: Sequence[PairRecord | MeanRecord], most: int) -> list[int]:
 
 def pair_of(entry: PairRecord, upload: np.ndarray, nearest: np.ndarray) -> Pair:
     """Pictures uint8 [3,H,W] and what is known of them, ready for the page."""
-    places = (("T", entry.task), ("round ", entry.round))
+    places = (("T", entry.task), ("round ", entry.round))  # counted from 0 in files, from 1 on pages
     return Pair(
         label=plain(entry.class_name, 40),
-        place=", ".join(f"{word}{value}" for word, value in places if value is not None),
+        place=", ".join(f"{word}{value + 1}" for word, value in places if value is not None),
         surrogate_uri=png_uri(upload),
         nearest_uri=png_uri(nearest),
         rms=percent(entry.rms, 3),
