@@ -76,7 +76,7 @@ def test_a_plug_in_does_not_take_the_name_of_a_shipped_method(tmp_path):
     told = subprocess.run([*words, "--out", str(tmp_path / "out")], capture_output=True, text=True, check=False)
     assert told.returncode == 2 and "E110" in told.stderr, told.stderr
     new = invoke(app, ["method", "new", "fedavg", "--in", str(tmp_path)])
-    assert new.exit_code == 2 and "E110" in new.output and not (tmp_path / "fedavg.py").exists()
+    assert new.exit_code == 2 and "E111" in new.output and not (tmp_path / "fedavg.py").exists()
 
 
 def test_explain_gives_symbol_and_place():

@@ -398,7 +398,7 @@ def new_method(
             fix="my_method",
         )
     if name in method_names():
-        raise ConfigError("E110", f"there is a method {name!r} already", fix="choose another name")
+        raise ConfigError("E111", f"{name!r} cannot be a method's name", why="it is taken", fix="choose another name")
     title = "".join(part.capitalize() for part in name.split("_"))
     files = {folder / f"{name}.py": SKELETON, folder / f"test_{name}.py": TEST}
     for path in files:
