@@ -228,7 +228,7 @@ def test_results_without_accuracies_are_named_and_left_out(here):
     del results["accuracy_matrix"]
     (folder / "results.json").write_text(json.dumps(results))
     shown = invoke("table", "per-task", "--only", "cifar10/0.5/fedavg", "--runs", "kept")
-    assert shown.exit_code == 0 and f"not readable as results: {Path('kept') / folder.name}" in shown.output
+    assert shown.exit_code == 0 and f"own): {Path('kept') / folder.name}" in shown.output
 
 
 def test_mistakes_get_an_answer(here):

@@ -509,7 +509,8 @@ def _print_withdrawal(
     print(
         "The model is that of the run that never met the site, with other noise. What remains:"
         if again
-        else "The site's sums are subtracted and the model is solved anew: it is the model that never met the site. What remains:"
+        else "The site's sums are subtracted and the model is solved anew: it is the model that never met the site (another run of "
+        "it would draw other noise, where sites add any). What remains:"
         if exact
         else "Uploads are removed and the model is trained anew. This is no proof of unlearning; what may remain:"
     )

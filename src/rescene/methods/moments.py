@@ -122,7 +122,10 @@ class Moments(Method):
     def leaving(cls, mechanism: Mechanism | None) -> str:
         if mechanism is None:
             return cls.leaves_site
-        return "for each class a noised count and a noised sum of features, and one noised second moment; no image"
+        masked = (
+            "; masked, so that the server reads only the sum over sites" if mechanism.honest_sites is not None else ""
+        )
+        return f"for each class a noised count and a noised sum of features, and one noised second moment{masked}; no image"
 
     @classmethod
     def leaving_in_short(cls, mechanism: Mechanism | None) -> str:

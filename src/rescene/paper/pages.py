@@ -42,7 +42,8 @@ def band_grid(found: Sequence[Finding], everything: bool = False) -> TableGrid:
     notes = [_counted(kind, found) for kind in KINDS if any(finding.kind == kind for finding in found)]
     if not found:
         notes = [
-            "nothing stored of these tables has a band (AA, AIA, bytes and FLOPs have); rescene paper table NAME shows them"
+            "no stored run of these tables has a figure with a band (AA, AIA, bytes and FLOPs have one). Runs are looked for in "
+            "results/ and runs/ of this folder, or where --runs points; rescene paper table NAME shows what there is"
         ]
     if any(finding.verdict == DIFFERS for finding in found):
         notes.append("measured costs follow our ledger and not the paper's formulas: docs/cost.md; --all lists them")

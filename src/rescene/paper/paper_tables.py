@@ -240,7 +240,8 @@ def _state(recipe: PaperRecipe, lines: Sequence[Line], store: Store, only: Itera
         if obstacle:
             yield f"cannot run here: {obstacle.reason}. fix: {obstacle.fix}"
     if store.unreadable:
-        yield f"not readable as results: {', '.join(map(str, store.unreadable))}"
+        names = ", ".join(map(str, store.unreadable))
+        yield f"not read (damaged, of another version, or of a method or network of your own): {names}"
 
 
 def _done_and_wanted(lines: Sequence[Line]) -> tuple[int, int]:
