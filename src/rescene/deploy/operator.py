@@ -14,7 +14,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -227,7 +227,7 @@ def progress(out: Path, sites: Sequence[str] = ()) -> str:
     aa = "" if status.aa is None else f", AA {status.aa:.1f}"
     late = with_site_names(", ".join(read_waiting(out).waiting_for), sites)
     state = state_of(out)
-    wait = f"; waiting for {late}" if late and state == "running" else ""
+    wait = f"; waiting for {late}{_until(out)}" if late and state == "running" else ""
     return f"{state}: {status.done} of {status.steps} steps{aa}{wait}"
 
 
@@ -266,9 +266,17 @@ def site_answers(runs: list[Path], sites: list[str], now: datetime | None = None
         asked = datetime.fromisoformat(waiting.asked)
         minutes = int(((now or datetime.now(UTC)) - asked).total_seconds() // 60)
         found |= dict.fromkeys(_names(waiting.answered, sites), "answered")
-        words = f"waited for since {asked:%Y-%m-%d %H:%M} UTC ({minutes} min)"
+        words = f"waited for since {asked:%Y-%m-%d %H:%M} UTC ({minutes} min){_until(run)}"
         found |= dict.fromkeys(_names(waiting.waiting_for, sites), words)
     return found
+
+
+def _until(run: Path) -> str:
+    """Until when the run waits at most, to the full minute; empty where its waiting.json does not say."""
+    with contextlib.suppress(OSError, ValueError):
+        end = datetime.fromisoformat(str(read_object(run / "waiting.json").get("until")))
+        return f", until {end + timedelta(seconds=59):%Y-%m-%d %H:%M} UTC at the latest"
+    return ""
 
 
 def task_rows(plan: SitesSection | None, run: Path) -> list[Row]:
