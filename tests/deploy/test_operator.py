@@ -9,6 +9,7 @@ import pytest
 from rescene.cli.progress import operator_page
 from rescene.config.site_sections import SitesSection
 from rescene.core.errors import RunError
+from rescene.core.run_state import working_in
 from rescene.deploy import operator, processes
 from rescene.deploy.federation_folder import FederationFolder
 from rescene.deploy.operator import left_out_rows, site_answers, task_rows
@@ -54,6 +55,15 @@ def test_a_link_that_is_busy_or_a_run_that_has_told_nothing_leaves_things_unknow
     operator.watch_sites(federation, folder)
     sites = json.loads((folder / "sites.json").read_text())["sites"]
     assert [site["state"] for site in sites] == ["unknown", "unknown"] and sites[0]["last_answer"] is None
+
+
+def test_a_run_that_waits_for_its_first_sites_says_so_before_it_has_a_status(federation):
+    folder = run_folder(federation, "a", asked="2026-11-15T09:00:00+00:00", waiting_for=["site 1"])
+    (folder / "status.json").unlink()
+    with working_in(folder):
+        assert operator.progress(folder, federation.sites) == "starting; waiting for site south"
+        assert operator.run_folders(federation) == [folder] and operator.newest_run(federation) == folder
+        assert site_answers([folder], federation.sites)["south"].startswith("waited for since 2026-11-15 09:00 UTC")
 
 
 @pytest.mark.parametrize("content", ["5", "[1]", '{"done": ', '{"done": "x", "waiting_for": 3, "heard": 4}'])

@@ -42,6 +42,7 @@ COMPLETED, LOST = "finished:completed", "lost with the server"
 LASTING = ("E377",)  # all sites decline: somebody must change a floor
 PASSING = ("E410", "E422")  # a disk may get room again, and the process of the run before ends in a while
 RETURN_S = 600.0  # for a server that ended to be started again
+TOLD = ("status.json", "waiting.json")  # what a run tells of itself; the first comes with its first step
 MOST_LEFT_OUT = 20  # uploads left out, the newest
 
 
@@ -221,13 +222,12 @@ def _again(federation: FederationFolder) -> str:
 
 def progress(out: Path, sites: Sequence[str] = ()) -> str:
     """One line: how far the run is and whom it waits for; ``sites`` are their names."""
-    status = read_status(out)
-    if status.steps is None:
-        return "starting"
-    aa = "" if status.aa is None else f", AA {status.aa:.1f}"
+    status, state = read_status(out), state_of(out)
     late = with_site_names(", ".join(read_waiting(out).waiting_for), sites)
-    state = state_of(out)
     wait = f"; waiting for {late}{_until(out)}" if late and state == "running" else ""
+    if status.steps is None:
+        return f"starting{wait}"
+    aa = "" if status.aa is None else f", AA {status.aa:.1f}"
     return f"{state}: {status.done} of {status.steps} steps{aa}{wait}"
 
 
@@ -246,14 +246,17 @@ def status_rows(federation: FederationFolder) -> list[dict[str, Any]]:
 
 
 def run_folders(federation: FederationFolder) -> list[Path]:
-    """The run folders on the server, by name."""
-    return [path.parent for path in sorted((federation.server / "runs").glob("*/status.json"))]
+    """The run folders on the server, by name; one that waits for its first sites has no status yet."""
+    return sorted({path.parent for name in TOLD for path in (federation.server / "runs").glob(f"*/{name}")})
 
 
 def newest_run(federation: FederationFolder) -> Path | None:
     """The run folder that was touched last."""
-    touched = {folder: (folder / "status.json").stat().st_mtime for folder in run_folders(federation)}
-    return max(touched, key=lambda folder: touched[folder], default=None)
+
+    def touched(folder: Path) -> float:
+        return max((folder / name).stat().st_mtime for name in TOLD if (folder / name).exists())
+
+    return max(run_folders(federation), key=touched, default=None)
 
 
 def site_answers(runs: list[Path], sites: list[str], now: datetime | None = None) -> dict[str, str]:
