@@ -24,8 +24,9 @@ from rescene.config import Resolved
 from rescene.config.site_sections import SitesSection
 from rescene.core.documents import read_yaml
 from rescene.core.errors import DECLINED, ConfigError, ResceneError, RunError, command, error_in
-from rescene.core.json_files import Row
-from rescene.core.results import EventRecord, read_events, read_metrics, read_status, read_waiting
+from rescene.core.json_files import Row, json_object
+from rescene.core.noised_accuracy import noise_line
+from rescene.core.results import EventRecord, read_events, read_metrics, read_status, read_waiting, results_of_row
 from rescene.core.run_state import is_done, read_object, state_of
 from rescene.deploy.exchange import SUM_STEPS, Patience
 from rescene.deploy.federation_folder import FederationFolder, require_flower
@@ -242,8 +243,16 @@ def status_rows(federation: FederationFolder) -> list[dict[str, Any]]:
     for name in federation.sites:
         state = "left" if name in federation.left else listed.get(known.get(name, ""), "unknown")
         rows.append({"what": "site", "name": name, "state": f"{state}; {answers[name]}" if name in answers else state})
-    rows += [{"what": "run", "name": folder.name, "state": progress(folder, federation.sites)} for folder in folders]
+    for folder in folders:
+        rows.append({"what": "run", "name": folder.name, "state": progress(folder, federation.sites)})
+        rows += accuracy_rows(folder)
     return rows + task_rows(read_plan(federation.plan), federation.plan_run) + left_out_rows(folders, federation.sites)
+
+
+def accuracy_rows(run: Path) -> list[Row]:
+    """How far noise on the sites' counts moves the accuracy; no row where there is none."""
+    line = noise_line(read_events(run, []), results_of_row(json_object(run / "results.json", []), []))
+    return [{"what": "accuracy", "name": run.name, "state": line}] if line else []
 
 
 def run_folders(federation: FederationFolder) -> list[Path]:
