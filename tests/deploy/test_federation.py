@@ -1,5 +1,7 @@
 """Across sites: the same bits as in one process, whatever gets lost, comes twice, or comes late."""
 
+from datetime import datetime
+
 import pytest
 import torch
 from local_sites import TINY, LocalPost, across, changed, events, federation, hashes, in_process, sites, without_starts
@@ -183,6 +185,22 @@ def test_who_answered_when_and_since_when_we_wait_is_told(tmp_path):
     asked.ask([0, 1, 2], "client_round", payload)
     assert heard[0]["waiting_for"] and heard[-1]["waiting_for"] == [] and heard[-1]["asked"].endswith("+00:00")
     assert set(heard[-1]["heard"]) == {"site 0", "site 1", "site 2"}
+
+
+def test_a_site_that_is_away_at_the_start_is_waited_for_aloud_and_not_past_the_deadline(tmp_path, monkeypatch):
+    post, told = LocalPost(sites(tmp_path)), []
+    del post.sites[999]
+    asked, payload, noted = federation(tmp_path, post, Patience(gather_s=600, deadline_s=60, poll_s=1, attempts=1))
+    asked.transport.waiting = told.append
+    clock = [0.0]
+    monkeypatch.setattr("rescene.deploy.server.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("rescene.deploy.server.time.sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
+    assert list(asked.ask([0, 1, 2], "client_round", payload)) == [0, 2]
+    assert clock[0] == 60 and noted == [("E348", "site 1 is not there for client_round")]
+    (gathered,) = [facts for facts in told if facts["waiting_for"] == ["site 1"]]  # written once, not at every look
+    assert gathered["answered"] == ["site 0", "site 2"] and told[-1]["waiting_for"] == []
+    lasts = datetime.fromisoformat(gathered["until"]) - datetime.fromisoformat(gathered["asked"])
+    assert 59 <= lasts.total_seconds() <= 61
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """Behind a guarantee the sites answer no evaluation: everybody is told before the run, and nothing is made up after it."""
 
 import json
+import math
+from pathlib import Path
 
 import pytest
 import yaml
@@ -8,13 +10,17 @@ from local_sites import events
 from own_sites import NAMES, own_sites, plan_of, run_plan, write_images
 from test_lens_sites import SEEN, small_lens
 
+import rescene
 from rescene.api import Result
 from rescene.cli.running import print_summary
 from rescene.config import resolve
 from rescene.core.errors import RunError
+from rescene.core.noised_accuracy import points_off
 from rescene.deploy.checks import check_site
-from rescene.deploy.operator import declined, left_out_rows
+from rescene.deploy.operator import accuracy_rows, declined, left_out_rows
 from rescene.deploy.plan_file import accuracy_warning, with_plan
+from rescene.privacy.mechanism import count_deviation
+from rescene.privacy.promise import HOW_TO_MEASURE
 from rescene.report import load_run, write_report
 from rescene.report.groups import group_runs
 from rescene.report.summary import model_card, verdict
@@ -91,7 +97,7 @@ def test_a_site_is_told_by_its_check(tmp_path):
     assert "with noise" in told(behind)[0]
 
 
-def test_one_model_is_counted_once_and_the_page_says_how_far_noise_moves_its_accuracy(tmp_path):
+def test_one_model_is_counted_once_and_everybody_says_how_far_noise_moves_its_accuracy(tmp_path, capsys):
     """Behind a floor each answer is charged: the last round of a task and the task's end have the same model."""
     lens = small_lens(tmp_path / "lens.safetensors")
     floors = {"epsilon_max": 20, "evaluation_sigma": 2}
@@ -103,6 +109,19 @@ def test_one_model_is_counted_once_and_the_page_says_how_far_noise_moves_its_acc
     assert rows[0]["accuracy"] == pytest.approx(rows[1]["accuracy"][0])
     (line,) = [line for line in verdict(group_runs([load_run(tmp_path / "run")])).lines if "noise" in line]
     assert "points (one deviation)" in line
+    (row,) = accuracy_rows(tmp_path / "run")
+    assert row["state"] == line, "deploy status has the figure of the report"
+    print_summary([rescene.load(tmp_path / "run")], tmp_path / "report.html")
+    assert line in capsys.readouterr().out
+    (tmp_path / "run" / "results.json").unlink()
+    assert "Sites put noise" in accuracy_rows(tmp_path / "run")[0]["state"], "also while the run goes on"
+
+
+def test_the_rule_for_the_number_of_held_out_images_is_that_of_the_mechanism():
+    off = points_off([count_deviation(2.0, 3)] * 3, 4, 300, 70.0)
+    assert off == pytest.approx(420 * math.sqrt(3 * 4) / 300, rel=0.01) and f"{off:.0f} points" in HOW_TO_MEASURE
+    page = (Path(__file__).parents[2] / "docs" / "deploy.md").read_text()
+    assert "420 sqrt(sites x classes) / (held-out images of all sites)" in page and f"{off:.0f} points" in page
 
 
 def test_who_declined_is_told_on_the_first_screen_and_to_the_operator(tmp_path):

@@ -5,12 +5,18 @@ import os
 from urllib.request import urlopen
 
 import pytest
+from local_sites import LocalPost
+from own_sites import NAMES, own_sites, plan_of, run_plan
+from typer.testing import CliRunner
 
+from rescene.cli.app import app
 from rescene.cli.progress import operator_page
 from rescene.config.site_sections import SitesSection
 from rescene.core.errors import RunError
+from rescene.core.run_state import working_in
 from rescene.deploy import operator, processes
 from rescene.deploy.federation_folder import FederationFolder
+from rescene.deploy.federation_folder import init as make_folder
 from rescene.deploy.operator import left_out_rows, site_answers, task_rows
 from rescene.deploy.plan_file import Held
 
@@ -56,6 +62,15 @@ def test_a_link_that_is_busy_or_a_run_that_has_told_nothing_leaves_things_unknow
     assert [site["state"] for site in sites] == ["unknown", "unknown"] and sites[0]["last_answer"] is None
 
 
+def test_a_run_that_waits_for_its_first_sites_says_so_before_it_has_a_status(federation):
+    folder = run_folder(federation, "a", asked="2026-11-15T09:00:00+00:00", waiting_for=["site 1"])
+    (folder / "status.json").unlink()
+    with working_in(folder):
+        assert operator.progress(folder, federation.sites) == "starting; waiting for site south"
+        assert operator.run_folders(federation) == [folder] and operator.newest_run(federation) == folder
+        assert site_answers([folder], federation.sites)["south"].startswith("waited for since 2026-11-15 09:00 UTC")
+
+
 @pytest.mark.parametrize("content", ["5", "[1]", '{"done": ', '{"done": "x", "waiting_for": 3, "heard": 4}'])
 def test_a_file_that_holds_something_else_is_as_good_as_none(federation, content):
     """A disk may damage a file, or a person may edit it: the operator still sees the rest."""
@@ -81,3 +96,45 @@ def test_the_newest_run_is_the_one_that_is_served(federation, capsys):
         address = capsys.readouterr().out.split()[-1]
         page = urlopen(address, timeout=300).read().decode()
     assert "Sites of clinic" in page and "south" in page and 'http-equiv="refresh"' in page
+
+
+def test_a_task_that_was_learned_without_a_site_is_named(federation):
+    """A site that failed in one round and sent in another took part; a site whose numbers are in no sum did not."""
+    folder, sites = run_folder(federation, "a"), ["graz", "lyon", "turin"]
+    told = [
+        (0, 0, 1, "site lyon did not answer client_round in time"),  # it sent in round 2
+        (1, 0, 0, "site graz is not there for sum_up"),
+        (1, 0, 1, "site lyon did not answer sum-mask in time"),
+        (1, 0, 2, "site turin did not answer sum-reveal in time"),  # its masked numbers had come
+    ]
+    events = [
+        {"level": "error", "code": "E348", "task": task, "round": r, "client": k, "message": words}
+        for task, r, k, words in told
+    ]
+    sent = [(0, 0, [9, 0, 9]), (0, 1, [9, 9, 9]), (1, 0, [0, 9, 9])]
+    rounds = [
+        {"kind": "round", "task": task, "round": r, "sites": {str(k): [up, 9] for k, up in enumerate(ups)}}
+        for task, r, ups in sent
+    ]
+    for name, rows in (("events", events), ("metrics", rounds)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [f"task 2 was learned without site {name}" for name in ("graz", "lyon")]
+    assert operator.missed(folder, sites) == words
+
+
+def test_the_last_lines_of_a_run_say_which_task_was_learned_without_whom(tmp_path, monkeypatch):
+    folders, away = own_sites(tmp_path), LocalPost([])
+    make_folder(tmp_path / "clinic", ["graz", "lyon", "turin"], "127.0.0.1", 9000)
+    plans = [plan_of((NAMES[:2], 1)), plan_of((NAMES[:2], 1), (NAMES[2:], 1))]
+
+    def across(federation, resolved, place, *rest, **more):
+        settings = ["method=fedavg", "federation.per_round=3"]
+        run_plan(plans[0], place, folders, settings)
+        away.sites = {node: site for node, site in LocalPost(folders).sites.items() if node != 1000}
+        return run_plan(plans[1], place, folders, settings, away)
+
+    monkeypatch.setattr(operator, "run", across)
+    run = ["deploy", "run", str(tmp_path / "clinic"), "smoke", "--out", str(tmp_path / "run")]
+    found = CliRunner().invoke(app, run)
+    assert found.exit_code == 0, found.output
+    assert found.stdout.splitlines()[-1] == "task 2 was learned without site graz"

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from rescene.engine.evaluate import Tally, noised
+from rescene.data import Task
+from rescene.engine.evaluate import Tally, noised, summed
 from rescene.privacy.accounting import check_grid
 from rescene.privacy.noise import Noise
 
@@ -46,6 +47,23 @@ def test_counts_stay_possible():
     found = noised(tally_of(3, 1000), 5.0, Noise(torch.Generator().manual_seed(1)))
     assert (found.num >= 0).all() and (found.right >= 0).all()
     assert (found.right <= found.num).all() and (found.right_within <= found.num).all()
+
+
+def test_accuracy_within_a_task_lies_between_that_among_all_classes_and_100():
+    """Two counts with noise of their own are no two counts that can be; the accuracies made of them are."""
+    none = torch.zeros(0, dtype=torch.int64)
+    tasks = [Task(0, (0, 1), 2, None, none, none), Task(1, (2, 3), 4, None, none, none)]
+
+    def found(right, within, seen):
+        half = [torch.tensor(counts) for counts in ([10] * 2 * seen, right, within)]
+        return summed([Tally(*half), Tally(*half)], tasks[:seen])
+
+    low = found([7, 7, 2, 2], [6, 5, 11, 12], 2)
+    assert low.per_task == [70.0, 20.0] and low.within_task == [70.0, 100.0] and low.overall == 45.0
+    assert found([7, 7, 2, 2], [8, 8, 5, 4], 2).within_task == [80.0, 45.0], "what can be stays as it is"
+    for within in ([6, 5], [9, 9]):
+        only = found([7, 7], within, 1)
+        assert only.within_task == only.per_task == [70.0], "one task: there is nothing to choose between"
 
 
 def test_the_grid_is_fine_enough_for_the_accountant(monkeypatch):

@@ -242,7 +242,7 @@ def run(
     from rescene.cli.running import print_summary
     from rescene.config import resolve
     from rescene.deploy.exchange import Patience
-    from rescene.deploy.operator import declined, leave_sums, watch_sites, without_left
+    from rescene.deploy.operator import declined, leave_sums, missed, watch_sites, without_left
     from rescene.deploy.operator import run as run_across
     from rescene.report import write_report
 
@@ -264,6 +264,8 @@ def run(
         print_summary([Result(place, results)], write_report([place], place / "report.html"))
         for words in declined(place, federation.sites):
             print(f"left out: {words}", file=sys.stderr)
+        for words in missed(place, federation.sites):
+            print(words)
         if serve and console().is_terminal:
             with page():
                 stay_open()

@@ -25,7 +25,8 @@ from rescene.core.documents import parse_yaml
 from rescene.core.errors import ConfigError, ResceneError, command, for_people
 from rescene.core.json_files import Row
 from rescene.core.method_style import style_of
-from rescene.core.results import Leakage
+from rescene.core.noised_accuracy import noise_line
+from rescene.core.results import Leakage, read_events
 from rescene.data import LazySplit
 from rescene.engine import Experiment, pick_device, prepare_sizes
 from rescene.engine.cost_ledger import nominal_cost
@@ -148,6 +149,8 @@ def print_summary(
     # a run that is older than the titles of methods has their names only
     titles = names or [str(result.record.style.get("title") or result.record.method) for result in results]
     for result, name, setting in zip(results, titles, settings or [{} for _ in results], strict=True):
+        if noised := noise_line(read_events(result.folder, []), result.record):
+            statements.append(f"{name}: {noised}")
         statements.append(f"{name}: {result.record.privacy.statement}")
         if unknown := result.record.not_measured.get("accuracy"):
             statements.append(f"{name}: accuracy {unknown}")

@@ -14,7 +14,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,11 @@ from rescene.config import Resolved
 from rescene.config.site_sections import SitesSection
 from rescene.core.documents import read_yaml
 from rescene.core.errors import DECLINED, ConfigError, ResceneError, RunError, command, error_in
-from rescene.core.json_files import Row
-from rescene.core.results import EventRecord, read_events, read_status, read_waiting
+from rescene.core.json_files import Row, json_object
+from rescene.core.noised_accuracy import noise_line
+from rescene.core.results import EventRecord, read_events, read_metrics, read_status, read_waiting, results_of_row
 from rescene.core.run_state import is_done, read_object, state_of
-from rescene.deploy.exchange import Patience
+from rescene.deploy.exchange import SUM_STEPS, Patience
 from rescene.deploy.federation_folder import FederationFolder, require_flower
 from rescene.deploy.plan_file import Held, accuracy_warning, read_plan, with_plan
 from rescene.deploy.processes import LINK, flwr, nodes, registered, running, runs, toml_string
@@ -43,6 +44,8 @@ COMPLETED, LOST = "finished:completed", "lost with the server"
 LASTING = ("E377",)  # all sites decline: somebody must change a floor
 PASSING = ("E410", "E422")  # a disk may get room again, and the process of the run before ends in a while
 RETURN_S = 600.0  # for a server that ended to be started again
+TOLD = ("status.json", "waiting.json")  # what a run tells of itself; the first comes with its first step
+NOT_SUMMED = (*SUM_STEPS[:3], "is left out of the sum")  # in words of an event: the site's numbers are in no secure sum
 MOST_LEFT_OUT = 20  # uploads left out, the newest
 
 
@@ -262,13 +265,12 @@ def _again(federation: FederationFolder) -> str:
 
 def progress(out: Path, sites: Sequence[str] = ()) -> str:
     """One line: how far the run is and whom it waits for; ``sites`` are their names."""
-    status = read_status(out)
-    if status.steps is None:
-        return "starting"
-    aa = "" if status.aa is None else f", AA {status.aa:.1f}"
+    status, state = read_status(out), state_of(out)
     late = with_site_names(", ".join(read_waiting(out).waiting_for), sites)
-    state = state_of(out)
-    wait = f"; waiting for {late}" if late and state == "running" else ""
+    wait = f"; waiting for {late}{_until(out)}" if late and state == "running" else ""
+    if status.steps is None:
+        return f"starting{wait}"
+    aa = "" if status.aa is None else f", AA {status.aa:.1f}"
     return f"{state}: {status.done} of {status.steps} steps{aa}{wait}"
 
 
@@ -282,19 +284,30 @@ def status_rows(federation: FederationFolder) -> list[dict[str, Any]]:
     for name in federation.sites:
         state = "left" if name in federation.left else listed.get(known.get(name, ""), "unknown")
         rows.append({"what": "site", "name": name, "state": f"{state}; {answers[name]}" if name in answers else state})
-    rows += [{"what": "run", "name": folder.name, "state": progress(folder, federation.sites)} for folder in folders]
+    for folder in folders:
+        rows.append({"what": "run", "name": folder.name, "state": progress(folder, federation.sites)})
+        rows += accuracy_rows(folder)
     return rows + task_rows(read_plan(federation.plan), federation.plan_run) + left_out_rows(folders, federation.sites)
 
 
+def accuracy_rows(run: Path) -> list[Row]:
+    """How far noise on the sites' counts moves the accuracy; no row where there is none."""
+    line = noise_line(read_events(run, []), results_of_row(json_object(run / "results.json", []), []))
+    return [{"what": "accuracy", "name": run.name, "state": line}] if line else []
+
+
 def run_folders(federation: FederationFolder) -> list[Path]:
-    """The run folders on the server, by name."""
-    return [path.parent for path in sorted((federation.server / "runs").glob("*/status.json"))]
+    """The run folders on the server, by name; one that waits for its first sites has no status yet."""
+    return sorted({path.parent for name in TOLD for path in (federation.server / "runs").glob(f"*/{name}")})
 
 
 def newest_run(federation: FederationFolder) -> Path | None:
     """The run folder that was touched last."""
-    touched = {folder: (folder / "status.json").stat().st_mtime for folder in run_folders(federation)}
-    return max(touched, key=lambda folder: touched[folder], default=None)
+
+    def touched(folder: Path) -> float:
+        return max((folder / name).stat().st_mtime for name in TOLD if (folder / name).exists())
+
+    return max(run_folders(federation), key=touched, default=None)
 
 
 def site_answers(runs: list[Path], sites: list[str], now: datetime | None = None) -> dict[str, str]:
@@ -307,9 +320,17 @@ def site_answers(runs: list[Path], sites: list[str], now: datetime | None = None
         asked = datetime.fromisoformat(waiting.asked)
         minutes = int(((now or datetime.now(UTC)) - asked).total_seconds() // 60)
         found |= dict.fromkeys(_names(waiting.answered, sites), "answered")
-        words = f"waited for since {asked:%Y-%m-%d %H:%M} UTC ({minutes} min)"
+        words = f"waited for since {asked:%Y-%m-%d %H:%M} UTC ({minutes} min){_until(run)}"
         found |= dict.fromkeys(_names(waiting.waiting_for, sites), words)
     return found
+
+
+def _until(run: Path) -> str:
+    """Until when the run waits at most, to the full minute; empty where its waiting.json does not say."""
+    with contextlib.suppress(OSError, ValueError):
+        end = datetime.fromisoformat(str(read_object(run / "waiting.json").get("until")))
+        return f", until {end + timedelta(seconds=59):%Y-%m-%d %H:%M} UTC at the latest"
+    return ""
 
 
 def task_rows(plan: SitesSection | None, run: Path) -> list[Row]:
@@ -346,6 +367,21 @@ def declined(run: Path, sites: Sequence[str]) -> list[str]:
         if event.code == DECLINED and event.client is not None and event.client < len(sites)
     ]
     return list(dict.fromkeys(found))
+
+
+def missed(run: Path, sites: Sequence[str]) -> list[str]:
+    """Which task was learned without which site: the site failed in it, and sent nothing that counts in any of its rounds."""
+    failed = [event for event in read_events(run, []) if event.level == "error" and event.client is not None]
+    unsummed = {(e.task, e.round, str(e.client)) for e in failed if any(words in e.message for words in NOT_SUMMED)}
+    sent = {
+        (row.task, client)
+        for row in read_metrics(run, [])[0]
+        for client, traffic in row.sites.items()
+        if any(traffic[:1]) and (row.task, row.round, client) not in unsummed
+    }
+    absent = {(e.task or 0, e.client or 0) for e in failed if (e.task, str(e.client)) not in sent}
+    told = [f"task {task + 1} was learned without site {client}" for task, client in sorted(absent)]
+    return [with_site_names(words, sites) for words in told]
 
 
 def _names(told: Sequence[str], sites: list[str]) -> list[str]:

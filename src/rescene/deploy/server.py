@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -117,7 +117,7 @@ class PostTransport:
         self._away: set[int] = set()  # clients that cannot take part until mended and the run is started again
         self.waiting: Callable[[dict[str, Any]], None] = lambda facts: None  # told whenever somebody has answered
         self._told: dict[str, Any] = {}
-        self._asked = ""  # when the letters of the exchange under way were sent
+        self._asked = self._until = ""  # when the exchange under way, or the wait for sites, began, and when it ends
         self._heard: dict[int, str] = {}  # when each node last answered
         self.fingerprint = ""  # of the images that all sites split between them
         self.lens = hash_of((json.loads(recipe).get("model") or {}).get("lens"))  # of the lens that all look through
@@ -186,12 +186,19 @@ class PostTransport:
         return self.journal.token(self._run, call.task.index, call.round, call.verb, call.rng.path, "sum")
 
     def _gather(self, clients: Sequence[int]) -> None:
-        """Find out which node is which client. The first time we wait for all that are asked and can come; later for nobody."""
-        end = time.monotonic() + (0 if self._nodes else self._patience.gather_s)
+        """Find out which node is which client. The first time we wait for all that are asked and can come; later for nobody.
+
+        We tell for whom we wait, and until when: ``gather_s`` and never longer than ``deadline_s``.
+        """
+        seconds = 0.0 if self._nodes else min(self._patience.gather_s, self._patience.deadline_s)
+        asked, until, end = _now(), _now(seconds), time.monotonic() + seconds
         self._greet()
-        while set(clients) - self._nodes.keys() - self._away and time.monotonic() < end:
+        while (absent := set(clients) - self._nodes.keys() - self._away) and time.monotonic() < end:
+            self._asked, self._until = asked, until
+            self._tell(self._nodes.values(), (), absent)
             time.sleep(self._patience.poll_s)
             self._greet()
+        self._tell((), ())
 
     def _greet(self) -> None:
         """Ask new nodes who they are; one with other images, or a number that is taken, is left out of this run."""
@@ -345,13 +352,15 @@ class PostTransport:
         A site that restarts forgets the letter it had, and nobody is told. Sending again is harmless: sites keep their answer.
         For a site that went away we wait only as long as fewer than ``needed`` have answered.
         """
+        if not letters:
+            return {}, {}
         patience, now = self._patience, time.monotonic()
         end, again_at = now + patience.deadline_s, now + patience.deadline_s / patience.attempts
         replies: dict[int, Reply] = {}
         refused: dict[int, RunError] = {}
         tries, lost = dict.fromkeys(letters, 1), set[int]()
-        waiting = self._post.push(letters) if letters else {}
-        self._asked = _now()
+        waiting = self._post.push(letters)
+        self._asked, self._until = _now(), _now(patience.deadline_s)
         while (waiting or (lost and len(replies) < needed)) and time.monotonic() < end:
             self._tell(replies, lost | set(waiting.values()))
             lost |= self._take(replies, refused, waiting, asked)
@@ -404,9 +413,11 @@ class PostTransport:
             del waiting[number]
         return lost
 
-    def _tell(self, replies: dict[int, Reply], waiting: set[int]) -> None:
-        facts: dict[str, Any] = {"asked": self._asked}
-        facts |= {"answered": sorted(map(self._name, replies)), "waiting_for": sorted(map(self._name, waiting))}
+    def _tell(self, answered: Iterable[int], waiting: Iterable[int], absent: Iterable[int] = ()) -> None:
+        """Nodes that have answered, nodes we wait for, and clients whose node is not there yet."""
+        late = [*map(self._name, waiting), *(f"site {client}" for client in absent)]
+        facts: dict[str, Any] = {"asked": self._asked, "until": self._until}
+        facts |= {"answered": sorted(map(self._name, answered)), "waiting_for": sorted(late)}
         facts["heard"] = {self._name(node): at for node, at in self._heard.items()}
         if facts != self._told:
             self._told = facts
@@ -426,5 +437,6 @@ def _numbers(clients: Sequence[int]) -> str:
     return f"0 to {len(clients) - 1}" if isinstance(clients, range) else ", ".join(map(str, clients))
 
 
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
+def _now(later_s: float = 0.0) -> str:
+    """The time now, or so many seconds (at most 30 years) later."""
+    return (datetime.now(UTC) + timedelta(seconds=min(later_s, 1e9))).isoformat(timespec="seconds")

@@ -128,16 +128,25 @@ def noised(found: Tally, sigma: float, noise: Noise) -> Tally:
 
 
 def summed(tallies: Sequence[Tally], tasks: Sequence[Task]) -> Evaluation:
-    """The evaluation of all hold-outs together; NaN where nobody has an image. Who is mistaken for whom stays unknown."""
+    """The evaluation of all hold-outs together; NaN where nobody has an image. Who is mistaken for whom stays unknown.
+
+    Noise on the counts can make the right answers within a task fewer than those among all classes, or more than the
+    images. They are brought between the two here; for a task that has all classes they are equal. This looks at noised
+    numbers alone, so it costs no privacy. Counts without noise stay as they are.
+    """
     zero = torch.zeros(tasks[-1].num_seen, dtype=torch.int64)
     num, right, within = (
         sum((getattr(one, name) for one in tallies), start=zero) for name in ("num", "right", "right_within")
     )
     own = [torch.tensor(task.classes) for task in tasks]
     sizes = torch.stack([num[classes].sum() for classes in own])
-    per_task, inside = (_percents(torch.stack([part[c].sum() for c in own]), sizes) for part in (right, within))
+    among_all, inside = (torch.stack([part[classes].sum() for classes in own]) for part in (right, within))
+    whole = torch.tensor([len(classes) == len(num) for classes in own])
+    inside = torch.where(whole, among_all, inside.clamp(among_all, sizes))
     (overall,) = _percents(right.sum()[None], num.sum()[None])
-    return Evaluation(per_task, inside, overall, [], sizes.tolist(), _percents(right, num))
+    return Evaluation(
+        _percents(among_all, sizes), _percents(inside, sizes), overall, [], sizes.tolist(), _percents(right, num)
+    )
 
 
 def _percents(right: Tensor, num: Tensor) -> list[float]:

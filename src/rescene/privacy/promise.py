@@ -16,7 +16,8 @@ OUTSIDE = "Not covered: settings and clips that were chosen by looking at privat
 NO_COUNTS = "behind a guarantee sites answer no evaluation, because exact counts would tell of single images"
 HOW_TO_MEASURE = (
     "name test images of the server before the first run (`test: FOLDER` in plan.yaml, one folder per class), "
-    "or let each site put noise on its counts (`privacy: {epsilon_max: 8, evaluation_sigma: 2}` in site.yaml)"
+    "or let each site put noise on its counts (`privacy: {epsilon_max: 8, evaluation_sigma: 2}` in site.yaml): "
+    "with 3 sites, 4 classes and 300 held-out images in all the accuracy is then off by about 5 points, with half the images by 10"
 )
 
 

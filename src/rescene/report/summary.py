@@ -17,6 +17,7 @@ import numpy as np
 
 from rescene import __version__
 from rescene.core.errors import DECLINED, RunError, command
+from rescene.core.noised_accuracy import noise_line
 from rescene.core.results import Privacy
 from rescene.report.formatting import (
     bytes_text,
@@ -35,7 +36,6 @@ from rescene.report.tables import TableCell, TableEntry, TableGrid, render
 
 _SURE = 3.0  # standard errors above guessing, from which on an accuracy is better than that
 _FLATTER = ("W217", "W561")
-_NOISED = "W374"  # a site put noise on the counts of its test images
 _UNSURE_POINTS = 5.0  # the same in points, where the number of test images is not known
 
 
@@ -77,25 +77,8 @@ def unmeasured(run: RunRecord) -> tuple[str, ...]:
 def flattered(run: RunRecord) -> tuple[str, ...]:
     """What the run warned of that makes its accuracy look better than it is: test images that were (nearly) trained on."""
     told = dict.fromkeys(plain(row.message, 800) for row in run.events if row.code in _FLATTER)
-    noised = _noise(run)
+    noised = noise_line(run.events, run.results)
     return (*(f"{words[0].upper()}{words[1:]}." for words in told), *([noised] if noised else []))
-
-
-def _noise(run: RunRecord) -> str:
-    """How far the noise that sites put on their counts moves the accuracy; empty where there is none."""
-    found = {row.client: _last_number(row.message) for row in run.events if row.code == _NOISED}
-    words = "Sites put noise on the counts behind every accuracy of this run"
-    tested, accuracy = _num_tested(run), (run.results.aa or 0.0) / 100
-    if not found or not tested:
-        return f"{words}." if found else ""
-    counts = sum(len(task.classes) for task in run.tasks) * sum(deviation**2 for deviation in found.values())
-    points = 100 * math.sqrt(counts * (1 + accuracy**2)) / tested  # right answers and images are both noised
-    return f"{words}: the one over all classes is off by about {points:.0f} points (one deviation), those of single classes by more."
-
-
-def _last_number(words: str) -> float:
-    last = words.rsplit(" ", 1)[-1]
-    return float(last) if last.replace(".", "", 1).isdigit() else 0.0
 
 
 def absent(run: RunRecord) -> tuple[str, ...]:
