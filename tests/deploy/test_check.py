@@ -15,7 +15,9 @@ from functools import partial
 
 import pytest
 import torch
+import yaml
 from local_sites import sites
+from own_sites import own_sites, plan_of
 from typer.testing import CliRunner
 
 from rescene.cli.app import app
@@ -23,6 +25,7 @@ from rescene.config import resolve
 from rescene.core.errors import DataError, RunError
 from rescene.deploy import checks
 from rescene.deploy.checks import check_site, data_rows, privacy_rows
+from rescene.deploy.plan_file import with_plan
 from rescene.deploy.site import Site
 from rescene.deploy.site_config import experiment_of
 from rescene.deploy.trial import NoPost, try_round
@@ -351,3 +354,22 @@ def test_a_site_with_its_own_images_sees_them_under_the_federations_names(tmp_pa
     folder = folder_site(tmp_path, image_folder, holds="own", labels=labels)
     found = try_round(Site.open(folder), resolve("smoke"))
     assert {pair["class"] for pair in found.pairs} == {"insect", "cat", "dog"} and found.num_bytes > 0
+
+
+@pytest.mark.parametrize("hold_out", [0.0, 0.2, 0.5])
+def test_the_check_describes_the_split_that_the_site_uses(tmp_path, hold_out):
+    floor = {"epsilon_max": 8, "evaluation_sigma": 2}
+    folder = own_sites(tmp_path, count=20, hold_out=hold_out, labels={"ant": "bee", "dog": None}, privacy=floor)[0]
+    section = yaml.safe_load((folder / "site.yaml").read_text())
+    section["data"]["image_size"] = 16
+    (folder / "site.yaml").write_text(yaml.safe_dump(section))
+    site, plan = Site.open(folder), plan_of((("bee", "cat"), 1))
+    recipe = with_plan(resolve("smoke", ["device=cpu"]), plan, 3, tmp_path / "none").recipe
+    used = experiment_of(site.section, recipe).dataset
+    rows = check_site(folder, recipe)
+    numbers = f"{len(used.train)} to learn from, {len(used.test)} to test with (hold_out {hold_out:g}"
+    assert of(rows, "images")["result"].startswith(numbers) and len(used.train) + len(used.test) == 60
+    assert of(rows, "classes")["result"].startswith(f"bee {int((used.train.labels == 0).sum())}, cat ")
+    accuracy = of(rows, "accuracy")["result"]
+    assert "holds out no image" in accuracy if hold_out == 0 else "measured on images held out here" in accuracy
+    assert "test images of every class" not in problems(rows)
