@@ -9,8 +9,6 @@ The way to the server is looked at before anything is sent: is it there, is it o
 
 from __future__ import annotations
 
-import base64
-import binascii
 import shlex
 import shutil
 import ssl
@@ -35,6 +33,7 @@ from rescene.core.errors import ConfigError, ResceneError, ResceneWarning, comma
 from rescene.data import Dataset, content_rows
 from rescene.data.inspection import TESTED
 from rescene.deploy.federation_folder import FederationFolder, broken_apps
+from rescene.deploy.node_key import key_fault
 from rescene.deploy.plan_file import read_plan
 from rescene.deploy.processes import check_port, running
 from rescene.deploy.site import Site
@@ -137,29 +136,12 @@ def secret_row(path: Path, needed: bool = True) -> CheckRow:
 
 def key_row(folder: Path) -> CheckRow:
     """node.key: secret, of the kind Flower takes, and the one whose other half the operator has."""
-    found, path = secret_row(folder / "node.key"), folder / "node.key"
+    found = secret_row(folder / "node.key")
     if found["problem"]:
         return found
-    lines = path.read_text(errors="replace").strip().splitlines()
-    try:
-        body = base64.b64decode("".join(lines[1:-1]), validate=True)
-    except (binascii.Error, ValueError):
-        body = b""
-    if b"openssh-key-v1\0\0\0\0\4none" not in body or b"ecdsa-sha2-nistp384" not in body:  # no passphrase, P-384
-        return row("node.key", found["result"], "it is no key that `rescene deploy init` wrote", "copy it again")
-    public = folder / "node.pub"
-    if public.is_file() and not _halves(body, public):
-        return row("node.key", found["result"], "node.pub is not its other half", "ask the operator which is right")
-    return row("node.key", found["result"] + (", belongs to node.pub" if public.is_file() else ""))
-
-
-def _halves(body: bytes, public: Path) -> bool:
-    """A private key in OpenSSH's format holds its public half as it stands in node.pub."""
-    try:
-        other = base64.b64decode(public.read_text().split()[1], validate=True)
-    except (OSError, IndexError, ValueError):
-        return False
-    return bool(other) and other in body
+    problem, fix = key_fault(folder)
+    paired = "" if problem or not (folder / "node.pub").is_file() else ", belongs to node.pub"
+    return row("node.key", found["result"] + paired, problem, fix)
 
 
 AHEAD_S, BEHIND_S = 4.0, 300.0  # Flower refuses a signature from 5 s in its future or 305 s in its past
