@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from rescene.cli.app import app
 from rescene.config import resolve
-from rescene.core.errors import DataError, RunError
+from rescene.core.errors import ConfigError, DataError, RunError
 from rescene.deploy import checks
 from rescene.deploy.checks import check_site, data_rows, privacy_rows
 from rescene.deploy.plan_file import with_plan
@@ -115,7 +115,10 @@ def test_a_fresh_server_is_well_and_each_fault_of_it_is_a_row(ours, made, monkey
         found = problems(check_server(ours))
     assert found["server.key"] == ("others can read it (mode 0644)", f"chmod 600 {ours.server / 'server.key'}")
     assert "node.pub is missing" in found["site north"][0] and "is not the server's" in found["site south"][0]
-    assert "Address already in use" in found["port"][0] and "another --port" in found["port"][1]
+    assert (
+        "Address already in use" in found["port"][0]
+        and "federation.yaml, server/nginx.conf and every site.yaml" in found["port"][1]
+    )
     assert "mode 0755" in found["folder"][0] and "before the day" in found["clock"][0]
 
 
@@ -286,6 +289,23 @@ def test_a_site_file_that_makes_no_sense_is_one_row(tmp_path):
     (tmp_path / "site.yaml").write_text("client: -1")
     rows = check_site(tmp_path)
     assert "E120" in of(rows, "site.yaml")["problem"] and len(rows) == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "why", "fix"),
+    [
+        ("{client: 0, holdout: 0.2}", "holdout: there is no such key", "did you mean hold_out?"),
+        ("{client: 0, data: {pth: x}}", "data.pth: there is no such key", "did you mean path?"),
+        ("{client: 0, zzz: 1}", "zzz: there is no such key", "the keys are client, server"),
+        ("{client: 0, hold_out: 2}", "hold_out: Input should be less than 1", "correct hold_out in site.yaml"),
+        ("{client: 0, holds: own}", "holds: own needs data", "docs/deploy.md"),
+    ],
+)
+def test_a_mistake_in_site_yaml_has_a_fix(tmp_path, text, why, fix):
+    (tmp_path / "site.yaml").write_text(text)
+    with pytest.raises(ConfigError, match="E120") as told:
+        Site.open(tmp_path)
+    assert told.value.why.startswith(why) and fix in told.value.fix and "type=" not in str(told.value)
 
 
 def test_a_trial_shows_what_would_leave_and_leaves_nothing(tmp_path, image_folder):

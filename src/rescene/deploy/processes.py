@@ -215,7 +215,7 @@ def check_port(host: str, port: int, patience_s: float = 5.0) -> None:
             raise ConfigError(
                 "E125",
                 f"cannot listen on {host}:{port}: {why}",
-                fix="rescene deploy stop FOLDER, if it is ours; else another --port",
+                fix="rescene deploy stop FOLDER, if it is ours; else a new port in federation.yaml, server/nginx.conf and every site.yaml",
             )
         time.sleep(0.2)
 

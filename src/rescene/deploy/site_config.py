@@ -9,12 +9,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from rescene.config import Recipe
 from rescene.config.schema import DataSection
 from rescene.config.site_sections import PlannedTask, SitesSection
-from rescene.core.errors import DataError, RunError
+from rescene.core.errors import ConfigError, DataError, RunError, did_you_mean
 from rescene.core.hyperparameters import Section
 from rescene.data import Dataset
 from rescene.data.derived_sets import adopt, check_labels
@@ -94,6 +94,22 @@ def own_images(section: SiteSection) -> tuple[Dataset, SitesSection]:
     names = [section.labels.get(name, name) for name in found.classes]
     task = PlannedTask(classes=tuple(dict.fromkeys(name for name in names if name)), rounds=1)
     return found, SitesSection(image_size=size, tasks=(task,))
+
+
+def bad_site_file(error: ValidationError, path: Path) -> ConfigError:
+    """E120: the first thing that is wrong in site.yaml, with the key that was meant or those that there are."""
+    first = error.errors()[0]
+    key, why = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+    fix = f"correct {key or 'it'} in site.yaml; docs/deploy.md shows one, and `rescene deploy init` writes one"
+    if first["type"] == "extra_forbidden":
+        parents = {"data": SiteData, "privacy": Floor}
+        section = parents.get(str(first["loc"][0]), SiteSection) if len(first["loc"]) > 1 else SiteSection
+        known = list(section.model_fields)
+        close = did_you_mean(str(first["loc"][-1]), known)
+        why, fix = "there is no such key", f"did you mean {close}?" if close else f"the keys are {', '.join(known)}"
+    return ConfigError(
+        "E120", "site.yaml makes no sense", where=str(path), why=f"{key}: {why}".removeprefix(": "), fix=fix
+    )
 
 
 def lens_of(section: SiteSection, name: str | None) -> str | None:
