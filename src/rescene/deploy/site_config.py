@@ -102,7 +102,7 @@ def bad_site_file(error: ValidationError, path: Path) -> ConfigError:
     key, why = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
     fix = f"correct {key or 'it'} in site.yaml; docs/deploy.md shows one, and `rescene deploy init` writes one"
     if first["type"] == "extra_forbidden":
-        parents = {"data": SiteData, "privacy": Floor}
+        parents: dict[str, type[Section]] = {"data": SiteData, "privacy": Floor}
         section = parents.get(str(first["loc"][0]), SiteSection) if len(first["loc"]) > 1 else SiteSection
         known = list(section.model_fields)
         close = did_you_mean(str(first["loc"][-1]), known)
