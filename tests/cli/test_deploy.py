@@ -48,6 +48,19 @@ def test_init_leads_to_the_recipe_for_images_of_ones_own(tmp_path):
     assert section.holds == "own" and section.data.path == str(tmp_path / "photos" / "north")
 
 
+def test_a_name_in_capitals_has_a_fix_and_finds_its_images(tmp_path):
+    pytest.importorskip("flwr", reason="Flower is not installed: pip install 'rescene[deploy]'")
+    for site in ("Leeds", "Porto", "PORTO"):
+        (tmp_path / "works" / site / "ant").mkdir(parents=True)
+    words = ("init", tmp_path / "clinic", "--data", tmp_path / "works", "--sites")
+    code, output = say(*words, "Leeds")
+    assert code == 2 and "E124" in output and "fix    leeds" in output
+    code, output = say(*words, "leeds,porto")
+    assert code == 2 and "E560" in output  # two folders could be meant
+    assert say(*words, "leeds")[0] == 0
+    assert Site.open(tmp_path / "clinic" / "sites" / "leeds").section.data.path == str(tmp_path / "works" / "Leeds")
+
+
 @pytest.mark.parametrize("words", [["server"], ["status"], ["stop"], ["run"]])
 def test_a_folder_that_is_no_federation_is_told(tmp_path, words):
     code, output = say(*words, tmp_path, *(["smoke"] if words == ["run"] else []))

@@ -15,14 +15,17 @@ from functools import partial
 
 import pytest
 import torch
+import yaml
 from local_sites import sites
+from own_sites import own_sites, plan_of
 from typer.testing import CliRunner
 
 from rescene.cli.app import app
 from rescene.config import resolve
-from rescene.core.errors import DataError, RunError
+from rescene.core.errors import ConfigError, DataError, RunError
 from rescene.deploy import checks
 from rescene.deploy.checks import check_site, data_rows, privacy_rows
+from rescene.deploy.plan_file import with_plan
 from rescene.deploy.site import Site
 from rescene.deploy.site_config import experiment_of
 from rescene.deploy.trial import NoPost, try_round
@@ -112,7 +115,10 @@ def test_a_fresh_server_is_well_and_each_fault_of_it_is_a_row(ours, made, monkey
         found = problems(check_server(ours))
     assert found["server.key"] == ("others can read it (mode 0644)", f"chmod 600 {ours.server / 'server.key'}")
     assert "node.pub is missing" in found["site north"][0] and "is not the server's" in found["site south"][0]
-    assert "Address already in use" in found["port"][0] and "another --port" in found["port"][1]
+    assert (
+        "Address already in use" in found["port"][0]
+        and "federation.yaml, server/nginx.conf and every site.yaml" in found["port"][1]
+    )
     assert "mode 0755" in found["folder"][0] and "before the day" in found["clock"][0]
 
 
@@ -285,6 +291,23 @@ def test_a_site_file_that_makes_no_sense_is_one_row(tmp_path):
     assert "E120" in of(rows, "site.yaml")["problem"] and len(rows) == 7
 
 
+@pytest.mark.parametrize(
+    ("text", "why", "fix"),
+    [
+        ("{client: 0, holdout: 0.2}", "holdout: there is no such key", "did you mean hold_out?"),
+        ("{client: 0, data: {pth: x}}", "data.pth: there is no such key", "did you mean path?"),
+        ("{client: 0, zzz: 1}", "zzz: there is no such key", "the keys are client, server"),
+        ("{client: 0, hold_out: 2}", "hold_out: Input should be less than 1", "correct hold_out in site.yaml"),
+        ("{client: 0, holds: own}", "holds: own needs data", "docs/deploy.md"),
+    ],
+)
+def test_a_mistake_in_site_yaml_has_a_fix(tmp_path, text, why, fix):
+    (tmp_path / "site.yaml").write_text(text)
+    with pytest.raises(ConfigError, match="E120") as told:
+        Site.open(tmp_path)
+    assert told.value.why.startswith(why) and fix in told.value.fix and "type=" not in str(told.value)
+
+
 def test_a_trial_shows_what_would_leave_and_leaves_nothing(tmp_path, image_folder):
     folder = folder_site(tmp_path, image_folder)
     code, output = say(folder, "--recipe", "smoke", "--steps", "1", "--json")
@@ -351,3 +374,22 @@ def test_a_site_with_its_own_images_sees_them_under_the_federations_names(tmp_pa
     folder = folder_site(tmp_path, image_folder, holds="own", labels=labels)
     found = try_round(Site.open(folder), resolve("smoke"))
     assert {pair["class"] for pair in found.pairs} == {"insect", "cat", "dog"} and found.num_bytes > 0
+
+
+@pytest.mark.parametrize("hold_out", [0.0, 0.2, 0.5])
+def test_the_check_describes_the_split_that_the_site_uses(tmp_path, hold_out):
+    floor = {"epsilon_max": 8, "evaluation_sigma": 2}
+    folder = own_sites(tmp_path, count=20, hold_out=hold_out, labels={"ant": "bee", "dog": None}, privacy=floor)[0]
+    section = yaml.safe_load((folder / "site.yaml").read_text())
+    section["data"]["image_size"] = 16
+    (folder / "site.yaml").write_text(yaml.safe_dump(section))
+    site, plan = Site.open(folder), plan_of((("bee", "cat"), 1))
+    recipe = with_plan(resolve("smoke", ["device=cpu"]), plan, 3, tmp_path / "none").recipe
+    used = experiment_of(site.section, recipe).dataset
+    rows = check_site(folder, recipe)
+    numbers = f"{len(used.train)} to learn from, {len(used.test)} to test with (hold_out {hold_out:g}"
+    assert of(rows, "images")["result"].startswith(numbers) and len(used.train) + len(used.test) == 60
+    assert of(rows, "classes")["result"].startswith(f"bee {int((used.train.labels == 0).sum())}, cat ")
+    accuracy = of(rows, "accuracy")["result"]
+    assert "holds out no image" in accuracy if hold_out == 0 else "measured on images held out here" in accuracy
+    assert "test images of every class" not in problems(rows)

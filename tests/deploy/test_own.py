@@ -249,6 +249,13 @@ def test_without_any_hold_out_accuracy_is_unknown_and_not_zero(tmp_path):
     assert again["accuracy_matrix"] == [[None, None], [None, None]]
 
 
+def test_a_mistake_in_the_recipe_is_no_fault_of_the_plan(tmp_path):
+    resolved = resolve("own", ["model.lens=waves", "privacy.mechanism=none"])
+    with pytest.raises(ConfigError, match="E104") as told:
+        with_plan(resolved, plan_of((FIRST, 1)), 3, tmp_path / "none")
+    assert "recipe" in told.value.what and "in the recipe" in told.value.fix and told.value.why
+
+
 def test_tasks_open_and_close_in_order(tmp_path):
     path, folder = tmp_path / "plan.yaml", tmp_path / "run"
     with pytest.raises(ConfigError, match="no class is named"):

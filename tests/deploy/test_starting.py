@@ -8,6 +8,9 @@ from typer.testing import CliRunner
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'rescene[deploy]'")
 
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
 from rescene.cli.app import app
 from rescene.core.errors import RunError
 from rescene.deploy import processes
@@ -74,6 +77,19 @@ def test_half_a_site_is_ended_and_a_whole_one_started(federation, monkeypatch, t
     started = processes.start_site(folder)
     assert not alive(node) and [one.name for one in started] == ["node", "executor"]
     assert {one.pid for one in running(folder)} == {one.pid for one in started}
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"), [("OpenSSH", "node.pub is not its other half"), ("PKCS8", "it is no key that")]
+)
+def test_a_wrong_key_is_found_before_a_node_is_started(federation, kind, why):
+    """The server would refuse it, or Flower would, in words that help nobody."""
+    folder = federation.site("north")
+    other = ec.generate_private_key(ec.SECP384R1())
+    form = getattr(PrivateFormat, kind)
+    (folder / "node.key").write_bytes(other.private_bytes(Encoding.PEM, form, NoEncryption()))
+    code, output = say("site", folder)
+    assert code == 2 and "E514" in output and why in output and not (folder / "logs").exists()
 
 
 def test_a_process_that_cannot_be_written_down_is_not_left_behind(tmp_path):

@@ -113,7 +113,7 @@ def resolve(recipe: str | Path, overrides: Iterable[str] | Mapping[str, Any] = (
     try:
         made = Recipe.model_validate(_nest(values))
     except ValidationError as error:
-        raise _explain(error, origins, _symbols(str(name))) from None
+        raise explain(error, origins, _symbols(str(name))) from None
     name = Path(str(recipe)).stem if _is_file(str(recipe)) else str(recipe)
     return with_sites_of_data(Resolved(name, made, origins))
 
@@ -287,14 +287,14 @@ def _symbols(method: str) -> dict[str, str]:
     return {prefix + row["name"]: row["symbol"] for prefix, table in tables for row in table if row["symbol"] != "-"}
 
 
-def _explain(
+def explain(
     error: ValidationError, origins: Mapping[str, str], symbols: Mapping[str, str], prefix: str = ""
 ) -> ConfigError:
     """The first validation error, in our words: key, symbol, value, what is allowed."""
     first = error.errors()[0]
     inner = first.get("ctx", {}).get("error")
     if isinstance(inner, ValidationError):  # the method's own record refused a hyperparameter
-        return _explain(inner, origins, symbols, "method.")
+        return explain(inner, origins, symbols, "method.")
     key = prefix + ".".join(str(part) for part in first["loc"])
     message = first["msg"].removeprefix("Value error, ")
     if not first["loc"]:

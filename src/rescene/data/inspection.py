@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
+TESTED = "test images of every class"  # a row of content_rows
 _TINY_CLASS = 10  # images; below it condensation and a hold-out have little to work with
 _NEAR = 0.999  # correlation of two thumbnails above which pictures are nearly the same
 _THUMBNAIL = 16
@@ -194,7 +195,7 @@ def content_rows(dataset: Dataset) -> list[Row]:
             _listed(small, "tiny classes"),
             "add images or merge classes",
         ),
-        _row("test images of every class", _listed(untested, "classes without test image"), "add test images"),
+        _row(TESTED, _listed(untested, "classes without test image"), "add test images"),
         _row("no repeated training image", _count(repeats[0], "repeat another training image"), "remove the copies"),
         _row("no repeated test image", _count(repeats[1], "repeat another test image"), "remove the copies"),
         _row("no test image in training", _count(leaked, "of the test split are also training images"), "remove them"),

@@ -9,8 +9,6 @@ The way to the server is looked at before anything is sent: is it there, is it o
 
 from __future__ import annotations
 
-import base64
-import binascii
 import shlex
 import shutil
 import ssl
@@ -33,11 +31,13 @@ import torch
 from rescene.config import Recipe
 from rescene.core.errors import ConfigError, ResceneError, ResceneWarning, command
 from rescene.data import Dataset, content_rows
+from rescene.data.inspection import TESTED
 from rescene.deploy.federation_folder import FederationFolder, broken_apps
+from rescene.deploy.node_key import key_fault
 from rescene.deploy.plan_file import read_plan
 from rescene.deploy.processes import check_port, running
 from rescene.deploy.site import Site
-from rescene.deploy.site_config import ledger_of
+from rescene.deploy.site_config import SiteSection, held_by, ledger_of, own_images
 from rescene.engine.experiment import load_data, pick_device
 from rescene.lens import open_lens
 from rescene.methods import method_class
@@ -136,29 +136,12 @@ def secret_row(path: Path, needed: bool = True) -> CheckRow:
 
 def key_row(folder: Path) -> CheckRow:
     """node.key: secret, of the kind Flower takes, and the one whose other half the operator has."""
-    found, path = secret_row(folder / "node.key"), folder / "node.key"
+    found = secret_row(folder / "node.key")
     if found["problem"]:
         return found
-    lines = path.read_text(errors="replace").strip().splitlines()
-    try:
-        body = base64.b64decode("".join(lines[1:-1]), validate=True)
-    except (binascii.Error, ValueError):
-        body = b""
-    if b"openssh-key-v1\0\0\0\0\4none" not in body or b"ecdsa-sha2-nistp384" not in body:  # no passphrase, P-384
-        return row("node.key", found["result"], "it is no key that `rescene deploy init` wrote", "copy it again")
-    public = folder / "node.pub"
-    if public.is_file() and not _halves(body, public):
-        return row("node.key", found["result"], "node.pub is not its other half", "ask the operator which is right")
-    return row("node.key", found["result"] + (", belongs to node.pub" if public.is_file() else ""))
-
-
-def _halves(body: bytes, public: Path) -> bool:
-    """A private key in OpenSSH's format holds its public half as it stands in node.pub."""
-    try:
-        other = base64.b64decode(public.read_text().split()[1], validate=True)
-    except (OSError, IndexError, ValueError):
-        return False
-    return bool(other) and other in body
+    problem, fix = key_fault(folder)
+    paired = "" if problem or not (folder / "node.pub").is_file() else ", belongs to node.pub"
+    return row("node.key", found["result"] + paired, problem, fix)
 
 
 AHEAD_S, BEHIND_S = 4.0, 300.0  # Flower refuses a signature from 5 s in its future or 305 s in its past
@@ -371,17 +354,17 @@ def check_site(folder: Path, recipe: Recipe | None = None) -> list[CheckRow]:
         site = Site.open(folder)
     except ResceneError as error:
         return [_failed("site.yaml", error), key_row(folder), authority_row(folder / "ca.crt"), *machine_rows(folder)]
-    server = site.section.server
+    server, (images, num_held) = site.section.server, _images(site)
     missing = "" if server else "it names no server"
     return [
         row("site.yaml", f"site {site.section.client}", missing, "server: host:port, as the operator says"),
         key_row(folder),
         authority_row(folder / "ca.crt"),
-        *data_rows(site),
+        *images,
         _tried("lens", lambda: _lens(site)),
         *_ledger(site),
         *privacy_rows(site, recipe),
-        *_site_evaluation(site, recipe),
+        *_site_evaluation(site, recipe, num_held),
         _tried("device", lambda: str(pick_device(site.section.device))),
         *machine_rows(folder),
         *(server_rows(server, folder / "ca.crt") if server else []),
@@ -392,23 +375,47 @@ def check_site(folder: Path, recipe: Recipe | None = None) -> list[CheckRow]:
 
 def data_rows(site: Site) -> list[CheckRow]:
     """Whether the images can be read, how many there are of each class, what is odd about them."""
+    return _images(site)[0]
+
+
+def _images(site: Site) -> tuple[list[CheckRow], int | None]:
+    """The rows of the images, split as the site splits them in a run, and how many it tests with; none if they cannot be read."""
+    data = site.section.data.model_copy(update={"skip_unreadable": True})
+    section, own = site.section.model_copy(update={"data": data}), site.section.holds == "own"
+    split = ""
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", ResceneWarning)
-            dataset = load_data(site.section.data.model_copy(update={"skip_unreadable": True}))
+            if own:
+                found, plan = own_images(section)
+                dataset = held_by(section, plan, found)
+                how = "a test split of their own" if found.split == "given" else f"hold_out {section.hold_out:g}"
+                split = f" ({how}, pictures of {plan.image_size} pixels; the plan says their size)"
+            else:
+                dataset = load_data(data)
     except ResceneError as error:
-        return [_failed("images", error)]
+        return [_failed("images", error)], None
     told = [w.message for w in caught if isinstance(w.message, ResceneWarning)]
     damaged = [one.what for one in told if one.code == "W203"]
     odd = [row(f"files [{one.code}]", "", one.what, one.fix or "") for one in told if one.code != "W203"]
     where = site.section.data.path or f"the embedded {dataset.name}: not images of your own"
     return [
-        row("images", f"{len(dataset.train):,} to learn from, {len(dataset.test):,} to test with; {where}"),
+        row("images", f"{len(dataset.train):,} to learn from, {len(dataset.test):,} to test with{split}; {where}"),
         row("classes", _counts(dataset)),
         _readable(damaged, site.section.data.skip_unreadable),
         *odd,
-        *(row(c["check"], "" if c["problem"] else "yes", c["problem"], c["fix"]) for c in content_rows(dataset)),
-    ]
+        *(row(c["check"], "" if c["problem"] else "yes", c["problem"], c["fix"]) for c in _content(section, dataset)),
+    ], len(dataset.test)
+
+
+def _content(section: SiteSection, dataset: Dataset) -> list[dict[str, str]]:
+    """What is odd about the images. A site that holds out none wants none to test with: the row of the accuracy says so."""
+    rows = content_rows(dataset)
+    if section.holds != "own" or dataset.split == "given":
+        return rows
+    fix = "add images of these classes, or a larger hold_out in site.yaml"
+    rows = [one | {"fix": fix} if one["check"] == TESTED and one["problem"] else one for one in rows]
+    return [one for one in rows if one["check"] != TESTED or section.hold_out]
 
 
 def _readable(damaged: list[str], skips: bool) -> CheckRow:
@@ -453,8 +460,10 @@ def privacy_rows(site: Site, recipe: Recipe | None) -> list[CheckRow]:
     return [*found, row("privacy of the recipe", words)]
 
 
-def _site_evaluation(site: Site, recipe: Recipe | None) -> list[CheckRow]:
+def _site_evaluation(site: Site, recipe: Recipe | None, num_held: int | None) -> list[CheckRow]:
     """Whether this site will help to measure the accuracy of the recipe that is tried: not behind a guarantee alone."""
+    if site.section.holds == "own" and num_held == 0:
+        return [row("accuracy", "will not be measured at this site: it holds out no image (hold_out in site.yaml)")]
     try:
         floor = ledger_of(site.section, site.folder).floor()
     except ResceneError:

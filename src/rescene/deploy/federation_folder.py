@@ -223,8 +223,9 @@ def require_flower() -> None:
 
 
 def images_of(data: Path, sites: Sequence[str]) -> dict[str, Path]:
-    """The folder of images of each site: ``data``/SITE, with one folder per class. E560 where one is missing."""
-    found = {name: data.expanduser().resolve() / name for name in sites}
+    """The folder of images of each site: ``data``/SITE in any case, with one folder per class. E560 where one is missing."""
+    data = data.expanduser().resolve()
+    found = {name: _folder_of(name, data) for name in sites}
     missing = [name for name, folder in found.items() if not any(map(Path.is_dir, _inside(folder)))]
     if missing:
         raise ConfigError(
@@ -235,6 +236,12 @@ def images_of(data: Path, sites: Sequence[str]) -> dict[str, Path]:
             fix="FOLDER/SITE/CLASS/, or leave out --data and write each site's folder into its site.yaml",
         )
     return found
+
+
+def _folder_of(site: str, data: Path) -> Path:
+    """The site's folder; one in another case if it is the only one."""
+    alike = [path for path in _inside(data) if path.is_dir() and path.name.lower() == site.lower()]
+    return alike[0] if len(alike) == 1 else data / site
 
 
 def classes_of(images: Iterable[Path]) -> list[str]:
@@ -392,6 +399,15 @@ def _same(path: Path, text: str) -> bool:
         return False
 
 
+def _possible(name: str) -> str:
+    """
+    >>> _possible("Leeds"), _possible("9 (a)")
+    ('leeds', 'such as north')
+    """
+    close = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:31]
+    return close if NAME.fullmatch(close) else "such as north"
+
+
 def _check_names(names: list[str]) -> None:
     wrong = [name for name in names if not NAME.fullmatch(name)]
     if wrong:
@@ -399,6 +415,7 @@ def _check_names(names: list[str]) -> None:
             "E124",
             f"{wrong[0]!r} cannot be a name",
             why="a name is lower-case letters, digits and hyphens, a letter first, at most 31",
+            fix=_possible(wrong[0]),
         )
     if len(names) < 2 or len(set(names[1:])) != len(names) - 1:
         raise ConfigError("E124", "sites need names of their own", fix="--sites north,south,west")

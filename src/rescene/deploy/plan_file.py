@@ -14,6 +14,7 @@ import yaml
 from pydantic import ValidationError
 
 from rescene.config import Recipe, Resolved
+from rescene.config.compose import explain
 from rescene.config.site_sections import PlannedTask, SitesSection
 from rescene.core.documents import read_yaml
 from rescene.core.errors import ConfigError, ResceneWarning, did_you_mean
@@ -161,7 +162,9 @@ def with_plan(resolved: Resolved, plan: SitesSection, num_sites: int, run: Path)
     try:
         recipe = Recipe.model_validate(given | {"sites": plan.model_dump(mode="json")})
     except ValidationError as error:
-        raise _bad(error, "plan.yaml with this recipe") from None
+        found = explain(error, resolved.origins, {})  # the plan by itself was read before
+        found.fix = "change this in the recipe or on the command line; rescene show RECIPE lists every key"
+        raise found from None
     if held:
         _check_noise(recipe, len(held), len(plan.tasks))
     return replace(resolved, recipe=recipe)

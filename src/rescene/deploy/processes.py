@@ -31,6 +31,7 @@ from typing import Any
 from rescene.core.errors import ConfigError, RunError, command
 from rescene.core.json_files import json_object
 from rescene.deploy.federation_folder import FederationFolder, check_path, require_flower
+from rescene.deploy.node_key import key_fault
 from rescene.deploy.site import Site, tighten
 from rescene.deploy.site_config import local_images
 from rescene.engine.checkpoint import save_atomically, write_json
@@ -214,7 +215,7 @@ def check_port(host: str, port: int, patience_s: float = 5.0) -> None:
             raise ConfigError(
                 "E125",
                 f"cannot listen on {host}:{port}: {why}",
-                fix="rescene deploy stop FOLDER, if it is ours; else another --port",
+                fix="rescene deploy stop FOLDER, if it is ours; else a new port in federation.yaml, server/nginx.conf and every site.yaml",
             )
         time.sleep(0.2)
 
@@ -356,6 +357,9 @@ def start_site(folder: Path) -> list[Started]:
     if missing or not site.section.server:
         lacks = missing[0] if missing else "server: host:port in site.yaml"
         raise ConfigError("E127", f"the site's folder lacks {lacks}", where=str(folder), fix="ask the operator for it")
+    wrong, fix = key_fault(folder)
+    if wrong:
+        raise ConfigError("E514", "node.key is not the key of this site", where=str(folder), why=wrong, fix=fix)
     if len(running(folder)) == 2:
         raise ConfigError("E126", "the site is already running", where=str(folder), fix="rescene deploy stop FOLDER")
     stop(folder)  # half a site, and what a node left behind that was killed

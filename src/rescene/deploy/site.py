@@ -63,6 +63,7 @@ from rescene.deploy.message_bytes import pack_message, unpack_message
 from rescene.deploy.site_config import (
     OWN,
     SiteSection,
+    bad_site_file,
     check_floor,
     check_lens,
     experiment_of,
@@ -203,8 +204,7 @@ class Site:
                 fix="rescene deploy init makes a folder for each site",
             ) from None
         except ValidationError as error:
-            lines = str(error).splitlines()
-            raise ConfigError("E120", "site.yaml makes no sense", where=str(path), why=" ".join(lines[1:3])) from None
+            raise bad_site_file(error, path) from None
 
     def answer(self, letter: Letter) -> bytes:
         """The reply to a letter, also when something goes wrong: the server is told what, and goes on without us."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from rescene.config import Recipe
 from rescene.config.schema import DataSection
-from rescene.core.errors import DataError, RunError
+from rescene.config.site_sections import PlannedTask, SitesSection
+from rescene.core.errors import ConfigError, DataError, RunError, did_you_mean
 from rescene.core.hyperparameters import Section
 from rescene.data import Dataset
 from rescene.data.derived_sets import adopt, check_labels
@@ -78,10 +79,37 @@ def experiment_of(
     plan = recipe.sites
     if plan is None:
         raise RunError("E356", "this site has its own images, but the run has no plan (rescene deploy add-classes)")
-    found = local_images(section, plan.image_size)
-    look = look_of(plan)
-    own = adopt(found, plan.classes, section.labels, look, section.hold_out, may_be_empty=hidden)
-    return prepare(recipe, own, kept)
+    return prepare(recipe, held_by(section, plan, local_images(section, plan.image_size), hidden), kept)
+
+
+def held_by(section: SiteSection, plan: SitesSection, found: Dataset, hidden: bool = False) -> Dataset:
+    """The site's own images under the plan's names, split into those to learn from and those held out."""
+    return adopt(found, plan.classes, section.labels, look_of(plan), section.hold_out, may_be_empty=hidden)
+
+
+def own_images(section: SiteSection) -> tuple[Dataset, SitesSection]:
+    """The site's own images, and a plan of one task with all classes that it has, under the federation's names."""
+    size = section.data.image_size or 32  # as in a plan that says nothing else
+    found = local_images(section, size)
+    names = [section.labels.get(name, name) for name in found.classes]
+    task = PlannedTask(classes=tuple(dict.fromkeys(name for name in names if name)), rounds=1)
+    return found, SitesSection(image_size=size, tasks=(task,))
+
+
+def bad_site_file(error: ValidationError, path: Path) -> ConfigError:
+    """E120: the first thing that is wrong in site.yaml, with the key that was meant or those that there are."""
+    first = error.errors()[0]
+    key, why = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+    fix = f"correct {key or 'it'} in site.yaml; docs/deploy.md shows one, and `rescene deploy init` writes one"
+    if first["type"] == "extra_forbidden":
+        parents: dict[str, type[Section]] = {"data": SiteData, "privacy": Floor}
+        section = parents.get(str(first["loc"][0]), SiteSection) if len(first["loc"]) > 1 else SiteSection
+        known = list(section.model_fields)
+        close = did_you_mean(str(first["loc"][-1]), known)
+        why, fix = "there is no such key", f"did you mean {close}?" if close else f"the keys are {', '.join(known)}"
+    return ConfigError(
+        "E120", "site.yaml makes no sense", where=str(path), why=f"{key}: {why}".removeprefix(": "), fix=fix
+    )
 
 
 def lens_of(section: SiteSection, name: str | None) -> str | None:

@@ -22,7 +22,6 @@ import yaml
 from torch import Tensor
 
 from rescene.config import Resolved
-from rescene.config.site_sections import PlannedTask, SitesSection
 from rescene.core.errors import DECLINED, DataError, RunError
 from rescene.deploy.exchange import HELLO, Letter, Patience, Undelivered
 from rescene.deploy.federation_folder import init, require_flower
@@ -31,7 +30,7 @@ from rescene.deploy.operator import run, watch_sites
 from rescene.deploy.processes import free_port, start_server, start_site, stop
 from rescene.deploy.server import PostTransport
 from rescene.deploy.site import Site
-from rescene.deploy.site_config import experiment_of, lens_of, local_images
+from rescene.deploy.site_config import experiment_of, lens_of, own_images
 from rescene.engine import RunFolder
 from rescene.engine.loop import Run
 from rescene.lens import BUILT_IN, absolute
@@ -135,16 +134,10 @@ def _at_site(site: Site, resolved: Resolved) -> Resolved:
         raise DataError("E222", "the run looks through a lens file, and this site has none", fix=fix)
     own = {"data": site.section.data, "device": site.section.device, "federation": federation, "model": model}
     if site.section.holds == "own":
-        own["sites"] = _own_plan(site, recipe.federation.num_rounds)
+        plan = own_images(site.section)[1]
+        task = plan.tasks[0].model_copy(update={"rounds": recipe.federation.num_rounds})
+        own["sites"] = plan.model_copy(update={"tasks": (task,)})
     return replace(resolved, recipe=recipe.model_copy(update=own))
-
-
-def _own_plan(site: Site, num_rounds: int) -> SitesSection:
-    """A plan of one task with all classes that this site has, under the federation's names."""
-    section = site.section
-    names = [section.labels.get(name, name) for name in local_images(section).classes]
-    task = PlannedTask(classes=tuple(dict.fromkeys(name for name in names if name)), rounds=num_rounds)
-    return SitesSection(image_size=section.data.image_size or 32, tasks=(task,))
 
 
 def _run(resolved: Resolved, post: NoPost, folder: RunFolder, notes: list[str]) -> tuple[Run, PostTransport]:
