@@ -411,9 +411,13 @@ class Status:
 
 @dataclass(frozen=True)
 class Waiting:
-    """waiting.json of a run across sites: when they were asked, who has answered, when each was last heard. Times are ISO texts."""
+    """waiting.json of a run across sites: when they were asked, until when we wait, who has answered, when each was last heard.
+
+    Times are ISO texts.
+    """
 
     asked: str = ""
+    until: str = ""
     answered: tuple[str, ...] = ()
     waiting_for: tuple[str, ...] = ()
     heard: dict[str, str] = field(default_factory=dict)

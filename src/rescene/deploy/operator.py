@@ -327,8 +327,8 @@ def site_answers(runs: list[Path], sites: list[str], now: datetime | None = None
 
 def _until(run: Path) -> str:
     """Until when the run waits at most, to the full minute; empty where its waiting.json does not say."""
-    with contextlib.suppress(OSError, ValueError):
-        end = datetime.fromisoformat(str(read_object(run / "waiting.json").get("until")))
+    with contextlib.suppress(ValueError):
+        end = datetime.fromisoformat(read_waiting(run).until)
         return f", until {end + timedelta(seconds=59):%Y-%m-%d %H:%M} UTC at the latest"
     return ""
 
