@@ -411,6 +411,7 @@ def test_report_layer_reads_files_only_and_imports_lazily() -> None:
         "rescene.core.files",
         "rescene.core.json_files",
         "rescene.core.method_style",
+        "rescene.core.noised_accuracy",
         "rescene.core.recipe_keys",
         "rescene.core.results",
         "rescene.core.errors",
