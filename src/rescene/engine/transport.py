@@ -123,7 +123,7 @@ class InProcess:
     """All sites are simulated here."""
 
     here = True
-    advice = "federation.engine=debug stops at the first failure; the run can be resumed"
+    advice = "federation.engine=debug with another --out stops at the first failure and shows where; the run itself can be resumed"
 
     def __init__(self) -> None:
         self._streams: Streams | None = None
