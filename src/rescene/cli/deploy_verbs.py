@@ -230,7 +230,10 @@ def run(
         Path | None, typer.Option("--out", help="run folder (default: <federation>/server/runs/...)")
     ] = None,
     deadline: Annotated[
-        float, typer.Option("--deadline", min=1, help="seconds to wait for the answers of a round, and at most for sites to come")
+        float,
+        typer.Option(
+            "--deadline", min=1, help="seconds to wait for the answers of a round, and at most for sites to come"
+        ),
     ] = 3600.0,
     elsewhere: Elsewhere = False,
     serve: Serve = False,
