@@ -249,13 +249,13 @@ def run(
     from rescene.deploy.operator import run as run_across
     from rescene.report import write_report
 
-    given = resolve(recipe, overrides or [])
-    federation = leave_sums(FederationFolder.open(folder), given)
+    federation, given = FederationFolder.open(folder), resolve(recipe, overrides or [])
+    if federation.plan.exists() and out is not None:
+        raise ConfigError("E194", "a federation with a plan has one run folder, which grows", fix="leave out --out")
+    federation = leave_sums(federation, given)
     resolved = without_left(federation, given)
     place = out or federation.server / "runs" / default_folder(resolved).name
     if federation.plan.exists():
-        if out is not None:
-            raise ConfigError("E194", "a federation with a plan has one run folder, which grows", fix="leave out --out")
         place = federation.plan_run
     patience = Patience(deadline_s=deadline)
 

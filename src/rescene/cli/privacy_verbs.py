@@ -79,7 +79,7 @@ def show_privacy(
     from rescene.methods import method_class
     from rescene.privacy.accounting import NEIGHBOURS, check_target
     from rescene.privacy.mechanism import FORMAL
-    from rescene.privacy.promise import trade_off_rows, trust
+    from rescene.privacy.promise import trade_off_rows
 
     if epsilon is not None and sigma is not None:
         raise ConfigError("E176", "--epsilon and --sigma cannot both be given", fix="give one; the other follows")
@@ -107,9 +107,7 @@ def show_privacy(
         "leaves the site": method.leaving(promise.mechanism if kind in FORMAL else None),
         "statement": promise.words() if kind in FORMAL else f"Not private. With {promise.mechanism.kind} it would be:",
         "neighbours": NEIGHBOURS,
-        "trust": trust(promise.mechanism.honest_sites, promise.mechanism.late_alone, promise.colluders).removeprefix(
-            "Trust: "
-        ),
+        "trust": promise.trust.removeprefix("Trust: "),
         "composition": promise.whole.words(),
         "delta": promise.delta,
     }

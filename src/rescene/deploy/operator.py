@@ -22,6 +22,7 @@ import yaml
 from pydantic import ValidationError
 
 from rescene.config import Resolved
+from rescene.config.compose import explain
 from rescene.config.site_sections import SitesSection
 from rescene.core.documents import read_yaml
 from rescene.core.errors import DECLINED, ConfigError, ResceneError, RunError, command, error_in
@@ -102,11 +103,10 @@ def leave_sums(federation: FederationFolder, resolved: Resolved) -> FederationFo
     try:
         without_left(replace(federation, left=[*federation.left, *names]), resolved)
     except ValidationError as error:
-        why = "; ".join(one["msg"].removeprefix("Value error, ") for one in error.errors())
         raise ConfigError(
             "E532",
             f"{', '.join(names)} cannot leave",
-            why=why,
+            why=explain(error, resolved.origins, {}).why,
             fix="nothing was changed: it stays, or the others begin a new federation",
         ) from None
     before = federation.plan_folder.split("-summed-again-")[0]

@@ -138,11 +138,15 @@ class Promise:
         """All that is said of it."""
         return f"{self.words()} {self.reasons()}" if self.formal else self.words()
 
+    @property
+    def trust(self) -> str:
+        """Who must be trusted for it."""
+        return trust(self.mechanism.honest_sites, self.mechanism.late_alone, self.colluders)
+
     def reasons(self) -> str:
         """What the guarantee assumes, what it leaves out, and how its releases add up."""
-        m = self.mechanism
         before = f"{released_before(self.earlier_sums)} " if self.earlier_sums else ""
-        return f"{trust(m.honest_sites, m.late_alone, self.colluders)} {before}{OUTSIDE} Composition: {self.whole.words()}."
+        return f"{self.trust} {before}{OUTSIDE} Composition: {self.whole.words()}."
 
 
 def check_records(promise: Promise | None, num_records: int) -> None:
