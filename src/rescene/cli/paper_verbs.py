@@ -265,11 +265,10 @@ def paper_check(
             check_name(name.removeprefix("paper/"), also)
         store = _store(runs)
         names = recipe_names(lite=False) if name == "all" else [] if name == "claims" else [name]
-        book = OurBook(store)
         found = findings(names, store)
-        verdicts = judge(book) if name in ("all", "claims") else []
+        verdicts = judge(OurBook(store)) if name in ("all", "claims") else []
         grids = [band_grid(found, everything)] if names else []
-        grids += [claims_grid(verdicts, book.stand_ins)] if verdicts else []
+        grids += [claims_grid(verdicts)] if verdicts else []
         parts = [render(grid, kind) for grid in grids]
     several = kind == "json" and len(parts) > 1
     print(f"[{','.join(parts)}]\n" if several else "\n".join(parts), end="")

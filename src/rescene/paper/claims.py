@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,8 +15,6 @@ from rescene.paper.store import NOMINAL, Store
 BASELINES = ("fedavg", "fedewc", "fedlwf", "target", "glfc", "fedcbdr", "refed")
 FigureLookup = Callable[[str, str], float | None]  # (TABLE:CELL, metric) -> figure, None if not measured
 Spec = dict[str, Any]
-AUGMENTED_REPLAY = False  # the paper's row of its own method: the server trains on surrogates as they are
-AS_THEY_ARE = ("no augmentation", "only new pictures augmented")  # readings of a baseline that treat kept pictures so
 
 
 @dataclass(frozen=True)
@@ -46,42 +43,30 @@ def paper_book(where: str, metric: str) -> float | None:
 
 
 class OurBook:
-    """Our figures, of rows that are alike: no run with E_srv=10 stands for E_srv=100, and a method that trains on kept pictures
-    again must treat them as the row of the paper's method does (``AUGMENTED_REPLAY``). Where such a row is another reading of
-    the cell, ``stand_ins`` names it. Where there are several, the one with the highest AA counts, so that no lead is flattered.
+    """Our figures, of the readings taken: all of them train on pictures of earlier tasks as they are. No run with E_srv=10
+    stands for E_srv=100.
 
     Costs follow the paper's conventions and need no run, unless the metric says ``measured``, as in measured client_pflop.
     """
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self.stand_ins: dict[str, str] = {}
         self._lines: dict[tuple[str, bool], Line | None] = {}
 
     def __call__(self, where: str, metric: str) -> float | None:
         line = self._line(where, costs=metric.removeprefix("measured ") in NOMINAL)
         if line is None:
             return None
-        if line.reading:
-            self.stand_ins[where] = line.reading
         figures = line.measured if metric.startswith("measured ") else line.ours
         return _of_cell({key: value.mean for key, value in figures.items()}, metric)
 
     def _line(self, where: str, costs: bool) -> Line | None:
-        """The cell's own line if it is like the others, else the reading of it that is."""
         if (where, costs) not in self._lines:
             table, _, cell = where.partition(":")
             lines = compare(paper_recipe(table), self.store, [cell], costs)
-            own = [line for line in lines if line.cell.name == cell and not line.fast]
-            alike = [line for line in own if costs or line.augments_replay in (None, AUGMENTED_REPLAY)]
-            taken = [line for line in alike if not line.reading]
-            others = [line for line in alike if line.reading in AS_THEY_ARE]
-            self._lines[where, costs] = next(iter(taken), max(others, key=_accuracy, default=None))
+            own = (line for line in lines if line.cell.name == cell and not line.variant)
+            self._lines[where, costs] = next(own, None)
         return self._lines[where, costs]
-
-
-def _accuracy(line: Line) -> float:
-    return line.ours["aa"].mean if "aa" in line.ours else -math.inf
 
 
 def _claims() -> dict[str, Spec]:

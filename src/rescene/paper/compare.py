@@ -11,8 +11,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Literal
 
-from rescene.methods import method_class
-from rescene.methods.surrogates import SurrogateMethod
 from rescene.paper.costs import nominal, replay
 from rescene.paper.numbers import Printed, printed
 from rescene.paper.recipes import FAST_LABEL, PaperCell, PaperRecipe, our_cells, paper_recipe, recipe_names
@@ -60,15 +58,6 @@ class Line:
     def other_epochs(self) -> bool:
         """Ran with E_srv=10 where the paper prints E_srv=100 only."""
         return self.fast and not any(number.setting == FAST_LABEL for number in self.paper.values())
-
-    @property
-    def augments_replay(self) -> bool | None:
-        """Whether pictures of earlier tasks are cropped and mirrored when they are trained on again; None if none are kept."""
-        recipe = self.cell.resolve().recipe
-        method = method_class(recipe.method["name"])
-        if issubclass(method, SurrogateMethod):
-            return bool(recipe.train.augment) and bool(recipe.method["server_augment"])
-        return recipe.train.augment is True if self.cell.method in KEEPERS else None
 
     @property
     def near_copies(self) -> float | None:

@@ -74,7 +74,10 @@ class PaperCell:
 
     def read_as(self, reading: str) -> PaperCell:
         """The cell under another reading of the paper (readings.yaml)."""
-        return replace(self, overrides=(*self.overrides, *readings(self.method)[reading]))
+        other = readings(self.method)[reading]
+        again = {override.partition("=")[0] for override in other}
+        rest = (override for override in self.overrides if override.partition("=")[0] not in again)
+        return replace(self, overrides=(*rest, *other))
 
     def forms(self, with_readings: bool = True) -> Iterator[tuple[bool, str, PaperCell]]:
         """Whether with E_srv=10, reading ("" for the one taken), cell: everything that may stand beside the cell where it was run."""
@@ -241,5 +244,6 @@ def _cell(spec: Mapping[str, Any], lite: bool, data: str, beta: str, method: str
         return None
     if isinstance(own, Mapping):  # differs by method
         own = own.get(method, own.get("default", []))
-    overrides = (f"federation.beta={beta}", f"method={method}", *shared, *own)
+    taken = packaged("readings.yaml")["taken"].get(method, ())
+    overrides = (f"federation.beta={beta}", f"method={method}", *taken, *shared, *own)
     return PaperCell(data, beta, method, setting, base, overrides)
