@@ -11,6 +11,7 @@ from rescene.config.compose import recipe_names, recipe_text
 from rescene.core.documents import parse_yaml
 from rescene.core.recipe_keys import flatten
 from rescene.methods import method_class
+from rescene.paper.numbers import packaged
 
 FILE = Path(__file__).parents[2] / "results" / "defaults.csv"
 CHOSEN_BY = {
@@ -35,7 +36,8 @@ METHODS = (
 
 
 def wanted():
-    """(where, key) -> value, of methods where the paper is silent and of recipes for every setting of a method."""
+    """(where, key) -> value, of methods where the paper is silent, of recipes for every setting of a method, and of the paper's
+    rows for what they set themselves."""
     found = {}
     for name in METHODS:
         for row in method_class(name).table():
@@ -45,6 +47,9 @@ def wanted():
         tree = parse_yaml(recipe_text(name), name)
         own = flatten({key: tree[key] for key in ("method", "methods") if key in tree})
         found |= {(f"recipe {name}", key): value for key, value in own.items() if key != "method.name"}
+    for name, overrides in packaged("readings.yaml")["taken"].items():
+        pairs = (override.partition("=") for override in overrides)
+        found |= {(f"paper's row {name}", key): value for key, _, value in pairs}
     return found
 
 
@@ -66,6 +71,7 @@ def test_every_line_says_which_data_chose_it(told):
 def test_nothing_of_the_papers_row_was_chosen_by_its_height(told):
     by = {row["key"]: row["chosen_by"] for row in told if row["where"] == "method rescene"}
     assert "test accuracy seen" not in by.values() and by["method.server_augment"] == "paper, test figures"
+    assert {row["chosen_by"] for row in told if row["where"].startswith("paper's row")} == {"paper, test figures"}
     plus = {
         row["key"] for row in told if row["where"] == "method rescene-plus" and row["chosen_by"] == "test accuracy seen"
     }
