@@ -28,6 +28,8 @@ from rescene.cli.start_verbs import print_verdict
 from rescene.cli.terminal import console, interruptible, position, print_rows, teller, until_stopped
 from rescene.core.errors import ConfigError, DataError, ResceneError, command
 from rescene.core.method_style import RECONSTRUCTED
+from rescene.core.results import read_results
+from rescene.core.run_state import finished_in
 from rescene.deploy.federation_folder import FederationFolder, classes_of, images_of
 from rescene.deploy.federation_folder import init as make_folder
 
@@ -468,10 +470,11 @@ def export(
     from rescene.report.summary import write_card
     from rescene.use import export as export_model
 
+    _say_which(folder)
     target = out or folder / "export"
     with watch_looks(quiet=as_json):
         rows = export_model(folder, [kind.strip() for kind in to.split(",")], target)
-    card = write_card(folder, target)
+    card = write_card(finished_in(folder), target)
     if as_json:
         print(json.dumps({"files": rows, "card": str(card)}))
         return
@@ -479,6 +482,14 @@ def export(
     print(f"Model card: {card}")
     trust = ["--trust"] if rows[0]["file"].endswith(".pt2") else []
     print(f"Try it: {command('predict', rows[0]['file'], 'IMAGES', *trust)}")
+
+
+def _say_which(model: Path) -> None:
+    """Say which model of a run folder is used, where the run has begun a new task."""
+    place = finished_in(model)
+    if place != model:
+        last = position(len(read_results(place / "results.json", []).tasks) - 1)
+        print(f"note: the run has begun a new task; this is its model after {last}, which is finished", file=sys.stderr)
 
 
 def predict(
@@ -499,6 +510,7 @@ def predict(
         raise ConfigError(
             "E140", f"no such format: {kind}", where="--format", fix=f"one of: {', '.join(ANSWER_FORMATS)}"
         )
+    _say_which(model)
     opened, files = open_model(model, trust), find_images(images)
     with watch_looks(quiet=kind == "json"):
         answers, unreadable = answer(opened, files, top)
@@ -567,6 +579,7 @@ def serve(
     from rescene.engine import use_all_cores
     from rescene.use import Service, open_model, serving, write_container
 
+    _say_which(model)
     if container is not None:
         print(*write_container(model, container, trust), sep="\n")
         print("The first lines of the Containerfile say how to build and run it.")
