@@ -346,7 +346,11 @@ def test_status_tells_who_has_answered_who_is_late_and_what_was_left_out(tmp_pat
     (tmp_path / "waiting.json").write_text(json.dumps(facts | {"until": "2026-11-15T09:19:30+00:00"}))
     until = ", until 2026-11-15 09:20 UTC at the latest"
     assert site_answers([tmp_path], ["north", "south"], now)["south"].endswith(f"(12 min){until}")
-    assert progress(tmp_path, ["north", "south"]) == f"running: 4 of 6 steps; waiting for site south, node 7{until}"
+    line = "running: 4 of 6 steps; waiting for site south, node 7"
+    assert progress(tmp_path, ["north", "south"]) == line, "an ordinary round"
+    late = facts | {"until": "2026-11-15T09:19:30+00:00", "missing": ["site 1"]}
+    (tmp_path / "waiting.json").write_text(json.dumps(late))
+    assert progress(tmp_path, ["north", "south"]) == line + until
     row = {"task": 1, "round": 0, "level": "error", "code": "E342", "message": "site 1: bad labels", "client": 1}
     (tmp_path / "events.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row | {"client": None}) + "\n")
     (left,) = left_out_rows([tmp_path], ["north", "south"])

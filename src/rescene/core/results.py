@@ -413,13 +413,14 @@ class Status:
 class Waiting:
     """waiting.json of a run across sites: when they were asked, until when we wait, who has answered, when each was last heard.
 
-    Times are ISO texts.
+    Times are ISO texts. ``missing``: those of ``waiting_for`` that are away, or had to be asked again.
     """
 
     asked: str = ""
     until: str = ""
     answered: tuple[str, ...] = ()
     waiting_for: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
     heard: dict[str, str] = field(default_factory=dict)
 
 

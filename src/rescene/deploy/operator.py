@@ -143,6 +143,7 @@ def run(
     resolved = _for_sites(federation, resolved, out)
     if warning := accuracy_warning(resolved.recipe):
         tell(str(warning))
+    tell(f"the server waits {patience.deadline_s:g} seconds at most for the answers of a round (--deadline)")
     out = out.resolve()
     config = _run_config(federation, _with_whole_paths(resolved), out, patience, elsewhere)
     fruitless = 0
@@ -264,10 +265,11 @@ def _again(federation: FederationFolder) -> str:
 
 
 def progress(out: Path, sites: Sequence[str] = ()) -> str:
-    """One line: how far the run is and whom it waits for; ``sites`` are their names."""
-    status, state = read_status(out), state_of(out)
-    late = with_site_names(", ".join(read_waiting(out).waiting_for), sites)
-    wait = f"; waiting for {late}{_until(out)}" if late and state == "running" else ""
+    """One line: how far the run is and whom it waits for, if somebody is missing until when; ``sites`` are their names."""
+    status, state, waiting = read_status(out), state_of(out), read_waiting(out)
+    late = with_site_names(", ".join(waiting.waiting_for), sites)
+    until = _until(out) if waiting.missing else ""
+    wait = f"; waiting for {late}{until}" if late and state == "running" else ""
     if status.steps is None:
         return f"starting{wait}"
     aa = "" if status.aa is None else f", AA {status.aa:.1f}"

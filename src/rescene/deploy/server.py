@@ -362,7 +362,8 @@ class PostTransport:
         waiting = self._post.push(letters)
         self._asked, self._until = _now(), _now(patience.deadline_s)
         while (waiting or (lost and len(replies) < needed)) and time.monotonic() < end:
-            self._tell(replies, lost | set(waiting.values()))
+            late = lost | set(waiting.values())
+            self._tell(replies, late, missing={node for node in late if node in lost or tries[node] > 1})
             lost |= self._take(replies, refused, waiting, asked)
             if time.monotonic() > again_at:
                 lost |= set(waiting.values())
@@ -413,11 +414,21 @@ class PostTransport:
             del waiting[number]
         return lost
 
-    def _tell(self, answered: Iterable[int], waiting: Iterable[int], absent: Iterable[int] = ()) -> None:
-        """Nodes that have answered, nodes we wait for, and clients whose node is not there yet."""
-        late = [*map(self._name, waiting), *(f"site {client}" for client in absent)]
+    def _tell(
+        self,
+        answered: Iterable[int],
+        waiting: Iterable[int],
+        absent: Iterable[int] = (),
+        missing: Iterable[int] = (),
+    ) -> None:
+        """Nodes that have answered, nodes we wait for, clients whose node is not there yet, and nodes that had to be asked again."""
+        away = [f"site {client}" for client in absent]
         facts: dict[str, Any] = {"asked": self._asked, "until": self._until}
-        facts |= {"answered": sorted(map(self._name, answered)), "waiting_for": sorted(late)}
+        facts |= {
+            "answered": sorted(map(self._name, answered)),
+            "waiting_for": sorted([*map(self._name, waiting), *away]),
+        }
+        facts["missing"] = sorted([*map(self._name, missing), *away])
         facts["heard"] = {self._name(node): at for node, at in self._heard.items()}
         if facts != self._told:
             self._told = facts
