@@ -30,7 +30,7 @@ from rescene.core.json_files import Row, json_object
 from rescene.core.noised_accuracy import noise_line
 from rescene.core.results import EventRecord, read_events, read_metrics, read_status, read_waiting, results_of_row
 from rescene.core.run_state import is_done, read_object, state_of
-from rescene.deploy.exchange import SUM_STEPS, Patience
+from rescene.deploy.exchange import Patience
 from rescene.deploy.federation_folder import FederationFolder, require_flower
 from rescene.deploy.plan_file import Held, accuracy_warning, read_plan, with_plan
 from rescene.deploy.processes import LINK, flwr, nodes, registered, running, runs, toml_string
@@ -46,7 +46,6 @@ LASTING = ("E377",)  # all sites decline: somebody must change a floor
 PASSING = ("E410", "E422")  # a disk may get room again, and the process of the run before ends in a while
 RETURN_S = 600.0  # for a server that ended to be started again
 TOLD = ("status.json", "waiting.json")  # what a run tells of itself; the first comes with its first step
-NOT_SUMMED = (*SUM_STEPS[:3], "is left out of the sum")  # in words of an event: the site's numbers are in no secure sum
 MOST_LEFT_OUT = 20  # uploads left out, the newest
 
 
@@ -374,14 +373,8 @@ def declined(run: Path, sites: Sequence[str]) -> list[str]:
 def missed(run: Path, sites: Sequence[str]) -> list[str]:
     """Which task was learned without which site: the site failed in it, and sent nothing that counts in any of its rounds."""
     failed = [event for event in read_events(run, []) if event.level == "error" and event.client is not None]
-    unsummed = {(e.task, e.round, str(e.client)) for e in failed if any(words in e.message for words in NOT_SUMMED)}
-    sent = {
-        (row.task, client)
-        for row in read_metrics(run, [])[0]
-        for client, traffic in row.sites.items()
-        if any(traffic[:1]) and (row.task, row.round, client) not in unsummed
-    }
-    absent = {(e.task or 0, e.client or 0) for e in failed if (e.task, str(e.client)) not in sent}
+    counted = {(row.task, client) for row in read_metrics(run, [])[0] for client in row.counted}
+    absent = {(event.task or 0, event.client or 0) for event in failed} - counted
     told = [f"task {task + 1} was learned without site {client}" for task, client in sorted(absent)]
     return [with_site_names(words, sites) for words in told]
 
