@@ -33,7 +33,7 @@ from rescene.core.errors import ConfigError, ResceneError, ResceneWarning, comma
 from rescene.data import Dataset, content_rows
 from rescene.data.inspection import TESTED
 from rescene.deploy.federation_folder import FederationFolder, broken_apps
-from rescene.deploy.node_key import key_fault
+from rescene.deploy.node_key import key_fault, number_fault
 from rescene.deploy.plan_file import read_plan
 from rescene.deploy.processes import check_port, running
 from rescene.deploy.site import Site
@@ -355,9 +355,11 @@ def check_site(folder: Path, recipe: Recipe | None = None) -> list[CheckRow]:
     except ResceneError as error:
         return [_failed("site.yaml", error), key_row(folder), authority_row(folder / "ca.crt"), *machine_rows(folder)]
     server, (images, num_held) = site.section.server, _images(site)
-    missing = "" if server else "it names no server"
+    wrong, fix = number_fault(folder, site.section.client)
+    if not server:
+        wrong, fix = "it names no server", "server: host:port, as the operator says"
     return [
-        row("site.yaml", f"site {site.section.client}", missing, "server: host:port, as the operator says"),
+        row("site.yaml", f"site {site.section.client}", wrong, fix),
         key_row(folder),
         authority_row(folder / "ca.crt"),
         *images,

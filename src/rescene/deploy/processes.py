@@ -31,7 +31,7 @@ from typing import Any
 from rescene.core.errors import ConfigError, RunError, command
 from rescene.core.json_files import json_object
 from rescene.deploy.federation_folder import FederationFolder, check_path, require_flower
-from rescene.deploy.node_key import key_fault
+from rescene.deploy.node_key import key_fault, number_fault
 from rescene.deploy.site import Site, tighten
 from rescene.deploy.site_config import local_images
 from rescene.engine.checkpoint import save_atomically, write_json
@@ -360,6 +360,10 @@ def start_site(folder: Path) -> list[Started]:
     wrong, fix = key_fault(folder)
     if wrong:
         raise ConfigError("E514", "node.key is not the key of this site", where=str(folder), why=wrong, fix=fix)
+    wrong, fix = number_fault(folder, site.section.client)
+    if wrong:
+        where = str(folder / "site.yaml")
+        raise ConfigError("E515", "this site has the number of another one", where=where, why=wrong, fix=fix)
     if len(running(folder)) == 2:
         raise ConfigError("E126", "the site is already running", where=str(folder), fix="rescene deploy stop FOLDER")
     stop(folder)  # half a site, and what a node left behind that was killed

@@ -214,7 +214,8 @@ class PostTransport:
             if problem:
                 self._refused.add(node)
                 self._away.add(self._roster.seats.get(node, reply.client))
-                self.note("error", problem[0], f"site {reply.client} cannot take part: {problem[1]}")
+                who = self._name(node) if self._roster.seats else f"site {reply.client}"  # its key knows better
+                self.note("error", problem[0], f"{who} cannot take part: {problem[1]}")
                 continue
             if reply.upload["torch"] != torch.__version__:
                 self.note("warning", "W341", f"site {reply.client} has torch {reply.upload['torch']}: bits may differ")
@@ -228,7 +229,7 @@ class PostTransport:
     def _misfit(self, reply: Reply, node: int) -> tuple[str, str] | None:
         seat = self._roster.seats.get(node)
         if seat != reply.client and (seat is not None or reply.client in self._roster.seats.values()):
-            return "E344", "its key is another site's; see `client` in its site.yaml"
+            return "E344", f"it calls itself site {reply.client}, whose key is another; see `client` in its site.yaml"
         if reply.client not in self.clients:
             return "E344", f"this run has sites {_numbers(self.clients)}; it left, or see `client` in its site.yaml"
         if reply.upload["fingerprint"] != self.fingerprint:
