@@ -186,11 +186,36 @@ def _print_checks(rows: list[dict[str, str]], facts: dict[str, str], as_json: bo
 @deploy_app.command()
 def server(folder: FolderArgument, wait: Wait = False) -> None:
     """Start the server, and register the keys of the sites."""
-    from rescene.deploy.processes import start_server
+    from rescene.deploy.processes import changed_keys, start_server
 
     federation = FederationFolder.open(folder)
-    _started(lambda: start_server(federation), federation.server, wait)
+
+    def begin() -> list[Any]:
+        started = start_server(federation)
+        for name in changed_keys(federation):
+            new = (
+                f"{name}: node.pub is not the key that is registered, and is not let in. If {name} has made a new key:"
+            )
+            print(f"{new} {command('deploy', 'replace-key', folder, name)}", file=sys.stderr)
+        return started
+
+    _started(begin, federation.server, wait)
     print(f"server at https://127.0.0.1:{federation.port}; stop it with: {command('deploy', 'stop', folder)}")
+
+
+@deploy_app.command("replace-key")
+def replace_key(
+    folder: FolderArgument, site: Annotated[str, typer.Argument(help="name of the site that has a new node.pub")]
+) -> None:
+    """Let a site in with a new key, after its node.pub was replaced; the old key is refused from then on."""
+    from rescene.deploy.processes import replace_key as replace_registered
+
+    federation = FederationFolder.open(folder)
+    before, now = replace_registered(federation, site)
+    print(f"the key of {site} was replaced: {before} is refused from now on, {now} is let in")
+    print(f"compare: at {site}, ssh-keygen -lf node.pub must print the new one")
+    print(f"with secure sums (privacy.honest_sites) bring {federation.server / 'peers.pub'} to every site")
+    print("a run that is going leaves the site out until the run is started again")
 
 
 @deploy_app.command()

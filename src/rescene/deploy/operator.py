@@ -33,7 +33,7 @@ from rescene.core.run_state import is_done, read_object, state_of
 from rescene.deploy.exchange import Patience
 from rescene.deploy.federation_folder import FederationFolder, require_flower
 from rescene.deploy.plan_file import Held, accuracy_warning, read_plan, with_plan
-from rescene.deploy.processes import LINK, flwr, nodes, registered, running, runs, toml_string
+from rescene.deploy.processes import LINK, flwr, no_server, nodes, registered, running, runs, toml_string
 from rescene.engine import RunFolder
 from rescene.engine.checkpoint import save_atomically, write_json
 from rescene.engine.run_context import with_site_names
@@ -179,7 +179,7 @@ def _for_sites(federation: FederationFolder, resolved: Resolved, out: Path) -> R
     if plan is not None:
         RunFolder(out).check(resolved)
     if not running(federation.server):
-        raise ConfigError("E128", "the server is not running", fix=_again(federation))
+        raise no_server(federation)
     if resolved.recipe.tasks.drift is not None:
         raise ConfigError("E167", "only a simulation can let classes drift in", where="tasks.drift", fix="leave it out")
     num_clients = resolved.recipe.federation.num_clients
