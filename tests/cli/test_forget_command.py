@@ -5,10 +5,13 @@ import shutil
 
 import numpy as np
 import pytest
+from PIL import Image
 from typer.testing import CliRunner
 
 import rescene
 from rescene.cli.app import app
+from rescene.cli.privacy_verbs import _site
+from rescene.core.errors import ConfigError
 from rescene.core.run_state import working_in
 
 SMALL = {
@@ -74,6 +77,42 @@ def test_bad_requests_get_an_answer(run, tmp_path):
     told = refused(weights, "--client", "1")
     assert "E162" in told and "'federation.exclude=[1]'" in told
     assert not list(tmp_path.glob("*forgot*"))
+
+
+def test_sites_that_the_data_name_are_called_by_name(tmp_path):
+    """Three folders of images, one for each site."""
+    for k, site in enumerate(("leeds", "lyon", "turin")):
+        for name in ("ant", "bee"):
+            (tmp_path / "images" / site / name).mkdir(parents=True)
+            for i in range(6):
+                pixels = np.random.default_rng([k, i, *name.encode()]).integers(0, 256, (16, 16, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(tmp_path / "images" / site / name / f"{i}.png")
+    own = {"data.path": str(tmp_path / "images"), "data.layout": "sites", "federation.partition": "sites"}
+    run = rescene.run("smoke", out=tmp_path / "run", **SMALL, **own, **{"federation.num_clients": 3}).folder
+    wrong = invoke(app, ["forget", str(run), "--client", "lion"])
+    assert wrong.exit_code == 2 and "E166" in wrong.output and "did you mean lyon?" in wrong.output
+    told = invoke(app, ["forget", str(run), "--client", "lyon"])
+    assert told.exit_code == 0 and "Removed of site lyon: " in told.output, told.output
+    (record,) = rescene.load(tmp_path / "run-forgot-1").values["forgotten"]
+    assert (record["client"], record["name"]) == (1, "lyon")
+
+
+@pytest.mark.parametrize(
+    ("word", "names", "found"),
+    [
+        ("2", (), (2, None)),
+        ("1", ("leeds", "lyon"), (1, "lyon")),
+        ("lyon", ("leeds", "lyon"), (1, "lyon")),
+        ("1", ("1", "2"), (0, "1")),  # the site that people call 1
+    ],
+)
+def test_a_site_is_given_by_name_or_number(word, names, found):
+    assert _site(word, names) == found
+
+
+def test_a_number_is_no_site_where_names_are_numbers():
+    with pytest.raises(ConfigError, match="E166"):
+        _site("0", ("1", "2"))
 
 
 def test_behind_a_secure_sum_the_cost_is_told_and_wants_consent(tmp_path):

@@ -160,6 +160,21 @@ def test_a_wrong_key_is_told_before_the_server_refuses_it(ours, made):
     assert checks.key_row(folder)["problem"] == "it is missing"
 
 
+def test_a_site_with_the_number_of_another_one_is_told_by_its_own_commands(ours):
+    """peers.pub has the number of each key, so nobody needs to be asked."""
+    folder = ours.site("south")
+    assert not of(check_site(folder), "site.yaml")["problem"]
+    text = (folder / "site.yaml").read_text()
+    (folder / "site.yaml").write_text(text.replace("client: 1", "client: 0"))
+    told = of(check_site(folder), "site.yaml")
+    assert told["problem"] == "`client: 0` is the number of another site; by its key this is site 1"
+    assert told["fix"].startswith("client: 1 in site.yaml")
+    found = CliRunner().invoke(app, ["deploy", "site", str(folder)])
+    assert found.exit_code == 2 and "E515" in found.output and not (folder / "logs").exists()
+    (folder / "peers.pub").unlink()  # a folder of an older version
+    assert not of(check_site(folder), "site.yaml")["problem"]
+
+
 def test_a_wrong_authority_a_wrong_name_and_a_server_that_is_away(ours, made, door, monkeypatch):
     address, _ = door
     own, strange = ours.server / "ca.crt", made[1].server / "ca.crt"

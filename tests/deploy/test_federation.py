@@ -185,6 +185,12 @@ def test_who_answered_when_and_since_when_we_wait_is_told(tmp_path):
     asked.ask([0, 1, 2], "client_round", payload)
     assert heard[0]["waiting_for"] and heard[-1]["waiting_for"] == [] and heard[-1]["asked"].endswith("+00:00")
     assert set(heard[-1]["heard"]) == {"site 0", "site 1", "site 2"}
+    assert not any(facts["missing"] for facts in heard)
+    heard.clear()
+    begin = len(post.letters)
+    post.lose = lambda number: number == begin + 1
+    asked.ask([0, 1, 2], "client_round", payload)
+    assert {tuple(facts["missing"]) for facts in heard} == {(), ("site 1",)} and heard[-1]["missing"] == []
 
 
 def test_a_site_that_is_away_at_the_start_is_waited_for_aloud_and_not_past_the_deadline(tmp_path, monkeypatch):
@@ -199,6 +205,7 @@ def test_a_site_that_is_away_at_the_start_is_waited_for_aloud_and_not_past_the_d
     assert clock[0] == 60 and noted == [("E348", "site 1 is not there for client_round")]
     (gathered,) = [facts for facts in told if facts["waiting_for"] == ["site 1"]]  # written once, not at every look
     assert gathered["answered"] == ["site 0", "site 2"] and told[-1]["waiting_for"] == []
+    assert gathered["missing"] == ["site 1"] and told[-1]["missing"] == []
     lasts = datetime.fromisoformat(gathered["until"]) - datetime.fromisoformat(gathered["asked"])
     assert 59 <= lasts.total_seconds() <= 61
 

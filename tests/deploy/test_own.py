@@ -10,8 +10,10 @@ import yaml
 from local_sites import PATIENT, LocalPost, events, sites
 from own_sites import NAMES, SMALL, model_of, own_sites, plan_of, run_plan, write_images
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 from rescene import __version__
+from rescene.cli.app import app
 from rescene.config import resolve
 from rescene.core.errors import ConfigError, DataError, RunError
 from rescene.data import Images
@@ -28,6 +30,7 @@ from rescene.engine import RunFolder, run
 from rescene.engine.evaluate import Tally, evaluate
 from rescene.engine.experiment import look_of, prepare
 from rescene.nets import Arch
+from rescene.use import open_model
 
 FIRST, SECOND = NAMES[:2], NAMES[2:]
 
@@ -45,6 +48,35 @@ def test_a_plan_that_grows_gives_the_same_bits_as_one_known_in_full(tmp_path, me
     assert model_of(tmp_path / "grown") == model_of(tmp_path / "known") != first
     assert grown == known and len(grown["accuracy_matrix"]) == 2 and grown["evaluated"] == "at the sites"
     assert json.loads((tmp_path / "grown" / "partition.json").read_text())["classes"] == list(NAMES)
+
+
+def test_the_finished_model_is_there_while_the_next_task_is_learned(tmp_path):
+    """It is exported in the first round and after the new model was written, and the run ends with the bits of an undisturbed one."""
+    folders, folder, more = own_sites(tmp_path), tmp_path / "run", ["method=fedavg", "federation.evaluate_every=0"]
+    april = run_plan(plan_of((FIRST, 1)), folder, folders, more)
+    pixels = torch.randint(0, 256, (3, 3, 16, 16), dtype=torch.uint8)
+    scores, exported = open_model(folder).scores(pixels), []
+
+    def export(node, data):
+        out = tmp_path / f"export-{len(exported)}"
+        told = CliRunner().invoke(app, ["export", str(folder), "--out", str(out)])
+        assert told.exit_code == 0, told.output
+        assert "its model after task 1" in told.stderr and "ant, bee" in (out / "MODEL_CARD.md").read_text()
+        exported.append((out, model_of(folder)))
+        return data
+
+    full = plan_of((FIRST, 1), (SECOND, 1))
+    run_plan(full, folder, folders, more, LocalPost(folders, change=export))
+    for out, _ in exported:
+        model = open_model(out / "model.safetensors")
+        assert model.classes == list(FIRST) and torch.allclose(model.scores(pixels), scores, atol=1e-4)
+        assert model.about["aa"] == april["aa"]
+    assert len({new for _, new in exported}) == 2, "the new model was written while one was exported"
+    assert open_model(folder).classes == [*FIRST, *SECOND]
+    other = tmp_path / "other"
+    other.mkdir()
+    run_plan(full, tmp_path / "undisturbed", own_sites(other), more)
+    assert model_of(folder) == model_of(tmp_path / "undisturbed")
 
 
 def test_a_task_closed_after_two_of_three_rounds_is_one_planned_with_two(tmp_path):
@@ -314,7 +346,11 @@ def test_status_tells_who_has_answered_who_is_late_and_what_was_left_out(tmp_pat
     (tmp_path / "waiting.json").write_text(json.dumps(facts | {"until": "2026-11-15T09:19:30+00:00"}))
     until = ", until 2026-11-15 09:20 UTC at the latest"
     assert site_answers([tmp_path], ["north", "south"], now)["south"].endswith(f"(12 min){until}")
-    assert progress(tmp_path, ["north", "south"]) == f"running: 4 of 6 steps; waiting for site south, node 7{until}"
+    line = "running: 4 of 6 steps; waiting for site south, node 7"
+    assert progress(tmp_path, ["north", "south"]) == line, "an ordinary round"
+    late = facts | {"until": "2026-11-15T09:19:30+00:00", "missing": ["site 1"]}
+    (tmp_path / "waiting.json").write_text(json.dumps(late))
+    assert progress(tmp_path, ["north", "south"]) == line + until
     row = {"task": 1, "round": 0, "level": "error", "code": "E342", "message": "site 1: bad labels", "client": 1}
     (tmp_path / "events.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row | {"client": None}) + "\n")
     (left,) = left_out_rows([tmp_path], ["north", "south"])

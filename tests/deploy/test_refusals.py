@@ -13,8 +13,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 
 from rescene.deploy.federation_folder import init
-from rescene.deploy.keys import make_certificates
-from rescene.deploy.processes import free_port, registered, seats_of, start_server, stop
+from rescene.deploy.keys import make_certificates, make_node_key
+from rescene.deploy.processes import free_port, registered, replace_key, seats_of, start_server, stop
 
 fleet = pytest.importorskip("flwr.proto.fleet_pb2", reason="this Flower has other messages")
 keys = pytest.importorskip("flwr.supercore.primitives.asymmetric", reason="this Flower signs in another way")
@@ -75,6 +75,19 @@ def test_strangers_liars_and_the_late_are_refused(tmp_path):
             forged = signed(north) | {"flwr-timestamp": (datetime.now(UTC) + timedelta(seconds=1)).isoformat()}
             assert ask("send-node-heartbeat", beat, forged) == 401  # the signature is of another time
             assert ask("send-node-heartbeat", beat, signed(north)) == 200  # and it is still well
+            for name in ("node.key", "node.pub"):
+                (federation.site("north") / name).unlink()
+            make_node_key(federation.site("north"))
+            new = key_of(federation.site("north"))
+            assert ask("activate-node", active(new), signed(new)) >= 400  # until the operator replaces it
+            replace_key(federation, "north")
+            assert ask("activate-node", active(new), signed(new)) == 200
+            assert (
+                ask("send-node-heartbeat", beat, signed(north))
+                == 401
+                <= ask("activate-node", active(north), signed(north))
+            )
+            assert number not in seats_of(federation) and sorted(seats_of(federation).values()) == [0, 1]
         foreign = ssl.create_default_context(cafile=tmp_path / "other" / "ca.crt")
         with (
             httpx.Client(verify=foreign, trust_env=False) as site,

@@ -15,6 +15,8 @@ from rescene.cli.app import app
 from rescene.core.errors import RunError
 from rescene.deploy import processes
 from rescene.deploy.federation_folder import init
+from rescene.deploy.keys import make_node_key
+from rescene.deploy.node_key import fingerprint, listed_keys, public_key
 from rescene.deploy.processes import Started, alive, running, start, stop
 
 SLEEP = ["sleep", "600"]
@@ -90,6 +92,57 @@ def test_a_wrong_key_is_found_before_a_node_is_started(federation, kind, why):
     (folder / "node.key").write_bytes(other.private_bytes(Encoding.PEM, form, NoEncryption()))
     code, output = say("site", folder)
     assert code == 2 and "E514" in output and why in output and not (folder / "logs").exists()
+
+
+def with_new_key(federation, name):
+    """The operator's copy of a site's folder after the site made another key; the fingerprint of the one before."""
+    folder = federation.site(name)
+    before = fingerprint(public_key(folder / "node.pub"))
+    for file in ("node.key", "node.pub"):
+        (folder / file).unlink()
+    make_node_key(folder)
+    return before
+
+
+def test_a_new_key_is_registered_by_the_operators_word_alone(tmp_path, monkeypatch):
+    """Neither a start of the server nor the replacement of another site's key lets it in."""
+    federation, asked, in_use = init(tmp_path / "fed", ["north", "south", "west"], port=9000), [], []
+    numbers = iter((1, 2, 3, 4))
+
+    def flwr(federation, *words):
+        asked.append(words[1:3])
+        if words[1] == "list":
+            return {"nodes": [{"node-id": number} for number in "123"]}
+        if words[2] in in_use:
+            raise RunError("E352", "flwr supernode failed", why="Public key already in use")
+        return {"node-id": next(numbers)} if words[1] == "register" else {}
+
+    monkeypatch.setattr(processes, "flwr", flwr)
+    monkeypatch.setattr(processes, "_executor", lambda *words: SLEEP)
+    processes._register(federation)
+    first = listed_keys(federation.server / "peers.pub")
+    before, pub = with_new_key(federation, "south"), federation.site("south") / "node.pub"
+    with_new_key(federation, "west")
+    asked.clear()
+    try:
+        parts(federation.server, "link")
+        code, output = say("server", federation.path)
+        assert code == 0 and "south: node.pub is not the key" in output and "rescene deploy replace-key" in output
+        assert [words[0] for words in asked] == ["list"] and listed_keys(federation.server / "peers.pub") == first
+        code, output = say("replace-key", federation.path, "south")
+        new = public_key(pub)
+        assert code == 0 and f"the key of south was replaced: {before} is refused" in output
+        assert fingerprint(new) in output and asked[-2:] == [("register", str(pub)), ("unregister", "2")]
+        assert processes.registered(federation) == {"north": "1", "south": "4", "west": "3"}
+        for folder in (federation.server, *map(federation.site, federation.sites)):
+            assert listed_keys(folder / "peers.pub") == first | {1: new}
+        assert processes.changed_keys(federation) == ["west"]
+        assert "E516" in say("replace-key", federation.path, "soth")[1]
+        in_use.append(str(federation.site("north") / "node.pub"))
+        assert "E517" in say("replace-key", federation.path, "north")[1]
+    finally:
+        stop(federation.server)
+    assert "E128" in say("replace-key", federation.path, "west")[1]
 
 
 def test_a_process_that_cannot_be_written_down_is_not_left_behind(tmp_path):

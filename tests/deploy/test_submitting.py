@@ -91,8 +91,9 @@ def test_what_a_server_app_refuses_for_good_is_submitted_once_and_told_in_its_ow
 
 
 @pytest.mark.parametrize("why", PASSING)
-def test_what_may_pass_is_submitted_again(tmp_path, monkeypatch, why):
+def test_what_may_pass_is_submitted_again(tmp_path, monkeypatch, capsys, why):
     count, error = submitted(tmp_path, monkeypatch, why)
+    assert capsys.readouterr().out.count("the server waits 3600 seconds at most") == 1
     assert count == operator.SUBMISSIONS and error.code == "E351" and why in str(error)
 
 

@@ -20,6 +20,7 @@ import torch
 from local_sites import PATIENT, TINY, Hashed, LocalPost, changed, events, hashes, in_process, sites
 
 from rescene.config import resolve
+from rescene.core.results import read_metrics
 from rescene.deploy import summing
 from rescene.deploy.exchange import SUM_STEPS, Patience, Undelivered
 from rescene.deploy.keys import make_node_key, read_peers, write_peers
@@ -155,6 +156,8 @@ def test_a_site_that_goes_away_at_any_step_is_missed_by_nobody(tmp_path, simulat
     in_it = step in SUM_STEPS[3:]  # its masked numbers had come
     assert (hashes(tmp_path / "run").splitlines()[1] == simulated[1].splitlines()[1]) == in_it
     assert not any("E445" in str(event) for event in events(tmp_path / "run"))
+    first, second = read_metrics(tmp_path / "run", [])[0]
+    assert first.counted == ((0, 1, 2, 3) if in_it else (0, 2, 3)) and second.counted == (0, 1, 2, 3)
 
 
 @steps("sum-agree")

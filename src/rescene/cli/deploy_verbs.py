@@ -28,6 +28,8 @@ from rescene.cli.start_verbs import print_verdict
 from rescene.cli.terminal import console, interruptible, position, print_rows, teller, until_stopped
 from rescene.core.errors import ConfigError, DataError, ResceneError, command
 from rescene.core.method_style import RECONSTRUCTED
+from rescene.core.results import read_results
+from rescene.core.run_state import finished_in
 from rescene.deploy.federation_folder import FederationFolder, classes_of, images_of
 from rescene.deploy.federation_folder import init as make_folder
 
@@ -184,11 +186,36 @@ def _print_checks(rows: list[dict[str, str]], facts: dict[str, str], as_json: bo
 @deploy_app.command()
 def server(folder: FolderArgument, wait: Wait = False) -> None:
     """Start the server, and register the keys of the sites."""
-    from rescene.deploy.processes import start_server
+    from rescene.deploy.processes import changed_keys, start_server
 
     federation = FederationFolder.open(folder)
-    _started(lambda: start_server(federation), federation.server, wait)
+
+    def begin() -> list[Any]:
+        started = start_server(federation)
+        for name in changed_keys(federation):
+            new = (
+                f"{name}: node.pub is not the key that is registered, and is not let in. If {name} has made a new key:"
+            )
+            print(f"{new} {command('deploy', 'replace-key', folder, name)}", file=sys.stderr)
+        return started
+
+    _started(begin, federation.server, wait)
     print(f"server at https://127.0.0.1:{federation.port}; stop it with: {command('deploy', 'stop', folder)}")
+
+
+@deploy_app.command("replace-key")
+def replace_key(
+    folder: FolderArgument, site: Annotated[str, typer.Argument(help="name of the site that has a new node.pub")]
+) -> None:
+    """Let a site in with a new key, after its node.pub was replaced; the old key is refused from then on."""
+    from rescene.deploy.processes import replace_key as replace_registered
+
+    federation = FederationFolder.open(folder)
+    before, now = replace_registered(federation, site)
+    print(f"the key of {site} was replaced: {before} is refused from now on, {now} is let in")
+    print(f"compare: at {site}, ssh-keygen -lf node.pub must print the new one")
+    print(f"with secure sums (privacy.honest_sites) bring {federation.server / 'peers.pub'} to every site")
+    print("a run that is going leaves the site out until the run is started again")
 
 
 @deploy_app.command()
@@ -468,10 +495,11 @@ def export(
     from rescene.report.summary import write_card
     from rescene.use import export as export_model
 
+    _say_which(folder)
     target = out or folder / "export"
     with watch_looks(quiet=as_json):
         rows = export_model(folder, [kind.strip() for kind in to.split(",")], target)
-    card = write_card(folder, target)
+    card = write_card(finished_in(folder), target)
     if as_json:
         print(json.dumps({"files": rows, "card": str(card)}))
         return
@@ -479,6 +507,14 @@ def export(
     print(f"Model card: {card}")
     trust = ["--trust"] if rows[0]["file"].endswith(".pt2") else []
     print(f"Try it: {command('predict', rows[0]['file'], 'IMAGES', *trust)}")
+
+
+def _say_which(model: Path) -> None:
+    """Say which model of a run folder is used, where the run has begun a new task."""
+    place = finished_in(model)
+    if place != model:
+        last = position(len(read_results(place / "results.json", []).tasks) - 1)
+        print(f"note: the run has begun a new task; this is its model after {last}, which is finished", file=sys.stderr)
 
 
 def predict(
@@ -499,6 +535,7 @@ def predict(
         raise ConfigError(
             "E140", f"no such format: {kind}", where="--format", fix=f"one of: {', '.join(ANSWER_FORMATS)}"
         )
+    _say_which(model)
     opened, files = open_model(model, trust), find_images(images)
     with watch_looks(quiet=kind == "json"):
         answers, unreadable = answer(opened, files, top)
@@ -567,6 +604,7 @@ def serve(
     from rescene.engine import use_all_cores
     from rescene.use import Service, open_model, serving, write_container
 
+    _say_which(model)
     if container is not None:
         print(*write_container(model, container, trust), sep="\n")
         print("The first lines of the Containerfile say how to build and run it.")

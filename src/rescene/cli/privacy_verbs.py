@@ -22,7 +22,8 @@ from rescene.cli.shared_options import (
 )
 from rescene.cli.terminal import interruptible, print_rows, teller
 from rescene.core.errors import ConfigError, DataError, RunError, command, did_you_mean
-from rescene.core.json_files import Row
+from rescene.core.json_files import Row, record_file
+from rescene.core.results import Partition
 from rescene.core.run_state import is_done, state_of
 
 if TYPE_CHECKING:
@@ -382,7 +383,7 @@ def _withdraw(folder: Path, word: str, check: bool, charge: bool, out: Path | No
     from rescene.report.summary import write_card
 
     resolved, federation, source = resolve(run_config(folder)), federation_of(folder), RunFolder(folder)
-    client, name = _site(word, federation)
+    client, name = _site(word, federation.sites if federation else _site_names(folder))
     check_can_forget(resolved, client, source, across=federation is not None)
     _check_still(folder)
     if check:
@@ -412,10 +413,17 @@ def _withdraw(folder: Path, word: str, check: bool, charge: bool, out: Path | No
     _print_withdrawal(record, folder, place, never, federation, done)
 
 
-def _site(word: str, federation: FederationFolder | None) -> tuple[int, str | None]:
-    """Number and, in a federation, name of a site that is given by either."""
-    names = federation.sites if federation else []
-    if word.isdecimal():
+def _site_names(folder: Path) -> Sequence[str]:
+    """Names of the sites of a simulated run, where the data have some."""
+    return record_file(Partition, folder / "partition.json", []).sites
+
+
+def _site(word: str, names: Sequence[str]) -> tuple[int, str | None]:
+    """Number and, where sites have names, name of a site that is given by either.
+
+    If a site has a number for a name, names alone count: one site's number may be another one's name.
+    """
+    if word.isdecimal() and not any(map(str.isdecimal, names)):
         number = int(word)
         return number, names[number] if number < len(names) else None
     if word in names:

@@ -413,13 +413,14 @@ class Status:
 class Waiting:
     """waiting.json of a run across sites: when they were asked, until when we wait, who has answered, when each was last heard.
 
-    Times are ISO texts.
+    Times are ISO texts. ``missing``: those of ``waiting_for`` that are away, or had to be asked again.
     """
 
     asked: str = ""
     until: str = ""
     answered: tuple[str, ...] = ()
     waiting_for: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
     heard: dict[str, str] = field(default_factory=dict)
 
 
@@ -433,7 +434,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class RoundRecord:
-    """A round in metrics.jsonl. ``sites``: bytes up and down of each client."""
+    """A round in metrics.jsonl. ``sites``: bytes up and down of each client. ``summed``: who is in its sums, where it has some."""
 
     task: int
     round: int
@@ -443,6 +444,13 @@ class RoundRecord:
     downlink_bytes: float | None = None
     notes: dict[str, Any] = field(default_factory=dict)
     sites: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    summed: tuple[int, ...] | None = None
+
+    @property
+    def counted(self) -> tuple[int, ...]:
+        """Sites whose numbers count: those in its sums, or where it has none, those that sent something."""
+        sent = (int(site) for site, traffic in self.sites.items() if site.isdecimal() and any(traffic[:1]))
+        return tuple(sorted(sent)) if self.summed is None else self.summed
 
     @property
     def asked(self) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ except ImportError:  # not a Unix: process numbers have to do
 
 State = Literal["running", "done", "failed", "interrupted", "unknown"]
 LOCK = "run.lock"
+FINISHED = "finished"  # folder inside a run folder
 DEEPEST = 100  # levels of a file of ours; results.json has about ten
 _TRIES, _PAUSE_S = 20, 0.05  # a reader that asks for the state holds the lock for a moment
 
@@ -35,6 +36,12 @@ class Busy(Exception):
 def is_done(folder: Path) -> bool:
     """Whether the run has ended well. Its results are written when all else is, so they decide, whatever the status says."""
     return os.path.isfile(folder / "results.json")
+
+
+def finished_in(folder: Path) -> Path:
+    """Where the newest finished results and model of a run folder are: in itself, or aside while it learns a new task."""
+    aside = folder / FINISHED
+    return aside if is_done(aside) and not is_done(folder) else folder
 
 
 def state_of(folder: Path, mine: bool = False) -> State:

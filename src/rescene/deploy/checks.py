@@ -33,9 +33,9 @@ from rescene.core.errors import ConfigError, ResceneError, ResceneWarning, comma
 from rescene.data import Dataset, content_rows
 from rescene.data.inspection import TESTED
 from rescene.deploy.federation_folder import FederationFolder, broken_apps
-from rescene.deploy.node_key import key_fault
+from rescene.deploy.node_key import key_fault, number_fault
 from rescene.deploy.plan_file import read_plan
-from rescene.deploy.processes import check_port, running
+from rescene.deploy.processes import changed_keys, check_port, running
 from rescene.deploy.site import Site
 from rescene.deploy.site_config import SiteSection, held_by, ledger_of, own_images
 from rescene.engine.experiment import load_data, pick_device
@@ -308,6 +308,9 @@ def _site(federation: FederationFolder, name: str) -> CheckRow:
     if theirs.is_file() and ours.is_file() and theirs.read_bytes() != ours.read_bytes():
         fix = f"{shlex.join(['cp', str(ours), str(theirs)])}, and carry it to the site"
         return row(check, "", "its ca.crt is not the server's", fix)
+    if name in changed_keys(federation):
+        fix = f"{command('deploy', 'replace-key', federation.path, name)}, if {name} says that it has made a new key"
+        return row(check, "", "node.pub is not the key that is registered, so the site is refused", fix)
     left = "; node.key is still here: delete it once the site has it" if (folder / "node.key").is_file() else ""
     return row(check, f"node.pub{left}")
 
@@ -355,9 +358,11 @@ def check_site(folder: Path, recipe: Recipe | None = None) -> list[CheckRow]:
     except ResceneError as error:
         return [_failed("site.yaml", error), key_row(folder), authority_row(folder / "ca.crt"), *machine_rows(folder)]
     server, (images, num_held) = site.section.server, _images(site)
-    missing = "" if server else "it names no server"
+    wrong, fix = number_fault(folder, site.section.client)
+    if not server:
+        wrong, fix = "it names no server", "server: host:port, as the operator says"
     return [
-        row("site.yaml", f"site {site.section.client}", missing, "server: host:port, as the operator says"),
+        row("site.yaml", f"site {site.section.client}", wrong, fix),
         key_row(folder),
         authority_row(folder / "ca.crt"),
         *images,

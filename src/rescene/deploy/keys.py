@@ -67,6 +67,13 @@ def write_peers(path: Path, public: Mapping[int, Path]) -> None:
     path.write_text("".join(f"{row}\n" for row in rows))
 
 
+def replace_peer(path: Path, client: int, public: Path) -> None:
+    """Put another public key into peers.pub for one site; those of the others stay."""
+    rows = {int(row.split()[-1]): row for row in path.read_text().splitlines() if row.strip()}
+    rows[client] = " ".join([*public.read_text().split()[:2], str(client)])
+    path.write_text("".join(f"{rows[number]}\n" for number in sorted(rows)))
+
+
 def read_peers(path: Path) -> dict[int, ec.EllipticCurvePublicKey]:
     """The public key of each site by its number; RunError E440 if the list is missing or makes no sense."""
     try:

@@ -30,10 +30,10 @@ from rescene.core.json_files import Row, json_object
 from rescene.core.noised_accuracy import noise_line
 from rescene.core.results import EventRecord, read_events, read_metrics, read_status, read_waiting, results_of_row
 from rescene.core.run_state import is_done, read_object, state_of
-from rescene.deploy.exchange import SUM_STEPS, Patience
+from rescene.deploy.exchange import Patience
 from rescene.deploy.federation_folder import FederationFolder, require_flower
 from rescene.deploy.plan_file import Held, accuracy_warning, read_plan, with_plan
-from rescene.deploy.processes import LINK, flwr, nodes, registered, running, runs, toml_string
+from rescene.deploy.processes import LINK, flwr, no_server, nodes, registered, running, runs, toml_string
 from rescene.engine import RunFolder
 from rescene.engine.checkpoint import save_atomically, write_json
 from rescene.engine.run_context import with_site_names
@@ -46,7 +46,6 @@ LASTING = ("E377",)  # all sites decline: somebody must change a floor
 PASSING = ("E410", "E422")  # a disk may get room again, and the process of the run before ends in a while
 RETURN_S = 600.0  # for a server that ended to be started again
 TOLD = ("status.json", "waiting.json")  # what a run tells of itself; the first comes with its first step
-NOT_SUMMED = (*SUM_STEPS[:3], "is left out of the sum")  # in words of an event: the site's numbers are in no secure sum
 MOST_LEFT_OUT = 20  # uploads left out, the newest
 
 
@@ -143,6 +142,7 @@ def run(
     resolved = _for_sites(federation, resolved, out)
     if warning := accuracy_warning(resolved.recipe):
         tell(str(warning))
+    tell(f"the server waits {patience.deadline_s:g} seconds at most for the answers of a round (--deadline)")
     out = out.resolve()
     config = _run_config(federation, _with_whole_paths(resolved), out, patience, elsewhere)
     fruitless = 0
@@ -179,7 +179,7 @@ def _for_sites(federation: FederationFolder, resolved: Resolved, out: Path) -> R
     if plan is not None:
         RunFolder(out).check(resolved)
     if not running(federation.server):
-        raise ConfigError("E128", "the server is not running", fix=_again(federation))
+        raise no_server(federation)
     if resolved.recipe.tasks.drift is not None:
         raise ConfigError("E167", "only a simulation can let classes drift in", where="tasks.drift", fix="leave it out")
     num_clients = resolved.recipe.federation.num_clients
@@ -264,10 +264,11 @@ def _again(federation: FederationFolder) -> str:
 
 
 def progress(out: Path, sites: Sequence[str] = ()) -> str:
-    """One line: how far the run is and whom it waits for; ``sites`` are their names."""
-    status, state = read_status(out), state_of(out)
-    late = with_site_names(", ".join(read_waiting(out).waiting_for), sites)
-    wait = f"; waiting for {late}{_until(out)}" if late and state == "running" else ""
+    """One line: how far the run is and whom it waits for, if somebody is missing until when; ``sites`` are their names."""
+    status, state, waiting = read_status(out), state_of(out), read_waiting(out)
+    late = with_site_names(", ".join(waiting.waiting_for), sites)
+    until = _until(out) if waiting.missing else ""
+    wait = f"; waiting for {late}{until}" if late and state == "running" else ""
     if status.steps is None:
         return f"starting{wait}"
     aa = "" if status.aa is None else f", AA {status.aa:.1f}"
@@ -372,14 +373,8 @@ def declined(run: Path, sites: Sequence[str]) -> list[str]:
 def missed(run: Path, sites: Sequence[str]) -> list[str]:
     """Which task was learned without which site: the site failed in it, and sent nothing that counts in any of its rounds."""
     failed = [event for event in read_events(run, []) if event.level == "error" and event.client is not None]
-    unsummed = {(e.task, e.round, str(e.client)) for e in failed if any(words in e.message for words in NOT_SUMMED)}
-    sent = {
-        (row.task, client)
-        for row in read_metrics(run, [])[0]
-        for client, traffic in row.sites.items()
-        if any(traffic[:1]) and (row.task, row.round, client) not in unsummed
-    }
-    absent = {(e.task or 0, e.client or 0) for e in failed if (e.task, str(e.client)) not in sent}
+    counted = {(row.task, client) for row in read_metrics(run, [])[0] for client in row.counted}
+    absent = {(event.task or 0, event.client or 0) for event in failed} - counted
     told = [f"task {task + 1} was learned without site {client}" for task, client in sorted(absent)]
     return [with_site_names(words, sites) for words in told]
 

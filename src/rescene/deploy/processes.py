@@ -28,10 +28,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rescene.core.errors import ConfigError, RunError, command
+from rescene.core.errors import ConfigError, RunError, command, did_you_mean
 from rescene.core.json_files import json_object
 from rescene.deploy.federation_folder import FederationFolder, check_path, require_flower
-from rescene.deploy.node_key import key_fault
+from rescene.deploy.node_key import fingerprint, key_fault, listed_keys, number_fault, public_key
 from rescene.deploy.site import Site, tighten
 from rescene.deploy.site_config import local_images
 from rescene.engine.checkpoint import save_atomically, write_json
@@ -295,8 +295,59 @@ def _register(federation: FederationFolder) -> None:
                     raise
                 continue  # nodes.json was lost; the link knows the key
             write_json(federation.server / "nodes.json", known)
-    there_are = {number: path for number, path in federation.public_keys.items() if path.is_file()}
-    write_peers(federation.server / "peers.pub", there_are)
+    if not changed_keys(federation):
+        there_are = {number: path for number, path in federation.public_keys.items() if path.is_file()}
+        write_peers(federation.server / "peers.pub", there_are)
+
+
+def changed_keys(federation: FederationFolder) -> list[str]:
+    """Sites whose node.pub is another key than the one that is registered. Nothing but ``replace_key`` lets the new one in."""
+    known, listed = registered(federation), listed_keys(federation.server / "peers.pub")
+    now = {number: public_key(path) for number, path in federation.public_keys.items()}
+    new = {federation.sites[number] for number, key in listed.items() if now.get(number, "") not in ("", key)}
+    return [name for name in federation.sites if name in new & known.keys() and name not in federation.left]
+
+
+def replace_key(federation: FederationFolder, name: str) -> tuple[str, str]:
+    """Register the present node.pub of a site in the place of its old key, which the link refuses from then on.
+
+    Returns the fingerprints of the old and the new key. The lists of keys in the federation's folder get the new one.
+    """
+    from rescene.deploy.keys import replace_peer
+
+    staying = [site for site in federation.sites if site not in federation.left]
+    if name not in staying:
+        close = did_you_mean(name, staying)
+        fix = f"did you mean {close}?" if close else f"sites: {', '.join(staying)}"
+        raise ConfigError("E516", f"the federation has no site {name!r}", where=str(federation.path), fix=fix)
+    if not running(federation.server):
+        raise no_server(federation)
+    number, known, peers = federation.sites.index(name), registered(federation), federation.server / "peers.pub"
+    path, before = federation.public_keys[number], listed_keys(peers).get(number, "")
+    try:
+        new = flwr(federation, "supernode", "register", str(path), LINK, "--format", "json")["node-id"]
+    except RunError as error:
+        if "already in use" not in (error.why or ""):
+            raise
+        raise ConfigError(
+            "E517",
+            f"this key of {name} was registered before",
+            where=str(path),
+            why="it is the site's present key, or one that was replaced and stays refused",
+            fix="put the site's new node.pub there, then the same command",
+        ) from None
+    write_json(federation.server / "nodes.json", known | {name: new})
+    if name in known:
+        flwr(federation, "supernode", "unregister", known[name], LINK, "--format", "json")
+    for folder in (federation.server, *map(federation.site, federation.sites)):
+        if (folder / "peers.pub").is_file():
+            replace_peer(folder / "peers.pub", number, path)
+    return fingerprint(before), fingerprint(public_key(path))
+
+
+def no_server(federation: FederationFolder) -> ConfigError:
+    """The error for what needs the server while it does not run (E128)."""
+    return ConfigError("E128", "the server is not running", fix=command("deploy", "server", federation.path))
 
 
 def registered(federation: FederationFolder) -> dict[str, str]:
@@ -360,6 +411,10 @@ def start_site(folder: Path) -> list[Started]:
     wrong, fix = key_fault(folder)
     if wrong:
         raise ConfigError("E514", "node.key is not the key of this site", where=str(folder), why=wrong, fix=fix)
+    wrong, fix = number_fault(folder, site.section.client)
+    if wrong:
+        where = str(folder / "site.yaml")
+        raise ConfigError("E515", "this site has the number of another one", where=where, why=wrong, fix=fix)
     if len(running(folder)) == 2:
         raise ConfigError("E126", "the site is already running", where=str(folder), fix="rescene deploy stop FOLDER")
     stop(folder)  # half a site, and what a node left behind that was killed
@@ -464,7 +519,10 @@ def ended(folder: Path, said: str) -> RunError:
     where, look = str(folder), command("deploy", "check", folder)
     if REFUSED in said:
         why = "it does not know this node.key, or another node with the same key is running"
-        fix = "the operator starts `rescene deploy server` again, which registers node.pub; or stop the other node"
+        fix = (
+            "stop the other node; or, if this site has a new key, bring node.pub to the operator, who then runs\n"
+            "rescene deploy replace-key FEDERATION SITE"
+        )
         return RunError("E361", "the server refuses this site", where=where, why=why, fix=fix)
     if "CERTIFICATE_VERIFY_FAILED" in said:
         why = "its certificate is not signed by this site's ca.crt, not for this name, or not valid today"

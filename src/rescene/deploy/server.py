@@ -214,7 +214,8 @@ class PostTransport:
             if problem:
                 self._refused.add(node)
                 self._away.add(self._roster.seats.get(node, reply.client))
-                self.note("error", problem[0], f"site {reply.client} cannot take part: {problem[1]}")
+                who = self._name(node) if self._roster.seats else f"site {reply.client}"  # its key knows better
+                self.note("error", problem[0], f"{who} cannot take part: {problem[1]}")
                 continue
             if reply.upload["torch"] != torch.__version__:
                 self.note("warning", "W341", f"site {reply.client} has torch {reply.upload['torch']}: bits may differ")
@@ -228,7 +229,7 @@ class PostTransport:
     def _misfit(self, reply: Reply, node: int) -> tuple[str, str] | None:
         seat = self._roster.seats.get(node)
         if seat != reply.client and (seat is not None or reply.client in self._roster.seats.values()):
-            return "E344", "its key is another site's; see `client` in its site.yaml"
+            return "E344", f"it calls itself site {reply.client}, whose key is another; see `client` in its site.yaml"
         if reply.client not in self.clients:
             return "E344", f"this run has sites {_numbers(self.clients)}; it left, or see `client` in its site.yaml"
         if reply.upload["fingerprint"] != self.fingerprint:
@@ -362,7 +363,8 @@ class PostTransport:
         waiting = self._post.push(letters)
         self._asked, self._until = _now(), _now(patience.deadline_s)
         while (waiting or (lost and len(replies) < needed)) and time.monotonic() < end:
-            self._tell(replies, lost | set(waiting.values()))
+            late = lost | set(waiting.values())
+            self._tell(replies, late, missing={node for node in late if node in lost or tries[node] > 1})
             lost |= self._take(replies, refused, waiting, asked)
             if time.monotonic() > again_at:
                 lost |= set(waiting.values())
@@ -413,11 +415,21 @@ class PostTransport:
             del waiting[number]
         return lost
 
-    def _tell(self, answered: Iterable[int], waiting: Iterable[int], absent: Iterable[int] = ()) -> None:
-        """Nodes that have answered, nodes we wait for, and clients whose node is not there yet."""
-        late = [*map(self._name, waiting), *(f"site {client}" for client in absent)]
+    def _tell(
+        self,
+        answered: Iterable[int],
+        waiting: Iterable[int],
+        absent: Iterable[int] = (),
+        missing: Iterable[int] = (),
+    ) -> None:
+        """Nodes that have answered, nodes we wait for, clients whose node is not there yet, and nodes that had to be asked again."""
+        away = [f"site {client}" for client in absent]
         facts: dict[str, Any] = {"asked": self._asked, "until": self._until}
-        facts |= {"answered": sorted(map(self._name, answered)), "waiting_for": sorted(late)}
+        facts |= {
+            "answered": sorted(map(self._name, answered)),
+            "waiting_for": sorted([*map(self._name, waiting), *away]),
+        }
+        facts["missing"] = sorted([*map(self._name, missing), *away])
         facts["heard"] = {self._name(node): at for node, at in self._heard.items()}
         if facts != self._told:
             self._told = facts

@@ -48,6 +48,9 @@ class RunFederation:
         self.phase: Callable[[], AbstractContextManager[None]] = nullcontext  # entered while clients work
         self.traffic = [0, 0]  # bytes up and down since the last move
         self.traffic_of: dict[int, list[int]] = {}  # the same of each client that was asked
+        self.summed: set[int] | None = (
+            None  # who is in a sum that was opened since the last move; None: none was asked for
+        )
 
     def move(self, task: Task, round: int | None, participants: Sequence[int] | None = None, attempt: int = 0) -> None:
         """Go to a place in time; ``round`` None is the beginning or end of the task, where everybody may be asked."""
@@ -55,7 +58,7 @@ class RunFederation:
         self.round, self._attempt = -1 if round is None else round, attempt
         self._place = self.settings.rng.at("client", task.index, self.round)
         self._exchanges = 0
-        self.traffic, self.traffic_of = [0, 0], {}
+        self.traffic, self.traffic_of, self.summed = [0, 0], {}, None
 
     def net(self, model: Mapping[str, Tensor]) -> nn.Module:
         return self.ledger.meter.attach(self.arch.restore(model), len(model["head.weight"]))
@@ -109,6 +112,7 @@ class RunFederation:
         if late or self._has_quorum(len(answers), len(clients)):
             with self.ledger.meter.on("client"), self.phase():
                 values, opened = self.transport.open_sum(call, parts)
+        self.summed = {*(self.summed or ()), *opened}
         # a part that is masked on its way is as large as the sum
         messages = {k: (upload if self.transport.here or not upload else values) for k, (upload, _) in answers.items()}
         self._meter(sorted(clients), payload, messages, len(parts))

@@ -198,6 +198,8 @@ class Run:
             "sites": self.federation.traffic_by_site(),
             "notes": notes_of(self.parts.state, uploads),
         }
+        if self.federation.summed is not None:
+            row["summed"] = sorted(self.federation.summed)
         self.observers.tell("end_round", self._view(before, row))
         with self.context.timer.phase("checkpoint"):
             self.parts.writer.wait()  # a round counts as finished once the one before is safe, so at most one is run again

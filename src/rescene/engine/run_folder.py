@@ -6,6 +6,7 @@ partition.json partition.safetensors            who holds what
 results.json timing.json csv/ model/            what came out; no wall-clock value outside timing.json
 surrogates.safetensors surrogates.json          a few uploads beside their nearest real images
 checkpoints/                                    how to go on
+finished/                                       results and model of the tasks before, while new ones of a plan are learned
 objects.json                                    what is known of Python objects and plug-ins that it was made from
 
 A folder of an older version is brought to today's format in place before a run goes on in it. Reading an older folder (reports,
@@ -21,6 +22,7 @@ import json
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 import warnings
@@ -41,9 +43,10 @@ from rescene.config.compose import difference
 from rescene.config.site_sections import grows
 from rescene.core.documents import read_yaml
 from rescene.core.errors import ConfigError, ResceneWarning, RunError, few, shortened
+from rescene.core.files import replacing
 from rescene.core.json_files import as_json, json_object
 from rescene.core.recipe_keys import flatten
-from rescene.core.run_state import LOCK, Busy, is_done, working_in
+from rescene.core.run_state import FINISHED, LOCK, Busy, is_done, working_in
 from rescene.core.versions import FOLDER, refuse_newer, source_hash
 from rescene.data.images import Dataset
 from rescene.data.objects import OBJECT, is_own_dataset, maker_of, own_dataset
@@ -180,6 +183,16 @@ APPENDED = ("metrics.jsonl", "events.jsonl")
 NOT_COMPARED = {"device"}  # may change between the parts of a run without changing the experiment
 BEFORE = {".config.yaml.tmp", LOCK}  # what a run that was killed before its first file leaves
 OTHERS = {".sites.json.tmp"}  # the operator's page writes sites.json while the run goes on
+ASIDE = (
+    "model",
+    "results.json",
+    "timing.json",
+    "metrics.jsonl",
+    "env.json",
+    "partition.json",
+    "origin.json",
+    "command.txt",
+)
 MADE_ON = ("code", "torch", "threads", "cpu_capability", "device")  # with all of these equal, so are the bits
 
 
@@ -310,6 +323,25 @@ class RunFolder:
             status = json_object(self.path / "status.json", [])
             if status.get("state") != "done":
                 self.status(**status | {"state": "done"})
+
+    def set_aside(self) -> None:
+        """Move the results of a finished run into ``finished``, with its model: it learns new tasks, and people use them meanwhile."""
+        if not self.finished:
+            return
+        aside = self.path / FINISHED
+        try:
+            with replacing(aside) as draft:
+                shutil.rmtree(draft, ignore_errors=True)
+                draft.mkdir()
+                for path in map(self.path.joinpath, ASIDE):
+                    if path.is_dir():
+                        shutil.copytree(path, draft / path.name)
+                    elif path.is_file():
+                        shutil.copyfile(path, draft / path.name)
+                shutil.rmtree(aside, ignore_errors=True)
+            (self.path / "results.json").unlink()  # last: until now they are the newest
+        except OSError as error:
+            raise could_not_save(aside, error) from error
 
     def describe(self, experiment: Experiment) -> None:
         """Who holds what, and on what machine."""

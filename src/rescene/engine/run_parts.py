@@ -224,7 +224,7 @@ class RunParts:
             self.context.note_later("info", "I402", told)
         facts.matrix = [row + [math.nan] * (num_tasks - len(row)) for row in facts.matrix]
         if done < len(self.steps):
-            (folder.path / "results.json").unlink(missing_ok=True)  # they were of the plan as it was before
+            folder.set_aside()  # results of the plan as it was before
         if grew or at_sites:
             folder.describe(self.experiment)
 

@@ -18,6 +18,7 @@ from rescene.config import resolve
 from rescene.core.errors import ConfigError, DataError, RunError, did_you_mean
 from rescene.core.files import replacing
 from rescene.core.json_files import Row
+from rescene.core.run_state import finished_in
 from rescene.engine.experiment import load_data
 from rescene.lens import Lens, expect_looks, tell_looked
 from rescene.lens.backbone import Program
@@ -30,13 +31,17 @@ TOLERANCE = 1e-4  # of the largest score; formats differ in the order of additio
 
 
 def export(folder: Path, kinds: Sequence[str], out: Path) -> list[Row]:
-    """Write ``out``/model.<kind> for every kind; a row of facts for each. A file that disagrees is removed (E420)."""
+    """Write ``out``/model.<kind> for every kind; a row of facts for each. A file that disagrees is removed (E420).
+
+    Of a plan's run that has begun a new task it is the model that was finished before. The run folder is only read.
+    """
     _check_kinds(kinds)
-    about, whole = of_run(folder)
+    place = finished_in(folder)
+    about, whole = of_run(place)
     _check_lens(kinds, whole.lens)
     size = picture_size(about)
     lens = {"lens_file": whole.lens.content[0]} if whole.lens and whole.lens.content else {}
-    told = json.dumps(about | lens | origin_of(folder, size))
+    told = json.dumps(about | lens | origin_of(place, size))
     pictures, source = _pictures(folder, size)
     out.mkdir(parents=True, exist_ok=True)
     expect_looks((1 + len(kinds)) * len(pictures))

@@ -19,7 +19,7 @@ from rescene import __version__
 from rescene.core.documents import read_text
 from rescene.core.errors import ConfigError, DataError, ResceneWarning
 from rescene.core.results import Results, read_results
-from rescene.core.run_state import is_done, read_object
+from rescene.core.run_state import finished_in, is_done, read_object
 from rescene.data.sources.decode import EXTENSIONS, decode, reason, shown
 from rescene.data.sources.image_folder import survey, warn_of_left
 from rescene.lens import Lens, expect_looks, open_lens, tell_looked
@@ -77,8 +77,9 @@ class Whole(nn.Module):
 def open_model(path: Path, trust: bool = False) -> Model:
     """The model of a finished run folder or of an exported .safetensors, .onnx or, if it is trusted, .pt2 file."""
     if path.is_dir():
-        about, whole = of_run(path)
-        told = origin_of(path, picture_size(about)) if is_done(path) else {}
+        place = finished_in(path)
+        about, whole = of_run(place)
+        told = origin_of(place, picture_size(about)) if is_done(place) else {}
         return Model(path, about | told, torch.no_grad()(whole))
     kind = path.suffix.lower()[1:]
     if not path.is_file() or kind not in READERS:
