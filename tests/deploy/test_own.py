@@ -72,7 +72,7 @@ def test_the_finished_model_is_there_while_the_next_task_is_learned(tmp_path):
         assert model.classes == list(FIRST) and torch.allclose(model.scores(pixels), scores, atol=1e-4)
         assert model.about["aa"] == april["aa"]
     assert len({new for _, new in exported}) == 2, "the new model was written while one was exported"
-    assert open_model(folder).classes == [*FIRST, *SECOND]
+    assert open_model(folder).classes == [*FIRST, *SECOND] and not (folder / "finished").exists()
     other = tmp_path / "other"
     other.mkdir()
     run_plan(full, tmp_path / "undisturbed", own_sites(other), more)

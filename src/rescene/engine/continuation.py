@@ -25,7 +25,7 @@ from rescene.core.errors import ConfigError, DataError, RunError, command
 from rescene.core.files import replacing
 from rescene.core.json_files import record_of
 from rescene.core.results import Partition, Results, results_of_row
-from rescene.core.run_state import LOCK, read_object, state_of
+from rescene.core.run_state import FINISHED, LOCK, read_object, state_of
 from rescene.data import Dataset, plan_tasks
 from rescene.data.derived_sets import narrowed
 from rescene.engine.checkpoint import could_not_save, save_atomically, write_json
@@ -34,7 +34,7 @@ from rescene.engine.run_folder import RunFolder, words_of
 from rescene.lens import through, users_own
 
 Tasks = Sequence[Sequence[str]]
-NOT_COPIED = ("results.json", "timing.json", "report.html", "command.txt", "csv", "model", LOCK, ".*.tmp")
+NOT_COPIED = ("results.json", "timing.json", "report.html", "command.txt", "csv", "model", FINISHED, LOCK, ".*.tmp")
 ORIGIN = "rescene continue"
 
 

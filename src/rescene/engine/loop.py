@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from rescene.core.errors import RunError
 from rescene.core.json_files import as_json
 from rescene.core.results import written
 from rescene.core.rng import torch_draws_from
+from rescene.core.run_state import FINISHED
 from rescene.data import Task
 from rescene.engine.checkpoint import reach, write_json
 from rescene.engine.evaluate import Evaluation, evaluate
@@ -303,6 +305,7 @@ class Run:
         write_json(path / "timing.json", self.context.timer.report())
         results = written(found)
         write_json(path / "results.json", results)
+        shutil.rmtree(path / FINISHED, ignore_errors=True)  # the results of the tasks before
         self.parts.tell_status("done")
         self.context.tell("done", results=results)
         return results
