@@ -396,7 +396,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Status:
-    """status.json: how far a run is. ``round`` is -1 between rounds."""
+    """status.json: how far a run is. ``round`` is -1 between rounds; ``aa`` was measured after ``aa_tasks`` tasks."""
 
     method: str = ""
     task: int = 0
@@ -405,8 +405,21 @@ class Status:
     num_rounds: int | None = None
     phase: str = ""
     aa: float | None = None
+    aa_tasks: int | None = None  # earlier versions did not tell
     done: int = 0
     steps: int | None = None
+
+    @property
+    def aa_so_far(self) -> str:
+        """AA and after which task it was measured; empty before the first.
+
+        >>> Status(aa=56.24, aa_tasks=2, num_tasks=5).aa_so_far, Status(aa=56.24).aa_so_far, Status().aa_so_far
+        ('56.2 after task 2/5', '56.2 so far', '')
+        """
+        if self.aa is None:
+            return ""
+        after = "so far" if self.aa_tasks is None else f"after task {self.aa_tasks}"
+        return f"{self.aa:.1f} {after}" + (f"/{self.num_tasks}" if self.aa_tasks and self.num_tasks else "")
 
 
 @dataclass(frozen=True)
