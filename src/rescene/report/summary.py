@@ -35,7 +35,7 @@ from rescene.report.load import RunRecord, load_run
 from rescene.report.tables import TableCell, TableEntry, TableGrid, render
 
 _SURE = 3.0  # standard errors above guessing, from which on an accuracy is better than that
-_FLATTER = ("W217", "W561")
+_FLATTER = ("W217", "W548", "W561")
 _UNSURE_POINTS = 5.0  # the same in points, where the number of test images is not known
 
 
@@ -75,7 +75,7 @@ def unmeasured(run: RunRecord) -> tuple[str, ...]:
 
 
 def flattered(run: RunRecord) -> tuple[str, ...]:
-    """What the run warned of that makes its accuracy look better than it is: test images that were (nearly) trained on."""
+    """What the run warned of that makes its accuracy look better than it is: test images that were (nearly) trained on, or one class only."""
     told = dict.fromkeys(plain(row.message, 800) for row in run.events if row.code in _FLATTER)
     noised = noise_line(run.events, run.results)
     return (*(f"{words[0].upper()}{words[1:]}." for words in told), *([noised] if noised else []))
