@@ -75,7 +75,7 @@ def unmeasured(run: RunRecord) -> tuple[str, ...]:
 
 
 def flattered(run: RunRecord) -> tuple[str, ...]:
-    """What the run warned of that makes its accuracy look better than it is: test images that were (nearly) trained on, or one class only."""
+    """What the run warned of that makes its accuracy look better than it is."""
     told = dict.fromkeys(plain(row.message, 800) for row in run.events if row.code in _FLATTER)
     noised = noise_line(run.events, run.results)
     return (*(f"{words[0].upper()}{words[1:]}." for words in told), *([noised] if noised else []))
