@@ -58,6 +58,29 @@ def test_a_broken_plugin_is_named(tmp_path):
     assert invoke(app, ["run", "smoke", "--plugin", str(tmp_path / "none.py")]).exit_code == 2
 
 
+def test_a_method_whose_model_does_not_fit_the_network_is_named(tmp_path):
+    idea = """
+from dataclasses import replace
+from rescene.methods import register
+from rescene.methods.fedavg import FedAvg
+
+
+@register
+class Headless(FedAvg):
+    name, title = "headless", "Headless"
+
+    def server_round(self, state, uploads, round, federation, rng):
+        state = super().server_round(state, uploads, round, federation, rng)
+        return replace(state, model={key: value for key, value in state.model.items() if key != "head.bias"})
+"""
+    (tmp_path / "headless_plugin.py").write_text(idea)
+    words = ["run", "smoke", "--plugin", str(tmp_path / "headless_plugin.py"), "method=headless", *TINY]
+    result = invoke(app, [*words, "--out", str(tmp_path / "r"), "-q"])
+    assert result.exit_code == 2 and "E134" in result.output
+    assert "Headless (headless) made a model that does not fit the network: 'head.bias'" in result.output
+    assert "1 missing (head.bias)" in result.output and "all keys and shapes" in result.output
+
+
 def test_a_plug_in_imports_a_file_beside_it(tmp_path):
     (tmp_path / "levels_beside.py").write_text("LEVELS = [1, 2]")
     (tmp_path / "plugin_with_a_neighbour.py").write_text("from levels_beside import LEVELS")
