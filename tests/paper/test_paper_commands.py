@@ -108,6 +108,9 @@ def test_run_goes_on_where_a_cell_cannot(here, tiny, blank_figures):
     assert sorted(row["state"] for row in plan) == ["done", "to run", "to run", "to run"]
     again = invoke("run", tiny, "--only", "*alpha=0.5+tau=0.0", "--runs", "made")
     assert again.exit_code == 0 and (folder / "results.json").stat().st_mtime_ns == before
+    assert invoke("run", tiny, "--only", "*alpha=0.5+tau=0.0", "-q", "--runs", "kept").exit_code == 0
+    (own,) = (here / "RESCENE_RUNS").iterdir()  # not in runs/demo, where the runs of `rescene demo` lie
+    assert own.name == "paper-lite" and [run.name for run in own.iterdir()] == [folder.name]
 
     write_run(here / "kept", cell_of(MAIN, "cifar10/0.5/fedavg"), aa=15.0)
     blocked = invoke("run", "main", "--only", "cifar10/0.5/f*", "--seeds", "0", "--runs", "kept", "-q")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rescene.cli.look_verbs import format_for, loaded, put
-from rescene.cli.shared_options import AsJson, Quiet, verb_group
+from rescene.cli.shared_options import AsJson, Quiet, runs_root, verb_group
 from rescene.cli.terminal import busy, interruptible, print_rows, writing
 from rescene.core.errors import ConfigError
 from rescene.core.json_files import Row
@@ -71,7 +71,10 @@ def paper_run(
     parallel: Annotated[int, typer.Option("--parallel", min=1, help="with --queue: runs at a time on the device")] = 1,
     plan: Annotated[bool, typer.Option("--plan", help="list the cells; run nothing")] = False,
     out: Annotated[
-        Path | None, typer.Option("--out", help="folder for the runs (default: runs/<data set>; --queue: results)")
+        Path | None,
+        typer.Option(
+            "--out", help="folder for the runs (default: runs/<data set>; -lite: runs/paper-lite; --queue: results)"
+        ),
     ] = None,
     runs: Runs = None,
     quiet: Quiet = False,
@@ -108,15 +111,16 @@ def _run_table(
     numbers = read_seeds(seeds) if seeds else recipe.seeds
     refused = [cell for cell in recipe.chosen(only) if cell.unavailable]
     wanted = [(fast and cell.fast) or cell for cell in recipe.chosen(only) if not cell.unavailable]
+    place = out or (runs_root() / "paper-lite" if recipe.lite else None)  # runs of `rescene demo` lie in runs/demo
     if plan:
-        runs_to_plan = [_sweep_cell(cell, seed, store, out) for cell in wanted for seed in numbers]
+        runs_to_plan = [_sweep_cell(cell, seed, store, place) for cell in wanted for seed in numbers]
         print_plan(runs_to_plan, as_json, _refused_rows(refused))
         if not as_json:
             print(NOT_COMPARABLE if recipe.lite else f"A small form: rescene paper run {recipe.name}-lite --plan")
         return
     ready: list[SweepCell] = []
     for cell in wanted:
-        planned = [_sweep_cell(cell, seed, store, out) for seed in numbers]
+        planned = [_sweep_cell(cell, seed, store, place) for seed in numbers]
         if cell.obstacle and not all(run.done for run in planned):
             refused.append(cell)
             planned = [run for run in planned if run.done]
