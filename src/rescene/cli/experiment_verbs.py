@@ -26,6 +26,7 @@ from rescene.cli.shared_options import (
     RecipeName,
     ServerGflops,
     complete_override,
+    plugin_words,
     run_config,
     verb_group,
 )
@@ -191,7 +192,7 @@ def resume(
     config = run_config(folder)
     interruptible(
         lambda: run_one(resolve(config), folder, quiet, as_json, log=log, elsewhere=elsewhere),
-        command("resume", folder),
+        command("resume", folder, *plugin_words(plugin)),
     )
 
 
@@ -220,7 +221,8 @@ def continue_run(
     with watch_looks(quiet or as_json):
         resolved, target = continued(folder, *_growth(growth or []), out)
     interruptible(
-        lambda: run_one(resolved, target, quiet, as_json, log=log, elsewhere=elsewhere), command("resume", target)
+        lambda: run_one(resolved, target, quiet, as_json, log=log, elsewhere=elsewhere),
+        command("resume", target, *plugin_words(plugin)),
     )
 
 
