@@ -66,7 +66,7 @@ class {title}(Method):
     paper: ClassVar[str] = "yours"
     leaves_site: ClassVar[str] = "model weights and the number of local images"
     leaves_in_short: ClassVar[str] = "weights"
-    uploads: ClassVar[UploadKind] = "weights"  # the kind of what leaves, for tables: images, weights, sums or nothing
+    uploads: ClassVar[UploadKind] = "weights"  # the kind of what leaves: images, weights, generator, sums or nothing
     # what it was compared with, for example Verified("hand computation", "test_{name}.py::test_a_step", "1e-6, a step")
     verified: ClassVar[tuple[Verified, ...]] = ()
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from rescene import __version__
 from rescene.core.errors import DECLINED, RunError, command
+from rescene.core.method_style import GENERATOR, RECONSTRUCTED
 from rescene.core.noised_accuracy import noise_line
 from rescene.core.results import Privacy
 from rescene.report.formatting import (
@@ -354,7 +355,10 @@ def _by_site(run: RunRecord) -> str:
     return f"\n\n{told}\n\n" + _table(("site", "training images", "test images", "accuracy, %"), rows)
 
 
-BY_SERVER = "the server can reconstruct images of the sites from what they send; how well was not measured in this run"
+NOT_COMPARED = {
+    RECONSTRUCTED: "the server can reconstruct images of the sites from what they send; how well was not measured in this run",
+    GENERATOR: "the server gets a generator that paints pictures like a site's; how near they come to its images was not measured",
+}
 
 
 def _privacy(run: RunRecord) -> str:
@@ -367,7 +371,7 @@ def _privacy(run: RunRecord) -> str:
         )
     else:
         missing = run.results.not_measured.get("leakage") or "no images were uploaded, so none were compared"
-        lines.append(f"Leakage: {BY_SERVER if run.style.reconstructs else missing}.")
+        lines.append(f"Leakage: {NOT_COMPARED.get(run.style.without_images(), missing)}.")
     sends = run.privacy.leaves_site or run.style.sends or "see the page of the method"
     lines.append(f"What leaves a site: {_escaped(sends)}.")
     if gone := run.results.forgotten:
