@@ -253,15 +253,26 @@ def paper_table(
 def paper_check(
     name: Annotated[str, typer.Argument(help="a table, claims, or all")] = "all",
     everything: Annotated[bool, typer.Option("--all", help="also list the figures inside their band")] = False,
+    known_open: Annotated[
+        bool, typer.Option("--known-open", help="fail only on what is not in the list of what is known to be open")
+    ] = False,
+    accept_open: Annotated[
+        bool, typer.Option("--accept-open", help="write that list anew from what is open now; it explains nothing")
+    ] = False,
     runs: Runs = None,
     kind: Format = "text",
 ) -> None:
     """Check our results against the paper's numbers and claims; exit code 5 if one fails."""
+    if name != "all" and (known_open or accept_open):
+        why = "a run stands once in the list, in the first table that it belongs to"
+        fix = "rescene paper check --known-open"
+        raise ConfigError("E533", "the list of what is known to be open is one of all tables", why=why, fix=fix)
     with busy(READING):
+        from rescene.paper import known_open as known_list
         from rescene.paper import recipe_names
         from rescene.paper.claims import OurBook, judge
         from rescene.paper.compare import findings
-        from rescene.paper.pages import band_grid, claims_grid, failed
+        from rescene.paper.pages import band_grid, claims_grid
         from rescene.paper.recipes import check_name
         from rescene.report.tables import render
 
@@ -272,12 +283,24 @@ def paper_check(
         book = OurBook(store)
         found = findings(names, store)
         verdicts = judge(book) if name in ("all", "claims") else []
+        gone: list[str] = []
+        if accept_open:
+            with writing(known_list.FILE):
+                known_list.write_known([*found, *verdicts], known_list.FILE)
+        if known_open:
+            known = known_list.read_known(known_list.FILE)
+            gone = known_list.no_longer_open([*found, *verdicts], known)
+            found, verdicts = known_list.told_as_known(found, known), known_list.told_as_known(verdicts, known)
         grids = [band_grid(found, everything)] if names else []
         grids += [claims_grid(verdicts, book.stand_ins)] if verdicts else []
         parts = [render(grid, kind) for grid in grids]
     several = kind == "json" and len(parts) > 1
     print(f"[{','.join(parts)}]\n" if several else "\n".join(parts), end="")
-    if failed([*found, *verdicts]):
+    told = [f"no longer open, so --accept-open takes it out of the list: {place}" for place in gone]
+    told += [f"written: {known_list.FILE}"] if accept_open else []
+    if told:
+        print(*told, sep="\n", file=sys.stderr)
+    if known_list.failing([*found, *verdicts]):
         raise typer.Exit(5)
 
 
