@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
@@ -60,6 +61,24 @@ def test_a_hostile_recipe_gets_a_code(tmp_path, name, text, code):
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     result = CliRunner().invoke(app, ["show", str(path)])
     assert result.exit_code == 2 and f"error[{code}]" in result.output and name in result.output, result.output
+
+
+def test_with_and_without_libyaml_a_text_means_the_same(monkeypatch):
+    """Recipes that ship, configs of stored runs, and hostile texts, each with its values or its code."""
+    root = Path(__file__).parents[1]
+    paths = [*(root / "src" / "rescene").rglob("*.yaml"), *sorted((root / "results").rglob("config.yaml"))[::20]]
+    texts = [path.read_text("utf-8") for path in paths]
+    texts += [text for name, text, _ in HOSTILE if name.endswith("yaml") and isinstance(text, str)]
+
+    def meaning(text):
+        try:
+            return parse_yaml(text, "here")
+        except ConfigError as error:
+            return error.code, error.where
+
+    quick = [meaning(text) for text in texts]
+    monkeypatch.setattr(yaml, "__with_libyaml__", False)
+    assert len(texts) > 50 and quick == [meaning(text) for text in texts]
 
 
 def test_a_key_that_stands_twice_is_named_with_its_lines():

@@ -87,7 +87,7 @@ class Result:
 
     @property
     def upload_bytes(self) -> float | None:
-        """Mean bytes that a site sends for each round it takes part in: all that it sent, at the ends of tasks too."""
+        """Mean bytes that a site sends for each round in which it is asked: all that it sent, at the ends of tasks too."""
         return self.record.cost.measured.uplink_bytes_per_turn(read_metrics(self.folder, [])[0])
 
     def rounds(self) -> pandas.DataFrame:

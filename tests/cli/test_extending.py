@@ -58,6 +58,52 @@ def test_a_broken_plugin_is_named(tmp_path):
     assert invoke(app, ["run", "smoke", "--plugin", str(tmp_path / "none.py")]).exit_code == 2
 
 
+def test_a_method_whose_model_does_not_fit_the_network_is_named(tmp_path):
+    idea = """
+from dataclasses import replace
+from rescene.methods import register
+from rescene.methods.fedavg import FedAvg
+
+
+@register
+class Headless(FedAvg):
+    name, title = "headless", "Headless"
+
+    def server_round(self, state, uploads, round, federation, rng):
+        state = super().server_round(state, uploads, round, federation, rng)
+        return replace(state, model={key: value for key, value in state.model.items() if key != "head.bias"})
+"""
+    (tmp_path / "headless_plugin.py").write_text(idea)
+    words = ["run", "smoke", "--plugin", str(tmp_path / "headless_plugin.py"), "method=headless", *TINY]
+    result = invoke(app, [*words, "--out", str(tmp_path / "r"), "-q"])
+    assert result.exit_code == 2 and "E134" in result.output
+    assert "Headless (headless) made a model that does not fit the network: 'head.bias'" in result.output
+    assert "1 missing (head.bias)" in result.output and "all keys and shapes" in result.output
+
+
+def test_a_run_that_lacks_its_plug_in_names_the_file_and_does_not_load_it(tmp_path):
+    """Another process: here the method would stay registered. The run folder could be somebody else's, so nothing is loaded."""
+    idea = "from rescene.methods import register\nfrom rescene.methods.fedavg import FedAvg\nprint('loaded')\n"
+    idea += "@register\nclass Other(FedAvg):\n    name, title = 'other_idea', 'Other'\n"
+    (tmp_path / "other idea.py").write_text(idea)
+    made = ["run", "smoke", "--plugin", "other idea.py", "method=other_idea", *TINY, "--out", "r", "-q"]
+
+    def rescene(*words):
+        start = [sys.executable, "-m", "rescene", *words]
+        return subprocess.run(start, cwd=tmp_path, capture_output=True, text=True)
+
+    assert rescene(*made).returncode == 0
+    (tmp_path / "r" / "results.json").unlink()
+    refused = rescene("resume", "r")
+    assert refused.returncode == 2 and "E103" in refused.stderr and "loaded" not in refused.stdout
+    assert "fix    the same command with --plugin 'other idea.py'\n" in refused.stderr
+    again = rescene("resume", "r", "--plugin", "other idea.py", "-q")
+    assert again.returncode == 0 and (tmp_path / "r" / "results.json").is_file()
+    (tmp_path / "r" / "results.json").unlink()
+    (tmp_path / "other idea.py").rename(tmp_path / "elsewhere.py")
+    assert "with the place where the file is now" in rescene("resume", "r").stderr
+
+
 def test_a_plug_in_imports_a_file_beside_it(tmp_path):
     (tmp_path / "levels_beside.py").write_text("LEVELS = [1, 2]")
     (tmp_path / "plugin_with_a_neighbour.py").write_text("from levels_beside import LEVELS")

@@ -58,7 +58,11 @@ def test_the_list_tells_state_size_and_accuracy(root):
     }
     files = [path for path in (root / "done").rglob("*") if path.is_file()]
     assert rows["done"]["bytes"] == sum(path.stat().st_size for path in files) and rows["done"]["aa"] is not None
-    assert "4 runs" in invoke(app, ["runs", str(root)]).output
+    assert all(rows[name]["aa"] is None for name in ("failed", "gone", "going"))  # an AA is one of a finished run
+    measured = json.loads((root / "gone" / "status.json").read_text())
+    assert rows["gone"]["aa_so_far"] == f"{measured['aa']:.1f} after task 1/1" and rows["done"]["aa_so_far"] == ""
+    printed = invoke(app, ["runs", str(root)]).output
+    assert "4 runs" in printed and printed.count(rows["gone"]["aa_so_far"]) == 3
     assert "nothing here" in invoke(app, ["runs", str(root / "none")]).output
 
 

@@ -84,6 +84,21 @@ def test_one_class_alone_gets_a_reason_and_no_command(shapes, tmp_path):
     assert found["command"] == found["guarantee"] == "" and "one class only (ring)" in found["reason"]
 
 
+@pytest.mark.parametrize("limit", [(), ("tasks.per_task=1", "tasks.limit=1")])
+def test_a_run_with_one_class_says_that_its_accuracy_says_nothing(shapes, tmp_path, limit):
+    """Also where the tasks leave the other classes out. A run whose first task alone has one class warns of nothing."""
+    for name in ("ring", "star") if limit else ("ring",):
+        shutil.copytree(shapes / name, tmp_path / "images" / name)
+    small = ["data.path=" + str(tmp_path / "images"), "federation.num_clients=2", "federation.per_round=2", *QUICK]
+    result = invoke(app, ["run", "demo", *small, *(limit or ["tasks.count=1"]), "--out", str(tmp_path / "r")])
+    words = "one class only (ring): every answer is right, so its accuracy says nothing"
+    assert result.exit_code == 0 and "W548" in result.output
+    assert words in (tmp_path / "r" / "report.html").read_text()
+    if limit:
+        small += ["tasks.per_task=1", "--out", str(tmp_path / "two")]
+        assert "W548" not in invoke(app, ["run", "demo", *small]).output
+
+
 @pytest.fixture(scope="module")
 def three_sites(shapes, tmp_path_factory):
     """Leeds has no circle, so that it misses half of the first task."""

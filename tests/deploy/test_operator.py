@@ -71,6 +71,15 @@ def test_a_run_that_waits_for_its_first_sites_says_so_before_it_has_a_status(fed
         assert site_answers([folder], federation.sites)["south"].startswith("waited for since 2026-11-15 09:00 UTC")
 
 
+def test_the_accuracy_of_a_run_under_way_says_after_which_task_it_was_measured(federation):
+    folder = run_folder(federation, "a")
+    status = {"state": "running", "pid": os.getpid(), "done": 4, "steps": 9, "aa": 61.25, "aa_tasks": 1, "num_tasks": 2}
+    (folder / "status.json").write_text(json.dumps(status))
+    assert operator.progress(folder) == "running: 4 of 9 steps, AA 61.2 after task 1/2"
+    (folder / "results.json").write_text("{}")
+    assert operator.progress(folder) == "done: 4 of 9 steps, AA 61.2"
+
+
 @pytest.mark.parametrize("content", ["5", "[1]", '{"done": ', '{"done": "x", "waiting_for": 3, "heard": 4}'])
 def test_a_file_that_holds_something_else_is_as_good_as_none(federation, content):
     """A disk may damage a file, or a person may edit it: the operator still sees the rest."""

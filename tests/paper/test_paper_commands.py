@@ -1,6 +1,8 @@
 """`rescene paper` as a person uses it, the figures, and the documents it writes."""
 
+import csv
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +13,7 @@ from typer.testing import CliRunner
 
 from rescene.cli import running
 from rescene.cli.app import app
-from rescene.paper import Store, compare, paper_recipe, printed, recipes
+from rescene.paper import Store, compare, known_open, paper_recipe, printed, recipes
 from rescene.paper.figures import _final_rows, _mark, task_curves
 from rescene.paper.pages import refreshed, verdicts_grid
 from rescene.paper.paper_tables import ATTACKED
@@ -107,6 +109,9 @@ def test_run_goes_on_where_a_cell_cannot(here, tiny, blank_figures):
     assert sorted(row["state"] for row in plan) == ["done", "to run", "to run", "to run"]
     again = invoke("run", tiny, "--only", "*alpha=0.5+tau=0.0", "--runs", "made")
     assert again.exit_code == 0 and (folder / "results.json").stat().st_mtime_ns == before
+    assert invoke("run", tiny, "--only", "*alpha=0.5+tau=0.0", "-q", "--runs", "kept").exit_code == 0
+    (own,) = (here / "RESCENE_RUNS").iterdir()  # not in runs/demo, where the runs of `rescene demo` lie
+    assert own.name == "paper-lite" and [run.name for run in own.iterdir()] == [folder.name]
 
     write_run(here / "kept", cell_of(MAIN, "cifar10/0.5/fedavg"), aa=15.0)
     blocked = invoke("run", "main", "--only", "cifar10/0.5/f*", "--seeds", "0", "--runs", "kept", "-q")
@@ -151,7 +156,8 @@ def test_check_fails_where_a_result_falls_out_of_its_band(here):
     assert bad.exit_code == 5 and "open" in bad.output and "68.80 to " in bad.output
 
 
-def test_check_fails_where_the_papers_own_method_is_ten_points_too_good(here):
+def test_check_fails_where_the_papers_own_method_is_ten_points_too_good(here, monkeypatch):
+    monkeypatch.setattr(known_open, "FILE", here / "known_open.csv")
     for name, more in (("exact", 0.0), ("planted", 10.0)):
         (here / name).mkdir()
         for n in printed("main"):
@@ -167,6 +173,46 @@ def test_check_fails_where_the_papers_own_method_is_ten_points_too_good(here):
     claims = json.loads(invoke("check", "claims", "--runs", "planted", "--format", "json").output)["rows"]
     verdicts = {row["claim"]: row["verdict"] for row in claims}
     assert verdicts["reaches 67.96 % AA on CIFAR-10"] == "not supported"
+    invoke("check", "--accept-open", "--runs", "exact")
+    assert invoke("check", "--known-open", "--runs", "exact").exit_code == 0
+    shutil.copy(known_open.FILE, here / "before.csv")
+    again = invoke("check", "--known-open", "--runs", "planted", "--format", "json")
+    bands, claims = json.loads(again.stdout)
+    opened = [row for row in bands["rows"] if row["table"] == "main" and row["verdict"] == "open"]
+    assert again.exit_code == 5 and {row["cell"].split("/")[2] for row in opened} == {"rescene"} and len(opened) == 6
+    assert known_open.FILE.read_text() == (here / "before.csv").read_text(), "only --accept-open writes it"
+
+
+def test_what_is_known_to_be_open_does_not_fail_again_and_the_list_can_shrink(here, monkeypatch):
+    """An entry holds for one figure: another one at the same place is new, also a better one."""
+    file = here / "known_open.csv"
+    monkeypatch.setattr(known_open, "FILE", file)
+    file.write_text("where,kind,metric,ours,since\nmain:cifar10/0.5/fedavg,accuracy,aa,77.00,2026-01-02\n")
+    cell = cell_of(MAIN, "cifar10/0.5/fedavg")
+
+    def checked(aa, *options):
+        shutil.rmtree(here / "kept")
+        write_run(here / "kept", cell, aa=aa, aia=32.90)
+        return invoke("check", "--runs", "kept", *options)
+
+    known = checked(77.0, "--known-open")
+    assert known.exit_code == 0 and "known to be open since 2026-01-02" in " ".join(known.stdout.split())
+    assert checked(77.0).exit_code == 5, "without the option nothing changes"
+    worse = checked(87.0, "--known-open")
+    assert worse.exit_code == 5 and "no longer open" in worse.stderr and "fedavg aa 77.00" in worse.stderr
+    assert checked(87.0, "--accept-open", "--known-open").exit_code == 0
+    (row,) = csv.DictReader(file.read_text().splitlines())
+    assert row["ours"] == "87.00" and row["since"] > "2026-01-02"
+    good = checked(15.84, "--known-open")
+    assert good.exit_code == 0 and "no longer open" in good.stderr
+    assert checked(15.84, "--accept-open").exit_code == 0 and len(file.read_text().splitlines()) == 1
+    refused = invoke("check", "main", "--known-open")
+    assert refused.exit_code == 2 and "E533" in refused.output
+
+
+def test_the_list_that_ships_is_what_the_stored_results_leave_open():
+    result = invoke("check", "--known-open", "--runs", ROOT / "results")
+    assert result.exit_code == 0 and "no longer open" not in result.output, result.output
 
 
 def test_formulas_are_not_added_to_accuracies(here):

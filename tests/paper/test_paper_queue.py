@@ -150,9 +150,34 @@ def test_minutes_are_predicted_from_runs_on_the_same_device_only(tmp_path):
         "the quickest: the other ran beside something"
     )
     assert predictor(store, "another card")(missing) is None
+    (tmp_path / "at-a-time.json").write_text(json.dumps({run.folder.name: 2 for run in store.all() if run.seed == 1}))
+    alone = pytest.approx(300 / 60 / 1.6, rel=0.02)
+    assert predictor(store, "card")(missing) == alone, "what the list says counts, not who was the quickest"
     assert predictor(store, "card")(Missing("b", "x", cell_of(MAIN, "cifar10/0.5/refed"), 0)) is None
     office = paper_recipe("office31").cells[0]
     assert predictor(store, "card")(Missing("e", "x", office, 0)) is None, "its sizes are not known without the images"
+
+
+def test_a_queue_writes_down_how_many_ran_at_a_time(tmp_path):
+    """For the next prediction. Of a run that an earlier queue began nobody knows it."""
+    cells = wanted("a", "b", "c")
+
+    def timed(missing, folder):
+        python, option, program, *words = pretend(pause=0.3)(missing, folder)
+        return [python, option, f"{program}\n(folder / 'timing.json').write_text('{{\"total_s\": 60.0}}')", *words]
+
+    (tmp_path / "work" / cells[2].folder).mkdir(parents=True)
+    queue(tmp_path, cells[:2], 1, {}, parallel=2, least=0, command=timed).run()
+    queue(tmp_path, cells[2:], 1, {}, least=0, command=timed).run()
+    told = [json.loads((tmp_path / "results" / one.folder / "timing.json").read_text()) for one in cells]
+    assert [one.get("at_a_time") for one in told] == [2, 2, None] and all(one["total_s"] == 60 for one in told)
+
+
+def test_the_list_of_stored_runs_names_runs_that_are_there():
+    results = Path(__file__).parents[2] / "results"
+    listed = json.loads((results / queue_runner.AT_A_TIME).read_text())
+    assert set(listed.values()) <= queue_runner.SLOWER.keys()
+    assert all((results / folder / "timing.json").is_file() for folder in listed)
 
 
 def test_runs_with_statistics_of_the_batch_are_timed_apart(tmp_path):

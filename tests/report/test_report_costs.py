@@ -84,3 +84,13 @@ def test_terminal_python_and_page_count_what_is_sent_at_the_end_of_a_task(
     assert finished.upload_bytes > 1.5 * measured["uplink_bytes_per_message"]  # the sketches
     print_summary([finished], "page")
     assert f"{finished.upload_bytes / 1e6:.2f} MB" in capsys.readouterr().out
+
+
+def test_a_method_that_asks_everybody_has_one_upload_per_site_and_round(tmp_path: Path, image_folder: Path) -> None:
+    """Half of the sites are drawn, and Moments asks all of them. Nothing is sent at the end of a task."""
+    setting = {"federation.num_clients": 4, "federation.per_round": 2, "federation.num_rounds": 1}
+    run = rescene.run("smoke", out=tmp_path / "run", method="moments", **setting, **{"data.path": str(image_folder)})
+    measured = run.values["cost"]["measured"]
+    rounds = load_run(run.folder).rounds
+    assert all(len(row.participants) == 2 and row.num_asked == 4 for row in rounds)
+    assert run.upload_bytes == measured["uplink_bytes_per_message"] == measured["uplink_bytes"] / (4 * len(rounds))

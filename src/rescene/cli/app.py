@@ -39,7 +39,7 @@ from rescene.cli.experiment_verbs import (
 from rescene.cli.look_verbs import leaderboard_app, plot, report, runs, show, sites, table
 from rescene.cli.paper_verbs import paper_app, theory
 from rescene.cli.privacy_verbs import audit, forget, privacy
-from rescene.cli.shared_options import AsJson, load_plugins
+from rescene.cli.shared_options import AsJson, load_plugins, name_plugins
 from rescene.cli.start_verbs import data_app, demo, doctor, list_things, measure_speed
 from rescene.cli.terminal import guard_streams, visible, warnings_for_people
 from rescene.core.errors import ResceneError, did_you_mean, for_people
@@ -81,7 +81,7 @@ class Verb(TyperCommand):
             load_plugins(map(Path, ctx.params.get("plugin") or ()))
             return super().invoke(ctx)
         except Exception as error:
-            _stop(for_people(error))
+            _stop(name_plugins(for_people(error), ctx.params))
 
     def get_help(self, ctx: typer.Context) -> str:  # type: ignore[override]
         """With brackets as they are: typer 0.20 escapes them for rich, also where no markup is used."""

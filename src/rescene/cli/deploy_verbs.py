@@ -27,7 +27,6 @@ from rescene.cli.shared_options import (
 from rescene.cli.start_verbs import print_verdict
 from rescene.cli.terminal import console, interruptible, position, print_rows, teller, until_stopped
 from rescene.core.errors import ConfigError, DataError, ResceneError, command
-from rescene.core.method_style import RECONSTRUCTED
 from rescene.core.results import read_results
 from rescene.core.run_state import finished_in
 from rescene.deploy.federation_folder import FederationFolder, classes_of, images_of
@@ -154,8 +153,7 @@ def _check_site(folder: Path, recipe: str, overrides: list[str], trial: bool, as
 
 
 def _trial_facts(trial: Trial) -> dict[str, str]:
-    none = RECONSTRUCTED if trial.reconstructs else "no images are sent"
-    copies = f"{100 * trial.near_copies:.0f} % of {trial.num_images}" if trial.num_images else none
+    copies = f"{100 * trial.near_copies:.0f} % of {trial.num_images}" if trial.num_images else trial.without_images
     parts = ", ".join(f"{one.verb} {one.seconds:.1f} s, {one.num_bytes:,} bytes" for one in trial.answers)
     return {
         "method": f"{trial.method}, recipe {trial.recipe}",

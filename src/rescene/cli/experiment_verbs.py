@@ -26,6 +26,7 @@ from rescene.cli.shared_options import (
     RecipeName,
     ServerGflops,
     complete_override,
+    plugin_words,
     run_config,
     verb_group,
 )
@@ -65,7 +66,7 @@ class {title}(Method):
     paper: ClassVar[str] = "yours"
     leaves_site: ClassVar[str] = "model weights and the number of local images"
     leaves_in_short: ClassVar[str] = "weights"
-    uploads: ClassVar[UploadKind] = "weights"  # the kind of what leaves, for tables: images, weights, sums or nothing
+    uploads: ClassVar[UploadKind] = "weights"  # the kind of what leaves: images, weights, generator, sums or nothing
     # what it was compared with, for example Verified("hand computation", "test_{name}.py::test_a_step", "1e-6, a step")
     verified: ClassVar[tuple[Verified, ...]] = ()
 
@@ -191,7 +192,7 @@ def resume(
     config = run_config(folder)
     interruptible(
         lambda: run_one(resolve(config), folder, quiet, as_json, log=log, elsewhere=elsewhere),
-        command("resume", folder),
+        command("resume", folder, *plugin_words(plugin)),
     )
 
 
@@ -220,7 +221,8 @@ def continue_run(
     with watch_looks(quiet or as_json):
         resolved, target = continued(folder, *_growth(growth or []), out)
     interruptible(
-        lambda: run_one(resolved, target, quiet, as_json, log=log, elsewhere=elsewhere), command("resume", target)
+        lambda: run_one(resolved, target, quiet, as_json, log=log, elsewhere=elsewhere),
+        command("resume", target, *plugin_words(plugin)),
     )
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rescene.cli.look_verbs import format_for, loaded, put
-from rescene.cli.shared_options import AsJson, Quiet, verb_group
+from rescene.cli.shared_options import AsJson, Quiet, runs_root, verb_group
 from rescene.cli.terminal import busy, interruptible, print_rows, writing
 from rescene.core.errors import ConfigError
 from rescene.core.json_files import Row
@@ -71,7 +71,10 @@ def paper_run(
     parallel: Annotated[int, typer.Option("--parallel", min=1, help="with --queue: runs at a time on the device")] = 1,
     plan: Annotated[bool, typer.Option("--plan", help="list the cells; run nothing")] = False,
     out: Annotated[
-        Path | None, typer.Option("--out", help="folder for the runs (default: runs/<data set>; --queue: results)")
+        Path | None,
+        typer.Option(
+            "--out", help="folder for the runs (default: runs/<data set>; -lite: runs/paper-lite; --queue: results)"
+        ),
     ] = None,
     runs: Runs = None,
     quiet: Quiet = False,
@@ -108,15 +111,16 @@ def _run_table(
     numbers = read_seeds(seeds) if seeds else recipe.seeds
     refused = [cell for cell in recipe.chosen(only) if cell.unavailable]
     wanted = [(fast and cell.fast) or cell for cell in recipe.chosen(only) if not cell.unavailable]
+    place = out or (runs_root() / "paper-lite" if recipe.lite else None)  # runs of `rescene demo` lie in runs/demo
     if plan:
-        runs_to_plan = [_sweep_cell(cell, seed, store, out) for cell in wanted for seed in numbers]
+        runs_to_plan = [_sweep_cell(cell, seed, store, place) for cell in wanted for seed in numbers]
         print_plan(runs_to_plan, as_json, _refused_rows(refused))
         if not as_json:
             print(NOT_COMPARABLE if recipe.lite else f"A small form: rescene paper run {recipe.name}-lite --plan")
         return
     ready: list[SweepCell] = []
     for cell in wanted:
-        planned = [_sweep_cell(cell, seed, store, out) for seed in numbers]
+        planned = [_sweep_cell(cell, seed, store, place) for seed in numbers]
         if cell.obstacle and not all(run.done for run in planned):
             refused.append(cell)
             planned = [run for run in planned if run.done]
@@ -249,15 +253,26 @@ def paper_table(
 def paper_check(
     name: Annotated[str, typer.Argument(help="a table, claims, or all")] = "all",
     everything: Annotated[bool, typer.Option("--all", help="also list the figures inside their band")] = False,
+    known_open: Annotated[
+        bool, typer.Option("--known-open", help="fail only on what is not in the list of what is known to be open")
+    ] = False,
+    accept_open: Annotated[
+        bool, typer.Option("--accept-open", help="write that list anew from what is open now; it explains nothing")
+    ] = False,
     runs: Runs = None,
     kind: Format = "text",
 ) -> None:
     """Check our results against the paper's numbers and claims; exit code 5 if one fails."""
+    if name != "all" and (known_open or accept_open):
+        why = "a run stands once in the list, in the first table that it belongs to"
+        fix = "rescene paper check --known-open"
+        raise ConfigError("E533", "the list of what is known to be open is one of all tables", why=why, fix=fix)
     with busy(READING):
+        from rescene.paper import known_open as known_list
         from rescene.paper import recipe_names
         from rescene.paper.claims import OurBook, judge
         from rescene.paper.compare import findings
-        from rescene.paper.pages import band_grid, claims_grid, failed
+        from rescene.paper.pages import band_grid, claims_grid
         from rescene.paper.recipes import check_name
         from rescene.report.tables import render
 
@@ -267,12 +282,24 @@ def paper_check(
         names = recipe_names(lite=False) if name == "all" else [] if name == "claims" else [name]
         found = findings(names, store)
         verdicts = judge(OurBook(store)) if name in ("all", "claims") else []
+        gone: list[str] = []
+        if accept_open:
+            with writing(known_list.FILE):
+                known_list.write_known([*found, *verdicts], known_list.FILE)
+        if known_open:
+            known = known_list.read_known(known_list.FILE)
+            gone = known_list.no_longer_open([*found, *verdicts], known)
+            found, verdicts = known_list.told_as_known(found, known), known_list.told_as_known(verdicts, known)
         grids = [band_grid(found, everything)] if names else []
         grids += [claims_grid(verdicts)] if verdicts else []
         parts = [render(grid, kind) for grid in grids]
     several = kind == "json" and len(parts) > 1
     print(f"[{','.join(parts)}]\n" if several else "\n".join(parts), end="")
-    if failed([*found, *verdicts]):
+    told = [f"no longer open, so --accept-open takes it out of the list: {place}" for place in gone]
+    told += [f"written: {known_list.FILE}"] if accept_open else []
+    if told:
+        print(*told, sep="\n", file=sys.stderr)
+    if known_list.failing([*found, *verdicts]):
         raise typer.Exit(5)
 
 

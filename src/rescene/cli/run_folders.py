@@ -40,7 +40,8 @@ def _row(path: Path) -> Row:
         "state": "unreadable" if unreadable else state_of(path),
         "progress": f"{status.done}/{'?' if status.steps is None else status.steps}",
         "bytes": _size(path),
-        "aa": status.aa if results.aa is None else results.aa,
+        "aa": results.aa,
+        "aa_so_far": status.aa_so_far if results.aa is None else "",
         "aia": results.aia,
         "near_copies": results.leakage.near_copies if results.leakage else None,
     }
@@ -53,12 +54,19 @@ def show_runs(folder: Path, as_json: bool) -> None:
     if as_json:
         print(json.dumps(rows))
         return
-    print_rows({_HEADS.get(k, k): _shown(k, v) for k, v in row.items() if k != "problem"} for row in rows)
+    print_rows(_cells(row) for row in rows)
     for row in rows:
         if "problem" in row:
             print(f"{row['run']}: {row['problem']}")
     if rows:
         print(f"{len(rows)} runs, {bytes_text(sum(row['bytes'] for row in rows))}")
+
+
+def _cells(row: Row) -> Row:
+    """A run for people: an accuracy that is not the last one says so."""
+    told = {key: value for key, value in row.items() if key not in ("problem", "aa_so_far")}
+    told["aa"] = row["aa_so_far"] or row["aa"]
+    return {_HEADS.get(key, key): _shown(key, value) for key, value in told.items()}
 
 
 def _shown(key: str, value: Any) -> Any:

@@ -5,17 +5,19 @@ TAB must answer at once, so nothing here imports torch: names and keys are read 
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
-from collections.abc import Iterable, Iterator
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 import rescene
-from rescene.core.errors import ConfigError
+from rescene.core.errors import ConfigError, ResceneError
 from rescene.core.plugins import installed, load_plugin
 
 _CLASS = re.compile(r"^class (\w+)(?:\(([^)]*)\))?:\n(.*?)(?=^\S|\Z)", re.MULTILINE | re.DOTALL)
@@ -117,6 +119,45 @@ def load_plugins(paths: Iterable[Path]) -> None:
                 why="a file becomes a plug-in by what it registers: a method, a network, a data set or an observer",
                 fix="put @rescene.register_method, register_model, register_dataset or register_observer before the class",
             )
+
+
+LACKING = ("E103", "E428")  # what a run says whose method, network or data set came from a plug-in that is not there
+
+
+def name_plugins(error: Exception, given: Mapping[str, Any]) -> Exception:
+    """The error with the plug-ins that the run was started with, where a verb got none and the run needs one.
+
+    They are named and not loaded: a run folder may come from somebody else, and must not start code.
+    """
+    if not isinstance(error, ResceneError) or error.code not in LACKING or given.get("plugin", True):
+        return error
+    folders = [Path(value) for value in given.values() if isinstance(value, (str, Path))]
+    for folder in folders:
+        if files := _plugins_of(folder):
+            moved = "" if all(map(os.path.isfile, files)) else " (with the place where the file is now)"
+            options = shlex.join(plugin_words(files))
+            error.why = f"the run was started with {options}; a run folder loads no plug-in by itself"
+            error.fix = f"the same command with {options}{moved}"
+    return error
+
+
+def plugin_words(files: Iterable[str | Path] | None) -> list[str]:
+    """The options that give these plug-ins.
+
+    >>> plugin_words(["a.py", "b.py"]), plugin_words(None)
+    (['--plugin', 'a.py', '--plugin', 'b.py'], [])
+    """
+    return [word for file in files or () for word in ("--plugin", str(file))]
+
+
+def _plugins_of(run: Path) -> list[str]:
+    """What stands after ``--plugin`` in the command of a run."""
+    try:
+        words = shlex.split((run / "command.txt").read_text("utf-8"))
+    except (OSError, ValueError):  # no run, or a command that is damaged
+        return []
+    apart = [after for word, after in itertools.pairwise(words) if word == "--plugin"]
+    return apart + [word.removeprefix("--plugin=") for word in words if word.startswith("--plugin=")]
 
 
 def find_runs(folder: Path) -> list[Path]:

@@ -27,9 +27,10 @@ VERMILLION, PURPLE, YELLOW, GREY = "#d55e00", "#cc79a7", "#f0e442", "#8a909c"
 BROWN, SLATE = "#7b3f00", "#5f6570"
 
 GLYPHS = {"o": "●", "s": "■", "^": "▲", "v": "▼", "D": "◆", "P": "✚", "X": "✖", "*": "★", "<": "◀", ">": "▶"}
-UploadKind = Literal["images", "weights", "sums", "nothing", ""]  # "": not known
-UPLOAD_KINDS: tuple[UploadKind, ...] = ("images", "weights", "sums", "nothing", "")
+UploadKind = Literal["images", "weights", "generator", "sums", "nothing", ""]  # "": not known
+UPLOAD_KINDS: tuple[UploadKind, ...] = ("images", "weights", "generator", "sums", "nothing", "")
 RECONSTRUCTED = "reconstructed by the server"
+GENERATOR = "a generator of images is sent"
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,8 @@ class MethodStyle:
         >>> MethodStyle("B", "#8a909c", "P", reconstructs=True).without_images("none sent")
         'reconstructed by the server'
         """
-        return RECONSTRUCTED if self.reconstructs else words
+        instead = GENERATOR if self.uploads == "generator" else words
+        return RECONSTRUCTED if self.reconstructs else instead
 
 
 def method_key(method: str) -> str:
@@ -112,11 +114,14 @@ def derived_marker(method: str) -> str:
 def style_of(method: str, recorded: Any = None) -> MethodStyle:
     """The style that a run recorded, else the one that ships for this name, else one derived from the name.
 
-    A record that is older than ``reconstructs`` gets it from the style that ships.
+    A record that is older than ``reconstructs`` gets it from the style that ships, and one that calls a generator weights as
+    earlier versions did gets the kind of upload.
     """
     shipped = _shipped().get(method_key(method), {})
     if isinstance(recorded, Mapping):
         recorded = {"reconstructs": shipped.get("reconstructs")} | {**recorded}
+        if shipped.get("uploads") == "generator" and recorded.get("uploads") == "weights":
+            recorded["uploads"] = "generator"
     for told in (recorded, shipped):
         style = _checked(told)
         if style:

@@ -62,7 +62,7 @@ class CostFigures:
     server_flops: float | None = None
 
     def uplink_bytes_per_turn(self, rounds: Sequence[RoundRecord]) -> float | None:
-        """Mean bytes that a site sends for each of the ``rounds`` in which it takes part.
+        """Mean bytes that a site sends for each of the ``rounds`` in which it is asked for something.
 
         All bytes count, so it differs from the mean message of a round where a method sends something at the end of a task.
         Of a run that is not finished, the bytes of its rounds so far count.
@@ -70,7 +70,7 @@ class CostFigures:
         >>> CostFigures(uplink_bytes=600.0).uplink_bytes_per_turn([RoundRecord(0, 0, (1, 2)), RoundRecord(0, 1, (0, 2))])
         150.0
         """
-        turns, total = sum(len(row.participants) for row in rounds), self.uplink_bytes
+        turns, total = sum(row.num_asked for row in rounds), self.uplink_bytes
         if total is None and rounds:
             total = sum(row.uplink_bytes or 0.0 for row in rounds)
         return total / turns if total is not None and turns else self.uplink_bytes_per_message
@@ -396,7 +396,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Status:
-    """status.json: how far a run is. ``round`` is -1 between rounds."""
+    """status.json: how far a run is. ``round`` is -1 between rounds; ``aa`` was measured after ``aa_tasks`` tasks."""
 
     method: str = ""
     task: int = 0
@@ -405,8 +405,21 @@ class Status:
     num_rounds: int | None = None
     phase: str = ""
     aa: float | None = None
+    aa_tasks: int | None = None  # earlier versions did not tell
     done: int = 0
     steps: int | None = None
+
+    @property
+    def aa_so_far(self) -> str:
+        """AA and after which task it was measured; empty before the first.
+
+        >>> Status(aa=56.24, aa_tasks=2, num_tasks=5).aa_so_far, Status(aa=56.24).aa_so_far, Status().aa_so_far
+        ('56.2 after task 2/5', '56.2 so far', '')
+        """
+        if self.aa is None:
+            return ""
+        after = "so far" if self.aa_tasks is None else f"after task {self.aa_tasks}"
+        return f"{self.aa:.1f} {after}" + (f"/{self.num_tasks}" if self.aa_tasks and self.num_tasks else "")
 
 
 @dataclass(frozen=True)
@@ -456,6 +469,15 @@ class RoundRecord:
     def asked(self) -> tuple[int, ...]:
         """Sites that were drawn, and others that exchanged something: a method may ask everybody."""
         return tuple(sorted({*self.participants, *(int(site) for site in self.sites if site.isdecimal())}))
+
+    @property
+    def num_asked(self) -> int:
+        """Sites that exchanged something, as the ledger counts them: a method may ask more or fewer than were drawn.
+
+        >>> RoundRecord(0, 0, (1, 2)).num_asked, RoundRecord(0, 0, (1, 2), sites={"0": (9, 1), "1": (9, 1), "2": (9, 1)}).num_asked
+        (2, 3)
+        """
+        return len(self.sites or self.participants)
 
     @property
     def matching_loss(self) -> float | None:

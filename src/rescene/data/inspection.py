@@ -237,6 +237,14 @@ def _thumbnails(pixels: torch.Tensor) -> torch.Tensor:
     return torch.where(length > _THUMBNAIL, grey / length.clamp_min(1e-6), 0.0)
 
 
+def warn_of_one_class(classes: Sequence[str]) -> None:
+    """Say that a run has one class only (W548): whatever the model answers, it is right."""
+    if len(classes) == 1:
+        what = f"this run has one class only ({classes[0]}): every answer is right, so its accuracy says nothing"
+        fix = "add images of a second class, or plan tasks that leave fewer classes out"
+        warnings.warn(ResceneWarning("W548", what, fix=fix), stacklevel=2)
+
+
 def warn_of_leaks(dataset: Dataset) -> None:
     """Say that test images are training images, pixel by pixel (W217): they flatter the accuracy."""
     if leaked := _num_trained(dataset, dataset.test.digests):

@@ -271,7 +271,8 @@ def progress(out: Path, sites: Sequence[str] = ()) -> str:
     wait = f"; waiting for {late}{until}" if late and state == "running" else ""
     if status.steps is None:
         return f"starting{wait}"
-    aa = "" if status.aa is None else f", AA {status.aa:.1f}"
+    told = f"{status.aa:.1f}" if state == "done" and status.aa is not None else status.aa_so_far
+    aa = f", AA {told}" if told else ""
     return f"{state}: {status.done} of {status.steps} steps{aa}{wait}"
 
 

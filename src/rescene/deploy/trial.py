@@ -57,7 +57,7 @@ class Trial:
     method: str
     leaves_site: str
     answers: list[Answered]
-    reconstructs: bool  # the server can reconstruct images from what the site sends
+    without_images: str  # what stands in place of near-copies where no images are sent
     drawn: bool  # the images are what the server would make of the upload, which holds none
     num_images: int  # uploaded, or drawn; 0: there are none
     near_copies: float  # share of them
@@ -177,9 +177,8 @@ def _round(run: Run, transport: PostTransport, post: NoPost, recipe: str) -> Tri
     real = here.dataset.train.pixels[here.shards[task.index][client]]
     drawn = federation.mechanism is not None and federation.mechanism.sends_sums
     beside = _beside(upload, real, here.dataset.transform, here.dataset.classes)
-    return Trial(
-        recipe, e.method.title, e.method.leaving(federation.mechanism), post.log, e.method.reconstructs, drawn, **beside
-    )
+    leaving, none = e.method.leaving(federation.mechanism), e.method.style().without_images("no images are sent")
+    return Trial(recipe, e.method.title, leaving, post.log, none, drawn, **beside)
 
 
 def _beside(upload: dict[str, Any], real: Tensor, transform: Any, classes: Sequence[str]) -> dict[str, Any]:

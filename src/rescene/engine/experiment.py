@@ -21,7 +21,7 @@ from rescene.core.errors import ConfigError
 from rescene.core.rng import Rng
 from rescene.data import Dataset, LazySplit, SiteOrders, Task, Transform, load, partition, plan_tasks
 from rescene.data.derived_sets import away, joined, validation_part
-from rescene.data.inspection import warn_of_leaks, warn_of_near_copies, warn_of_repeats
+from rescene.data.inspection import warn_of_leaks, warn_of_near_copies, warn_of_one_class, warn_of_repeats
 from rescene.data.partition import by_site, warn_of_unused_sites
 from rescene.data.tasks import cut, in_own_orders, tested
 from rescene.lens import FeatureCache, sized, through, users_own
@@ -236,6 +236,7 @@ def _prepare_simulated(
         _warn_of_copies(recipe, used)
     digests = Digests.of(used) if hidden else Digests()
     dataset, tasks = planned(recipe, seen_by(recipe, look(dataset, device)))
+    warn_of_one_class(dataset.classes[: tasks[-1].num_seen])
     check_records(recipe.promise(len(tasks)), sum(len(task.train) for task in tasks))
     dataset = dataset.to(device)
     tasks = [replace(task, train=task.train.to(device), test=task.test.to(device)) for task in tasks]
@@ -253,6 +254,7 @@ def _prepare_simulated(
 def _prepare_planned(recipe: Recipe, plan: SitesSection, own: Dataset | None, kept: FeatureCache | None) -> Experiment:
     """One place of a federation with a plan: a site with ``own`` images, all its own, or the server, which has none."""
     device, sizes = pick_device(recipe.device), [len(task.classes) for task in plan.tasks]
+    warn_of_one_class(plan.classes)
     if own is None:
         test = load(path=plan.test, image_size=plan.image_size) if plan.test else None
         dataset = through(recipe.model.lens, away(plan.classes, look_of(plan), plan.image_size, test)).to(device)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from rescene.config import Resolved
-from rescene.core.errors import RunError
+from rescene.core.errors import ConfigError, RunError
 from rescene.core.json_files import as_json
 from rescene.core.results import written
 from rescene.core.rng import torch_draws_from
@@ -35,7 +35,7 @@ from rescene.engine.run_context import Progress, memory_mb, notes_of, warnings_t
 from rescene.engine.run_folder import RunFolder
 from rescene.engine.run_parts import Step, check_transport, set_up
 from rescene.engine.transport import InProcess, Transport
-from rescene.methods import Payload, Uploads
+from rescene.methods import Method, Payload, Uploads
 from rescene.nets import flops_to
 
 
@@ -148,6 +148,10 @@ class Run:
         """Take one step of the schedule."""
         self.context.place = (step.task.index, -1 if step.round is None else step.round)
         self.federation.num_rounds = self.context.experiment.rounds_told(step.task)
+        with _naming(self.context.experiment.method) if self.parts.state is not None else contextlib.nullcontext():
+            self._perform(step)
+
+    def _perform(self, step: Step) -> None:
         if step.round is not None:
             self._round(step.task, step.round)
             return
@@ -309,6 +313,18 @@ class Run:
         self.parts.tell_status("done")
         self.context.tell("done", results=results)
         return results
+
+
+@contextlib.contextmanager
+def _naming(method: Method) -> Iterator[None]:
+    """A model that does not fit the network is the method's from the first task on, so the error names the method."""
+    try:
+        yield
+    except ConfigError as error:
+        if error.code == "E134":
+            error.what = f"{method.title} ({method.name}) made a model that does not fit the network: '{error.where}'"
+            error.fix = "let the method send and return a model with all keys and shapes of the one that it was given"
+        raise
 
 
 def _alike(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:

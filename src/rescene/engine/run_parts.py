@@ -147,10 +147,11 @@ class RunParts:
 
     def _status(self, state: str, done: int) -> dict[str, Any]:
         context = self.context
-        aa = context.facts.incremental[-1] if context.facts.incremental else None
+        after = context.facts.incremental
+        measured = {"aa": as_json(after[-1] if after else None), "aa_tasks": len(after)}
         (task, round), steps = context.place, len(self.steps)
-        place = {"state": state, "task": task, "round": round, "done": done, "steps": steps, "aa": as_json(aa)}
-        return place | context.setting | {"num_rounds": self.experiment.recipe.rounds_of(task)}
+        place = {"state": state, "task": task, "round": round, "done": done, "steps": steps}
+        return place | measured | context.setting | {"num_rounds": self.experiment.recipe.rounds_of(task)}
 
     def restore(self, elsewhere: bool) -> None:
         """Load the newest good checkpoint, if there is one. With ``elsewhere`` it may be of other code or another machine."""

@@ -141,7 +141,7 @@ class Method(Hyperparameters):
     title: ClassVar[str]  # in tables, figures and on pages
     colour: ClassVar[str] = ""  # "#rrggbb"; empty: from the name
     marker: ClassVar[str] = ""  # one of o s ^ v D P X * < >; empty: from the name
-    uploads: ClassVar[UploadKind] = "weights"  # the kind of what a site sends: images, weights, sums or nothing
+    uploads: ClassVar[UploadKind] = "weights"  # the kind of what a site sends (UPLOAD_KINDS)
     reconstructs: ClassVar[bool] = False  # the server can reconstruct images of the sites from what they send
     reference: ClassVar[str] = ""  # what line it draws, e.g. "upper bound"; empty: it competes
     cost_unit: ClassVar[bool] = False  # costs of other methods are also shown as multiples of its own

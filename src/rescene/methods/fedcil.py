@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rescene.core.hyperparameters import hyper
-from rescene.core.method_style import SKY
+from rescene.core.method_style import SKY, UploadKind
 from rescene.core.record import Tree, record
 from rescene.core.rng import Rng
 from rescene.core.verification import Verified
@@ -91,6 +91,7 @@ class FedCIL(AdversarialTraining, PaintingMethod):
         "and the number of local images"
     )
     leaves_in_short: ClassVar[str] = "weights, image generator"
+    uploads: ClassVar[UploadKind] = "generator"
     compute: ClassVar[tuple[str, str] | None] = ("O(R K E D_loc F)", "O(R S_con (K + B_syn) F)")
     remembers: ClassVar[str] = "its generators of this task and of the task before"
     unprotected: ClassVar[str] = "each local step also learns from painted images, and no mechanism covers a generator"

@@ -44,6 +44,11 @@ class Line:
         return ", ".join(filter(None, (FAST_LABEL if self.fast else "", self.reading)))
 
     @property
+    def name(self) -> str:
+        """Of the cell and, where it is not the cell itself, of the form."""
+        return " ".join(filter(None, (self.cell.name, self.variant)))
+
+    @property
     def missing(self) -> tuple[int, ...]:
         """Seeds that have no finished run yet."""
         done = {run.seed for run in self.runs}

@@ -28,13 +28,7 @@ from rescene.report.figures_theory import nearer_level_further
 from rescene.report.groups import Spread, spread
 from rescene.report.tables import TableCell, TableEntry, TableGrid, render
 
-FAILED = ("open", "not supported")
 KINDS = {"accuracy": "accuracy", "measured cost": "measured costs", "formula": "formulas (no run)"}
-
-
-def failed(judged: Iterable[Finding | Verdict]) -> bool:
-    """Whether one of these verdicts is a failure."""
-    return any(one.verdict in FAILED for one in judged)
 
 
 def band_grid(found: Sequence[Finding], everything: bool = False) -> TableGrid:
@@ -83,10 +77,9 @@ def claims_grid(verdicts: Iterable[Verdict]) -> TableGrid:
 def _row(finding: Finding) -> tuple[TableEntry, ...]:
     line, metric, ours = finding.line, finding.metric, finding.ours
     paper, (low, high) = line.paper[metric], finding.allowed
-    name = line.cell.name + (f" {line.variant}" if line.variant else "")
     return (
         finding.table,
-        name,
+        line.name,
         label(metric) + (" measured" if finding.kind == "measured cost" else ""),
         "" if finding.kind == "formula" else str(ours.num),
         TableCell(ours.mean, ours.std, ours.num, digits=paper.digits),

@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -28,6 +29,7 @@ from rescene.core.files import write_atomically
 from rescene.core.json_files import json_object
 from rescene.core.results import read_status
 from rescene.core.run_state import is_done, state_of
+from rescene.engine.checkpoint import write_json
 from rescene.engine.cost_ledger import nominal_cost
 from rescene.paper.costs import without_pictures
 from rescene.paper.numbers import packaged
@@ -97,8 +99,9 @@ Predict = Callable[[Missing], float | None]  # minutes of a run that has the dev
 def predictor(store: Store, device: str) -> Predict:
     """Minutes from stored runs of the same method on the same kind of device, in proportion to the work.
 
-    The quickest stored run counts, since the others ran beside something else; of runs with the same network and server
-    epochs if there are any. Without such a run, or where the images' sizes are not known here, nothing is said.
+    Of runs with the same network, those with the same data and server epochs count if there are any. Where it is known how
+    many ran at a time, the median of what they would take alone; else the quickest, since others only slow a run down.
+    Without such a run, or where the images' sizes are not known here, nothing is said.
     """
     known = [one for run in store.all() if (one := _timed(run, device))]
 
@@ -110,8 +113,9 @@ def predictor(store: Store, device: str) -> Predict:
         if method in OVERCOUNTED:
             same = [one for one in same if one.data == recipe.data.name]
         near = [one for one in same if one.server_epochs == recipe.train.server_epochs] or same
+        near = [one for one in near if one.data == recipe.data.name] or near
         work = _work(missing.cell.base, missing.cell.overrides) if near else None
-        return min(one.seconds / one.work for one in near) * work / 60 if work else None
+        return _pace(near) * work / 60 if work else None
 
     return minutes
 
@@ -125,6 +129,27 @@ class _Timed:
     server_epochs: int
     seconds: float
     work: float
+    at_a_time: int | None  # runs on the device while it ran; None: not known
+
+
+def _pace(runs: Sequence[_Timed]) -> float:
+    """Seconds of a FLOP for a run that has the device for itself.
+
+    >>> def made(seconds, at_a_time): return _Timed("m", "d", "net", "server", 10, seconds, 1.0, at_a_time)
+    >>> _pace([made(30.0, None), made(20.0, None)]), _pace([made(30.0, None), made(16.0, 2), made(45.0, 3), made(59.0, 4)])
+    (20.0, 20.0)
+    """
+    alone = [one.seconds / slower / one.work for one in runs if (slower := SLOWER.get(one.at_a_time or 0))]
+    return statistics.median(alone) if alone else min(one.seconds / one.work for one in runs)
+
+
+def _at_a_time(run: Path, timing: Mapping[str, Any]) -> int | None:
+    """As the queue wrote it into timing.json; of older runs as a list beside the results has it (results/README.md)."""
+    told = timing.get("at_a_time")
+    for place in run.parents if told is None else ():
+        if (listed := place / AT_A_TIME).is_file():
+            told = json_object(listed, []).get(run.relative_to(place).as_posix())
+    return told if isinstance(told, int) else None
 
 
 def _norm_statistics(method: Mapping[str, Any]) -> str:
@@ -143,7 +168,8 @@ def _timed(run: Stored, device: str) -> _Timed | None:
     work = (nominal.client_flops or 0.0) + (nominal.server_flops or 0.0)
     epochs = int(config["train"]["server_epochs"])
     words = (FAMILY.get(name, name), str(config["data"]["name"]), str(config["model"]["name"]))
-    return _Timed(*words, _norm_statistics(config["method"]), epochs, float(seconds), work) if work else None
+    at_a_time = _at_a_time(run.folder, timing)
+    return _Timed(*words, _norm_statistics(config["method"]), epochs, float(seconds), work, at_a_time) if work else None
 
 
 @cache
@@ -158,6 +184,7 @@ def _work(base: str, overrides: tuple[str, ...]) -> float | None:
 
 # several runs on one GPU: how much longer each takes than alone (results/bench/README.md); more than four gain nothing
 SLOWER = {1: 1.0, 2: 1.6, 3: 2.25, 4: 2.95}
+AT_A_TIME = "at-a-time.json"
 KEPT = ("results.json", "config.yaml", "env.json", "timing.json", "metrics.jsonl", "command.txt", "origin.json")
 GRACE_S = 60.0  # for a run to stop: it ends within the round that it is in or is killed; finished rounds are saved
 LOOK_S = 0.5
@@ -188,7 +215,9 @@ class _Going:
     missing: Missing
     folder: Path
     process: subprocess.Popen[bytes]
+    begun_here: bool  # not in an earlier queue, of which nobody knows what ran beside it
     since: float = field(default_factory=time.monotonic)
+    at_a_time: list[int] = field(default_factory=list)  # how many runs were going, at each look
 
 
 def run_folders() -> Path:
@@ -241,6 +270,8 @@ class Queue:
         before = signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             while self._fill() or self.going:
+                for one in self.going:
+                    one.at_a_time.append(len(self.going))
                 time.sleep(LOOK_S)
                 self._collect()
                 if time.monotonic() >= self.end:
@@ -268,13 +299,14 @@ class Queue:
 
     def _start(self, one: Missing, row: QueueRow) -> None:
         folder = self.work / one.folder
+        begun_here = not folder.exists()
         folder.parent.mkdir(parents=True, exist_ok=True)
         with (folder.parent / f"{folder.name}.log").open("ab") as log:
             process = subprocess.Popen(
                 self.command(one, folder), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
             )
         row.state = "running"
-        self.going.append(_Going(row, one, folder, process))
+        self.going.append(_Going(row, one, folder, process, begun_here))
         self._note(row)
 
     def _collect(self) -> None:
@@ -288,7 +320,8 @@ class Queue:
         row.used = round((time.monotonic() - going.since) / 60, 2)
         row.state = "done" if is_done(going.folder) else otherwise
         if row.state == "done":
-            _keep(going.folder, self.results / going.missing.folder)
+            looks = going.at_a_time if going.begun_here else []
+            _keep(going.folder, self.results / going.missing.folder, round(statistics.fmean(looks)) if looks else None)
         elif row.state == "failed":
             row.why = _last_words(going.folder.parent / f"{going.folder.name}.log")
         self._note(row)
@@ -356,12 +389,14 @@ def _share_done(folder: Path) -> float:
     return min(1.0, status.done / status.steps) if status.steps else 0.0
 
 
-def _keep(folder: Path, kept: Path) -> None:
-    """The small files of a finished run; its results last, because they say that it is there."""
+def _keep(folder: Path, kept: Path, at_a_time: int | None) -> None:
+    """The small files of a finished run; its results last, because they say that it is there. timing.json gets ``at_a_time``."""
     kept.mkdir(parents=True, exist_ok=True)
     for name in reversed(KEPT):
         if (folder / name).is_file():
             shutil.copy2(folder / name, kept / name)
+            if name == "timing.json" and at_a_time is not None and (told := json_object(kept / name, [])):
+                write_json(kept / name, told | {"at_a_time": at_a_time})
 
 
 def _last_words(log: Path) -> str:

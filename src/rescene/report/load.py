@@ -129,7 +129,7 @@ class RunRecord:
 
     @property
     def upload_bytes(self) -> float | None:
-        """Mean bytes that a site sends for each round it takes part in, at the ends of tasks too."""
+        """Mean bytes that a site sends for each round in which it is asked, at the ends of tasks too."""
         return self.results.cost.measured.uplink_bytes_per_turn(self.rounds)
 
     @property

@@ -212,8 +212,8 @@ def shown(entry: TableEntry, column: Column) -> Shown:
 
 
 _COSTS: tuple[tuple[str, str, str, Callable[[float | None], str]], ...] = (
-    ("uplink_bytes_per_message", "Up", "per site and round, task ends apart", bytes_text),
-    ("downlink_bytes_per_message", "Down", "per site and round, task ends apart", bytes_text),
+    ("uplink_bytes_per_message", "Up", "per site and round, without task ends", bytes_text),
+    ("downlink_bytes_per_message", "Down", "per site and round, without task ends", bytes_text),
     ("uplink_bytes", "Up", "whole run", bytes_text),
     ("downlink_bytes", "Down", "whole run", bytes_text),
     ("client_state_bytes", "Site memory", "largest state kept", bytes_text),

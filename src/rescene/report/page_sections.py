@@ -559,8 +559,9 @@ GLOSSARY: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "Upload per site and round",
-        "bytes sent up / participations",
-        "Counted on what was really sent, tensors as they are. 1 MB is 10⁶ bytes.",
+        "all bytes sent up / sites asked, summed over the rounds",
+        "Counted on what was really sent, tensors as they are. A method may ask more sites than were drawn. What is sent at the "
+        "ends of tasks counts here; the table of costs leaves it out, as the paper's formulas do. 1 MB is 10⁶ bytes.",
     ),
     (
         "Nominal cost",

@@ -17,6 +17,7 @@ import numpy as np
 
 from rescene import __version__
 from rescene.core.errors import DECLINED, RunError, command
+from rescene.core.method_style import GENERATOR, RECONSTRUCTED
 from rescene.core.noised_accuracy import noise_line
 from rescene.core.results import Privacy
 from rescene.report.formatting import (
@@ -35,7 +36,7 @@ from rescene.report.load import RunRecord, load_run
 from rescene.report.tables import TableCell, TableEntry, TableGrid, render
 
 _SURE = 3.0  # standard errors above guessing, from which on an accuracy is better than that
-_FLATTER = ("W217", "W561")
+_FLATTER = ("W217", "W548", "W561")
 _UNSURE_POINTS = 5.0  # the same in points, where the number of test images is not known
 
 
@@ -75,7 +76,7 @@ def unmeasured(run: RunRecord) -> tuple[str, ...]:
 
 
 def flattered(run: RunRecord) -> tuple[str, ...]:
-    """What the run warned of that makes its accuracy look better than it is: test images that were (nearly) trained on."""
+    """What the run warned of that makes its accuracy look better than it is."""
     told = dict.fromkeys(plain(row.message, 800) for row in run.events if row.code in _FLATTER)
     noised = noise_line(run.events, run.results)
     return (*(f"{words[0].upper()}{words[1:]}." for words in told), *([noised] if noised else []))
@@ -354,7 +355,10 @@ def _by_site(run: RunRecord) -> str:
     return f"\n\n{told}\n\n" + _table(("site", "training images", "test images", "accuracy, %"), rows)
 
 
-BY_SERVER = "the server can reconstruct images of the sites from what they send; how well was not measured in this run"
+NOT_COMPARED = {
+    RECONSTRUCTED: "the server can reconstruct images of the sites from what they send; how well was not measured in this run",
+    GENERATOR: "the server gets a generator that paints pictures like a site's; how near they come to its images was not measured",
+}
 
 
 def _privacy(run: RunRecord) -> str:
@@ -367,7 +371,7 @@ def _privacy(run: RunRecord) -> str:
         )
     else:
         missing = run.results.not_measured.get("leakage") or "no images were uploaded, so none were compared"
-        lines.append(f"Leakage: {BY_SERVER if run.style.reconstructs else missing}.")
+        lines.append(f"Leakage: {NOT_COMPARED.get(run.style.without_images(), missing)}.")
     sends = run.privacy.leaves_site or run.style.sends or "see the page of the method"
     lines.append(f"What leaves a site: {_escaped(sends)}.")
     if gone := run.results.forgotten:
