@@ -271,7 +271,7 @@ def test_write_makes_a_page_and_a_table(honest, tmp_path):
     result = CliRunner().invoke(app, ["leaderboard", "write", str(honest.parent), "--out", str(tmp_path / "board")])
     assert result.exit_code == 0, result.output
     page, table = ((tmp_path / "board" / name).read_text() for name in ("index.html", "leaderboard.csv"))
-    assert "FedAvg" in page and "official code, hand computation" in page and len(table.splitlines()) == 2
+    assert "FedAvg" in page and "published code, hand computation" in page and len(table.splitlines()) == 2
     empty = CliRunner().invoke(app, ["leaderboard", "write", str(tmp_path / "nowhere")])
     assert empty.exit_code == 2 and "E108" in empty.output + empty.stderr
 

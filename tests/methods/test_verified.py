@@ -46,7 +46,7 @@ def test_what_a_method_says_of_a_paper_is_what_its_run_holds():
 
 
 def test_five_methods_and_more_are_compared_with_official_code():
-    names = {name for name, one in DECLARED if one.against == "official code" and one.where.startswith(ORACLES)}
+    names = {name for name, one in DECLARED if one.against == "published code" and one.where.startswith(ORACLES)}
     assert {"glfc", "target"} <= names and len(names) >= 5
 
 
@@ -67,7 +67,7 @@ def test_a_kind_that_nobody_knows_is_refused():
 @pytest.mark.parametrize(("where", "close"), [("tests/x.py::test_y", ""), ("tests/x.py::test_y", " "), ("", "1e-6")])
 def test_a_comparison_says_where_and_how_close_it_is(where, close):
     with pytest.raises(ConfigError, match="does not say") as caught:
-        Verified("official code", where, close)
+        Verified("published code", where, close)
     assert caught.value.code == "E513" and ("how close" in caught.value.what) == bool(where)
 
 
@@ -76,7 +76,7 @@ def test_the_list_is_short_for_people_and_whole_for_programs():
     first = FedAvg.verifications()[0]
     assert {"against": first.against, "where": first.where, "close": first.close} in rows["fedavg"]["verified"]
     shown = CliRunner().invoke(app, ["list", "methods"]).output
-    assert "official code, hand computation" in " ".join(shown.split()) and first.where not in shown
+    assert "published code, hand computation" in " ".join(shown.split()) and first.where not in shown
     assert first.where in CliRunner().invoke(app, ["method", "explain", "fedavg"]).output
 
 

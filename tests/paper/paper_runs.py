@@ -2,7 +2,7 @@
 
 import json
 
-FEW = [[90.0, None], [40.0, 60.0]]
+from rescene.functional.metrics import average_accuracy, average_incremental_accuracy
 
 
 def write_run(
@@ -11,7 +11,7 @@ def write_run(
     seed=0,
     aa=50.0,
     aia=60.0,
-    matrix=FEW,
+    matrix=None,
     *,
     overrides=(),
     cost=None,
@@ -19,7 +19,11 @@ def write_run(
     config=None,
     rms=None,
 ):
-    """A folder with the results.json of this cell of the paper; its name says nothing."""
+    """A folder with the results.json of this cell of the paper; its name says nothing. With a ``matrix`` AA and AIA follow from it."""
+    if matrix is None:
+        matrix = [[2 * aia - aa, None], [aa - 10.0, aa + 10.0]]
+    else:
+        aa, aia = average_accuracy(matrix), average_incremental_accuracy(matrix)
     folder = root / f"run-{len(list(root.glob('*')))}"
     folder.mkdir(parents=True)
     if config is None:

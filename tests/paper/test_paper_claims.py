@@ -83,7 +83,7 @@ def test_one_figure_above_the_highest_allowed_settles_it(tmp_path):
     assert verdicts(OurBook(Store([tmp_path])))["no-replay"].verdict == "not supported"
 
 
-def test_every_row_trains_on_pictures_of_earlier_tasks_as_they_are():
+def test_every_row_trains_on_kept_real_pictures_and_surrogates_as_they_are():
     for cell in MAIN.cells:
         recipe = cell.resolve().recipe
         if cell.method in KEEPERS:

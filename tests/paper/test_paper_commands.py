@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from rescene.cli import running
 from rescene.cli.app import app
+from rescene.core.errors import ResceneWarning
 from rescene.paper import Store, compare, known_open, paper_recipe, printed, recipes
 from rescene.paper.figures import _final_rows, _mark, task_curves
 from rescene.paper.pages import refreshed, verdicts_grid
@@ -213,6 +214,22 @@ def test_what_is_known_to_be_open_does_not_fail_again_and_the_list_can_shrink(he
 def test_the_list_that_ships_is_what_the_stored_results_leave_open():
     result = invoke("check", "--known-open", "--runs", ROOT / "results")
     assert result.exit_code == 0 and "no longer open" not in result.output, result.output
+
+
+def test_a_run_whose_figures_contradict_each_other_does_not_count_and_fails_the_check(here):
+    folder = write_run(here / "kept", cell_of(MAIN, "cifar10/0.5/rescene"), aa=58.0, aia=74.0)
+    text = (folder / "results.json").read_text().replace('"aa": 58.0', '"aa": 68.0')
+    (folder / "results.json").write_text(text)
+    with pytest.warns(ResceneWarning, match="W550.*aa: results.json says 68.0, its accuracy matrix gives 58"):
+        found = invoke("check", "main", "--runs", "kept", "--all")
+    assert found.exit_code == 5 and "68.00" not in found.output
+
+
+def test_a_table_on_a_terminal_has_the_cells_that_were_run(here):
+    write_run(here / "kept", cell_of(MAIN, "cifar10/0.5/rescene"), aa=67.0, aia=74.0)
+    few, every = (invoke("table", "main", "--runs", "kept", *more).output for more in ((), ("--all",)))
+    assert "67.00" in few and "TinyImageNet" not in few and "89 cells have no figure of ours yet" in few
+    assert "67.00" in every and "TinyImageNet" in every
 
 
 def test_formulas_are_not_added_to_accuracies(here):

@@ -91,12 +91,12 @@ def test_problems_are_kept_apart_and_other_settings_are_other_rows(kept):
 
 def test_the_papers_reading_and_the_verification_come_from_outside(kept):
     place = {(kept / "a1").resolve(): InPaper("paper's", "41.00")}
-    compared = (Verified("official code", "tests/x.py::test_y", "1e-6, a step"),)
+    compared = (Verified("published code", "tests/x.py::test_y", "1e-6, a step"),)
     row = next(row for row in rows_of(kept, compared, in_paper=place) if row.n == 2)
     assert (row.reading, row.paper_aa, row.verified) == ("paper's", "41.00", compared)
     html, table = page_of([row], kept), csv_of([row], kept)
-    told = "official code: 1e-6, a step (tests/x.py::test_y)"
-    assert "<summary>official code</summary>" in html and told in html and told in table
+    told = "published code: 1e-6, a step (tests/x.py::test_y)"
+    assert "<summary>published code</summary>" in html and told in html and told in table
     assert "not verified" in page_of(rows_of(kept), kept)
 
 

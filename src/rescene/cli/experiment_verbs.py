@@ -30,6 +30,7 @@ from rescene.cli.shared_options import (
     run_config,
     verb_group,
 )
+from rescene.cli.start_verbs import list_things
 from rescene.cli.terminal import interruptible, print_rows
 from rescene.core.documents import parse_yaml
 from rescene.core.errors import ConfigError, command
@@ -37,7 +38,7 @@ from rescene.core.json_files import Row, json_object
 from rescene.core.recipe_keys import flatten
 from rescene.core.run_state import is_done
 
-method_app = verb_group("Explain a method, or start one of your own.")
+method_app = verb_group("List the methods, explain one, or start one of your own.")
 lens_app = verb_group("List the lenses, make one from procedural pictures, or take a network of your own.")
 LensFile = Annotated[Path, typer.Option("--out", help="safetensors file to write")]
 SKELETON = '''"""{title}: one line on the idea.
@@ -350,6 +351,12 @@ def cost(
     from rescene.config import resolve
 
     show_cost(resolve(recipe, overrides or []), uplink_mbps, client_gflops, server_gflops, as_json)
+
+
+@method_app.command("list")
+def list_methods(as_json: AsJson = False, plugin: Plugin = None) -> None:
+    """List the methods, as `rescene list methods` does."""
+    list_things("methods", as_json=as_json)
 
 
 @method_app.command("explain")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
+import warnings
 from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ import typer
 from rescene.cli.look_verbs import format_for, loaded, put
 from rescene.cli.shared_options import AsJson, Quiet, runs_root, verb_group
 from rescene.cli.terminal import busy, interruptible, print_rows, writing
-from rescene.core.errors import ConfigError
+from rescene.core.errors import ConfigError, ResceneWarning
 from rescene.core.json_files import Row
 from rescene.core.run_state import read_object
 
@@ -185,7 +186,10 @@ def _print_plan(rows: list[QueueRow], minutes: float | None, parallel: int, as_j
     if as_json:
         print_rows([asdict(row) for row in rows], as_json)
         return
-    print_rows([{key: cell for key, cell in _queue_cells(row).items() if key != "used"} for row in rows])
+    shown = ("cell", "seed", "group", "folder", "state", "predicted")
+    print_rows([{key: cell for key, cell in _queue_cells(row).items() if key in shown} for row in rows])
+    for why, num in Counter(row.why for row in rows if row.why).items():
+        print(f"{num} cannot run: {why}")
     print(_plan_words(rows, minutes, parallel))
 
 
@@ -229,6 +233,9 @@ def paper_table(
     seeds: Annotated[
         str | None, typer.Option("--seeds", help="count these seeds alone, such as 0,1,2 (default: every stored one)")
     ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="on a terminal too: also cells that have no figure of ours")
+    ] = False,
     runs: Runs = None,
     kind: Format = "",
     out: Annotated[Path | None, typer.Option("--out", help="file; its ending chooses the format")] = None,
@@ -245,7 +252,8 @@ def paper_table(
         if seeds:
             recipe = replace(recipe, seeds=read_seeds(seeds))
             store = store.of_seeds(recipe.seeds)
-        text = render(table_grid(recipe, store, only or (), commands=kind != "latex"), kind)
+        whole = everything or kind != "text" or bool(only)
+        text = render(table_grid(recipe, store, only or (), commands=kind != "latex", everything=whole), kind)
     put(text, out)
 
 
@@ -299,7 +307,7 @@ def paper_check(
     told += [f"written: {known_list.FILE}"] if accept_open else []
     if told:
         print(*told, sep="\n", file=sys.stderr)
-    if known_list.failing([*found, *verdicts]):
+    if store.contradicting or known_list.failing([*found, *verdicts]):
         raise typer.Exit(5)
 
 
@@ -406,7 +414,12 @@ def _store(runs: list[Path] | None, out: Path | None = None) -> Store:
     for root in runs or ():
         if not root.is_dir() and root != out:  # which will be made
             raise ConfigError("E108", "there is no such folder", where=str(root), fix="--runs takes a folder of runs")
-    return Store([*(runs or default_roots()), *([out] if out else [])])
+    store = Store([*(runs or default_roots()), *([out] if out else [])])
+    for folder, wrong in store.contradicting.items():
+        warnings.warn(
+            ResceneWarning("W550", f"{folder} does not count, its numbers do not agree: {wrong[0]}"), stacklevel=2
+        )
+    return store
 
 
 def _sweep_cell(cell: PaperCell, seed: int, store: Store, out: Path | None) -> SweepCell:

@@ -407,7 +407,7 @@ def print_plan(cells: Sequence[SweepCell], as_json: bool, refused: Sequence[Row]
                 row |= {"problem": problem.what, "fix": fix}
         else:
             row["state"] = "done" if cell.done else "to run"
-        rows.append(row | (figures if as_json or not figures else plan_words(figures)))
+        rows.append(row | (figures if as_json or not figures else {} if cell.done else plan_words(figures)))
         if figures and not cell.done:
             totals["cannot run" if problem else "to run"][cell.folder] = figures
     if not as_json:

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from rescene.core.errors import ConfigError
 
-Against = Literal["paper figure", "official code", "hand computation"]
+Against = Literal["paper figure", "published code", "hand computation"]
 NOT_VERIFIED = "not verified"
 
 
@@ -16,8 +16,8 @@ NOT_VERIFIED = "not verified"
 class Verified:
     """One comparison. ``where`` is a test (``tests/file.py::test_name``) or a results folder; ``close`` says how near, with n.
 
-    >>> Verified("official code", "tests/oracles/test_oracles.py::test_acil_recursion", "1e-9").against
-    'official code'
+    >>> Verified("published code", "tests/oracles/test_oracles.py::test_acil_recursion", "1e-9").against
+    'published code'
     """
 
     against: Against
@@ -40,15 +40,15 @@ class Verified:
                     f"a comparison with {self.against} does not say {words} it is",
                     where=self.where or None,
                     why="nobody could check it",
-                    fix='Verified("official code", "tests/test_my_idea.py::test_the_loss", "1e-6, the loss")',
+                    fix='Verified("published code", "tests/test_my_idea.py::test_the_loss", "1e-6, the loss")',
                 )
 
 
 def in_full(found: Sequence[Verified]) -> list[str]:
     """Each comparison in words: with what, how close, and where.
 
-    >>> in_full([Verified("official code", "tests/test_a.py::test_b", "1e-9")])
-    ['official code: 1e-9 (tests/test_a.py::test_b)']
+    >>> in_full([Verified("published code", "tests/test_a.py::test_b", "1e-9")])
+    ['published code: 1e-9 (tests/test_a.py::test_b)']
     """
     return [f"{one.against}: {one.close} ({one.where})" for one in found]
 
@@ -56,10 +56,10 @@ def in_full(found: Sequence[Verified]) -> list[str]:
 def in_short(found: Sequence[Verified]) -> str:
     """Each kind once, strongest first, or that there is none.
 
-    >>> in_short([Verified("hand computation", "a", "b"), Verified("official code", "c", "d")])
-    'official code, hand computation'
+    >>> in_short([Verified("hand computation", "a", "b"), Verified("published code", "c", "d")])
+    'published code, hand computation'
     """
     kinds = [
-        kind for kind in ("official code", "paper figure", "hand computation") if kind in {v.against for v in found}
+        kind for kind in ("published code", "paper figure", "hand computation") if kind in {v.against for v in found}
     ]
     return ", ".join(kinds) or NOT_VERIFIED

@@ -33,9 +33,9 @@ class AFL(Moments):
     paper: ClassVar[str] = "He et al., CVPR 2025; Zhuang et al. (ACIL), NeurIPS 2022"
     verified: ClassVar[tuple[Verified, ...]] = (
         Verified(
-            "official code", "tests/oracles/test_oracles.py::test_afl_joined_sites_and_the_ridge_taken_out", "1e-5"
+            "published code", "tests/oracles/test_oracles.py::test_afl_joined_sites_and_the_ridge_taken_out", "1e-5"
         ),
-        Verified("official code", "tests/oracles/test_oracles.py::test_acil_recursion", "1e-9"),
+        Verified("published code", "tests/oracles/test_oracles.py::test_acil_recursion", "1e-9"),
         Verified(
             "hand computation", "tests/methods/test_neighbours.py::test_afl_is_ridge_regression_on_all_images", "1e-9"
         ),

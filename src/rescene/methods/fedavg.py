@@ -34,9 +34,9 @@ class FedAvg(AveragingMethod):
     paper: ClassVar[str] = "McMahan et al., AISTATS 2017"
     verified: ClassVar[tuple[Verified, ...]] = (
         Verified(
-            "official code",
+            "published code",
             "tests/oracles/test_oracles.py::test_glfc_average_is_ours_with_equal_weights",
-            "1e-6, the average",
+            "1e-6, the average (GLFC's code)",
         ),
         Verified(
             "hand computation", "tests/methods/test_rounds_by_hand.py::test_a_round_of_fedavg", "a round, to rounding"

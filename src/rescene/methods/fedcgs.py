@@ -32,7 +32,7 @@ class FedCGS(Moments):
     paper: ClassVar[str] = "Guan et al., AAAI 2025"
     verified: ClassVar[tuple[Verified, ...]] = (
         Verified(
-            "official code",
+            "published code",
             "tests/oracles/test_oracles.py::test_fedcgs_scores_differ_by_one_number_per_image",
             "1e-4 of the scores, up to what all classes share",
         ),

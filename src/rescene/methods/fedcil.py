@@ -97,9 +97,9 @@ class FedCIL(AdversarialTraining, PaintingMethod):
     unprotected: ClassVar[str] = "each local step also learns from painted images, and no mechanism covers a generator"
     own_orders: ClassVar[bool] = True
     verified: ClassVar[tuple[Verified, ...]] = (
-        Verified("official code", "tests/oracles/test_oracles.py::test_fedcil_step_of_a_site", "1e-5, gradients"),
-        Verified("official code", "tests/oracles/test_oracles.py::test_fedcil_consistency", "1e-5, the three terms"),
-        Verified("official code", "tests/oracles/test_oracles.py::test_fedcil_consolidation", "1e-6, two steps"),
+        Verified("published code", "tests/oracles/test_oracles.py::test_fedcil_step_of_a_site", "1e-5, gradients"),
+        Verified("published code", "tests/oracles/test_oracles.py::test_fedcil_consistency", "1e-5, the three terms"),
+        Verified("published code", "tests/oracles/test_oracles.py::test_fedcil_consolidation", "1e-6, two steps"),
         Verified("hand computation", "tests/methods/test_fedcil.py::test_one_step_equals_the_formula", "1e-4, a step"),
     )
 

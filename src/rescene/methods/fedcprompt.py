@@ -86,8 +86,8 @@ class FedCPrompt(AveragingMethod):
     late_verbs: ClassVar[tuple[str, ...]] = ("client_round",)
     remembers: ClassVar[str] = "the network that stays as it is"
     verified: ClassVar[tuple[Verified, ...]] = (
-        Verified("official code", "tests/oracles/test_oracles.py::test_fedcprompt_step", "1e-5, features and losses"),
-        Verified("official code", "tests/oracles/test_oracles.py::test_fedcprompt_average", "1e-6, a round's average"),
+        Verified("published code", "tests/oracles/test_oracles.py::test_fedcprompt_step", "1e-5, features and losses"),
+        Verified("published code", "tests/oracles/test_oracles.py::test_fedcprompt_average", "1e-6, a round's average"),
         Verified("hand computation", "tests/methods/test_fedcprompt.py::test_one_step_equals_the_formula", "1e-5"),
     )
 

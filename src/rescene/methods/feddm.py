@@ -31,7 +31,7 @@ class FedDM(SurrogateMethod):
     paper: ClassVar[str] = "Xiong et al., CVPR 2023"
     verified: ClassVar[tuple[Verified, ...]] = (
         Verified(
-            "official code",
+            "published code",
             "tests/oracles/test_oracles.py::test_matching_loss_and_its_pixel_gradient",
             "1e-5, the features' term (distribution matching)",
         ),

@@ -66,7 +66,7 @@ class FedEWC(AveragingMethod):
     own_orders: ClassVar[bool] = True
     one_order_only: ClassVar[Mapping[str, str]] = {"local_ce": "new", "anchor": "last_round"}
     verified: ClassVar[tuple[Verified, ...]] = (
-        Verified("official code", "tests/oracles/test_oracles.py::test_fedewc_fisher_and_penalty", "1e-6"),
+        Verified("published code", "tests/oracles/test_oracles.py::test_fedewc_fisher_and_penalty", "1e-6"),
         Verified(
             "hand computation", "tests/methods/test_fedewc.py::test_one_step_equals_the_formula", "a step, to rounding"
         ),

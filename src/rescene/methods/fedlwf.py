@@ -44,7 +44,7 @@ class FedLwF(AveragingMethod):
     own_orders: ClassVar[bool] = True
     verified: ClassVar[tuple[Verified, ...]] = (
         Verified(
-            "official code", "tests/oracles/test_oracles.py::test_fedlwf_takes_the_published_step", "3e-5, a step"
+            "published code", "tests/oracles/test_oracles.py::test_fedlwf_takes_the_published_step", "3e-5, a step"
         ),
         Verified("paper figure", "results/cifar10/fedlwf-beta0.5-s0", "AA 14.75 against 16.94 +- 5.70 (n = 1)"),
     )

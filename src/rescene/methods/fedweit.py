@@ -111,9 +111,9 @@ class FedWeIT(AveragingMethod):
     compute: ClassVar[tuple[str, str] | None] = ("O(R K E D_loc F)", "O(R K P)")
     remembers: ClassVar[str] = "the base, its own mask and weights of every task, and what it received of other sites"
     verified: ClassVar[tuple[Verified, ...]] = (
-        Verified("official code", "tests/oracles/test_oracles.py::test_fedweit_loss_and_its_gradients", "1e-5"),
+        Verified("published code", "tests/oracles/test_oracles.py::test_fedweit_loss_and_its_gradients", "1e-5"),
         Verified(
-            "official code",
+            "published code",
             "tests/oracles/test_oracles.py::test_fedweit_server_takes_the_mean_over_the_sites_that_sent_a_row",
             "1e-6, the base of a round",
         ),

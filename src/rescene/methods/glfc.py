@@ -97,16 +97,11 @@ class GLFC(Inversion, AveragingMethod):
     marker: ClassVar[str] = "P"
     paper: ClassVar[str] = "Dong et al., CVPR 2022"
     verified: ClassVar[tuple[Verified, ...]] = (
-        Verified("official code", "tests/oracles/test_oracles.py::test_glfc_losses_and_their_gradients", "1e-6"),
+        Verified("published code", "tests/oracles/test_oracles.py::test_glfc_losses_and_their_gradients", "1e-6"),
         Verified(
-            "official code",
+            "published code",
             "tests/oracles/test_oracles.py::test_glfc_prototype_is_perturbed_encoded_and_found_again",
             "1e-4 of the gradient, 2e-4 of the picture",
-        ),
-        Verified(
-            "paper figure",
-            "results/controls/glfc-beta0.5-noaug-s0",
-            "AA 37.13 against 35.38 +- 1.60 (n = 1; without augmentation)",
         ),
     )
     leaves_site: ClassVar[str] = (

@@ -78,7 +78,7 @@ class ICaRL(AveragingMethod):
     marker: ClassVar[str] = "P"
     paper: ClassVar[str] = "Rebuffi et al., CVPR 2017"
     verified: ClassVar[tuple[Verified, ...]] = (
-        Verified("official code", "tests/oracles/test_oracles.py::test_icarl_herding", "the same exemplars"),
+        Verified("published code", "tests/oracles/test_oracles.py::test_icarl_herding", "the same exemplars"),
         Verified("hand computation", "tests/methods/test_icarl.py::test_the_loss_is_algorithm_3_written_out", "1e-5"),
         Verified("hand computation", "tests/methods/test_icarl.py::test_one_step_equals_the_formula", "1e-4, a step"),
     )

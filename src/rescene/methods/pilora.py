@@ -90,8 +90,8 @@ class PILoRA(AveragingMethod):
     compute: ClassVar[tuple[str, str] | None] = ("O(R K E D_loc F)", "O(R K |C_t|)")
     remembers: ClassVar[str] = "the network that stays as it is, and the low-rank weights of earlier tasks"
     verified: ClassVar[tuple[Verified, ...]] = (
-        Verified("official code", "tests/oracles/test_oracles.py::test_pilora_loss_and_its_gradients", "1e-5, losses"),
-        Verified("official code", "tests/oracles/test_oracles.py::test_pilora_server", "1e-5, averages of a round"),
+        Verified("published code", "tests/oracles/test_oracles.py::test_pilora_loss_and_its_gradients", "1e-5, losses"),
+        Verified("published code", "tests/oracles/test_oracles.py::test_pilora_server", "1e-5, averages of a round"),
         Verified("hand computation", "tests/methods/test_pilora.py::test_one_step_equals_the_formula", "1e-5, a step"),
     )
 

@@ -47,12 +47,12 @@ class TARGET(Synthesis, PaintingMethod):
     paper: ClassVar[str] = "Zhang et al., ICCV 2023"
     verified: ClassVar[tuple[Verified, ...]] = (
         Verified(
-            "official code",
+            "published code",
             "tests/oracles/test_oracles.py::"
             "test_target_search_finds_the_same_images_and_teaches_the_generator_the_same",
             "1e-5, two rounds of synthesis",
         ),
-        Verified("official code", "tests/oracles/test_oracles.py::test_target_distillation", "1e-6"),
+        Verified("published code", "tests/oracles/test_oracles.py::test_target_distillation", "1e-6"),
         Verified("paper figure", "results/cifar10/target-beta0.5-s0", "AA 18.59 against 21.66 +- 7.12 (n = 1)"),
     )
     compute: ClassVar[tuple[str, str] | None] = ("O(R K E D_loc F)", "O(R_syn S_kd B_syn F)")

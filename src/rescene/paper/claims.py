@@ -43,8 +43,7 @@ def paper_book(where: str, metric: str) -> float | None:
 
 
 class OurBook:
-    """Our figures, of the readings taken: all of them train on pictures of earlier tasks as they are. No run with E_srv=10
-    stands for E_srv=100.
+    """Our figures, of the readings taken. No run with E_srv=10 stands for E_srv=100.
 
     Costs follow the paper's conventions and need no run, unless the metric says ``measured``, as in measured client_pflop.
     """

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 
@@ -65,13 +65,16 @@ def verdicts_grid(found: Sequence[Finding]) -> TableGrid:
     return TableGrid("", ("figures of the paper", "compared", *columns), tuple(rows))
 
 
-def claims_grid(verdicts: Iterable[Verdict]) -> TableGrid:
-    """Every claim with its verdict."""
+def claims_grid(verdicts: Sequence[Verdict]) -> TableGrid:
+    """Every claim with its verdict, and how many got each."""
     rows: list[tuple[TableEntry, ...]] = [
         (v.says, v.place, "–" if v.figure is None else f"{v.figure:.2f}", f"{v.known}/{v.needed}", v.verdict, v.why)
         for v in verdicts
     ]
-    return TableGrid("", ("claim", "in the paper", "ours", "figures measured", "verdict", "why"), tuple(rows))
+    counted = Counter(v.verdict for v in verdicts)
+    note = f"claims: {', '.join(f'{n} {verdict}' for verdict, n in sorted(counted.items()))} of {len(verdicts)}"
+    columns = ("claim", "in the paper", "ours", "figures measured", "verdict", "why")
+    return TableGrid("", columns, tuple(rows), (note,))
 
 
 def _row(finding: Finding) -> tuple[TableEntry, ...]:
@@ -151,31 +154,35 @@ AUGMENTED = {"all pictures": "true", "new pictures only": "new", "none": "false"
 
 
 def augmentation_grid(store: Store) -> TableGrid:
-    """Which pictures sites crop and mirror, over all methods that were run so: how far their tasks lie from the paper's, and
-    how far AA of the last ten rounds does. The last column has the root mean square over the methods.
+    """Which pictures sites crop and mirror, seed 0: how far the tasks of each method lie from the paper's, and how far AA of
+    the last ten rounds does. Over several methods it is the root mean square, where all of them were run.
     """
     data, beta = SHOWN
     methods = ("fedavg", *KEEPERS)  # a site of FedAvg has new pictures only
+    names = [style_of(method).label for method in methods]
     rows: list[tuple[TableEntry, ...]] = []
     for treatment, value in AUGMENTED.items():
         found = [
             _apart(store, f"{data}/{beta}/{method}", value if method in KEEPERS or value != "new" else "true")
             for method in methods
         ]
-        known = [one for one in found if one is not None]
-        over_all = "–"
-        if len(known) == len(found):
-            over_all = "{:.1f} ({:.1f})".format(*(_rms(column) for column in zip(*known, strict=True)))
-        rows.append((treatment, *("–" if one is None else "{:.1f} ({:+.1f})".format(*one) for one in found), over_all))
-    columns = ("augmented", *(style_of(method).label for method in methods), "all four")
-    return TableGrid("", columns, tuple(rows))
+        shown = ["–" if one is None else "{:.1f} ({:+.1f})".format(*one) for one in found]
+        rows.append((treatment, *shown, _over_all(found[:-1]), _over_all(found)))
+    return TableGrid("", ("augmented", *names, f"without {names[-1]}", "all four"), tuple(rows))
+
+
+def _over_all(found: Sequence[tuple[float, float] | None]) -> str:
+    known = [one for one in found if one is not None]
+    if len(known) < len(found):
+        return "–"
+    return "{:.1f} ({:.1f})".format(*(_rms(column) for column in zip(*known, strict=True)))
 
 
 def _apart(store: Store, cell: str, augment: str) -> tuple[float, float] | None:
-    """Distance of the tasks, and AA of the last ten rounds minus the paper's AA; None if no such run is stored."""
+    """Distance of the tasks, and AA of the last ten rounds minus the paper's AA, of seed 0; None if that run is not stored."""
     line = compare(paper_recipe("main"), store, [cell], costs=False)[0]
     form = replace(line.cell, overrides=(*line.cell.overrides, f"train.augment={augment}"))
-    line = replace(line, cell=form, runs=store.find(form.experiment))
+    line = replace(line, cell=form, runs=store.find(form.experiment, [0]))
     distance, late = _distance(_tasks(line), _printed_tasks(line)), _over_last_rounds(line)
     return None if distance is None or late is None else (distance, late.mean - line.paper["aa"].mean)
 
@@ -308,7 +315,7 @@ def _papers_pair(line: Line) -> str:
     if "aa" in line.paper and not line.other_epochs:
         return " / ".join(line.paper[metric].text for metric in ("aa", "aia") if metric in line.paper)
     row = _printed_tasks(line)
-    return f"{sum(row) / len(row):.2f} (mean of its tasks) / –" if row and not line.fast else "–"
+    return f"{sum(row) / len(row):.2f} (mean of the tasks in Table 7) / –" if row and not line.fast else "–"
 
 
 def _command(one: Missing) -> str:

@@ -35,9 +35,14 @@ COSTS_BY_FORMULA = "ours, costs by the paper's formula"
 COPIES = "near-copies: uploaded images with PSNR > 30 dB to a real training image; read accuracy together with it."
 
 
-def table_grid(recipe: PaperRecipe, store: Store, only: Iterable[str] = (), commands: bool = True) -> TableGrid:
-    """Ours, the paper's and the difference, cell by cell. ``commands``: with a column that says how to run what is missing."""
-    lines = compare(recipe, store, only)
+def table_grid(
+    recipe: PaperRecipe, store: Store, only: Iterable[str] = (), commands: bool = True, everything: bool = True
+) -> TableGrid:
+    """Ours, the paper's and the difference, cell by cell. ``commands``: with a column that says how to run what is missing.
+    ``everything``: also cells without a figure of ours, as long as there are others.
+    """
+    found = compare(recipe, store, only)
+    lines = [line for line in found if everything or line.ours] or found
     shown = {metric for line in lines for metric in (*line.ours, *line.paper)}  # some data sets have fewer tasks
     metrics = [metric for metric in recipe.metrics if metric in shown] or list(recipe.metrics)
     best = _best(recipe, lines, metrics)
@@ -48,7 +53,9 @@ def table_grid(recipe: PaperRecipe, store: Store, only: Iterable[str] = (), comm
     if not commands:
         columns, rows = columns[:-1], [row[:-1] for row in rows]
     title = f"paper/{recipe.name}: {recipe.title} ({recipe.place})"
-    notes = [*_notes(recipe, lines, bool(best)), *(_state(recipe, lines, store, only) if commands else ())]
+    notes = [*_notes(recipe, lines, bool(best)), *(_state(recipe, found, store, only) if commands else ())]
+    if len(lines) < len(found):
+        notes.append(f"{len(found) - len(lines)} cells have no figure of ours yet: --all shows them too.")
     return TableGrid(title, tuple(columns), tuple(map(tuple, rows)), tuple(notes))
 
 

@@ -26,6 +26,7 @@ from rescene.methods import method_class
 from rescene.methods.averaging import AveragingMethod
 from rescene.methods.surrogates import SurrogateMethod
 from rescene.report.groups import Spread, spread
+from rescene.report.leaderboard import contradictions
 from rescene.report.load import RunRecord
 
 # May differ between two runs of the same experiment: where and how it ran, not what.
@@ -68,7 +69,8 @@ def identity(recipe: Recipe) -> str:
 
 
 class Store:
-    """All finished runs below some folders. ``unreadable``: results that are damaged or of another version.
+    """All finished runs below some folders. ``unreadable``: results that are damaged or of another version. ``contradicting``:
+    those whose figures do not follow from their own accuracy matrix, and how; they do not count.
 
     ``loaded``: runs of these folders that need not be read again.
     """
@@ -76,6 +78,7 @@ class Store:
     def __init__(self, roots: Iterable[Path], loaded: Iterable[RunRecord] = ()) -> None:
         self.runs: dict[str, dict[int, Stored]] = {}  # identity -> seed -> run; the first one found counts
         self.unreadable: list[Path] = []
+        self.contradicting: dict[Path, list[str]] = {}
         known = {run.folder: run for run in loaded if run.finished}
         for file in _result_files(roots):
             self._enter(file, known.get(file.parent))
@@ -89,6 +92,9 @@ class Store:
         except (OSError, ValueError, KeyError, TypeError, ValidationError, ResceneError):
             self.unreadable.append(file.parent)
             return
+        if wrong := contradictions(results, row, by_domain=recipe.tasks.scenario == "domain"):
+            self.contradicting[file.parent] = wrong
+            return
         stored = Stored(file.parent, recipe.seed, results)
         self.runs.setdefault(identity(recipe), {}).setdefault(recipe.seed, stored)
 
@@ -100,7 +106,7 @@ class Store:
     def of_seeds(self, seeds: Sequence[int]) -> Store:
         """The same without the runs of other seeds."""
         found = Store([])
-        found.unreadable = self.unreadable
+        found.unreadable, found.contradicting = self.unreadable, self.contradicting
         found.runs = {key: {seed: run for seed, run in own.items() if seed in seeds} for key, own in self.runs.items()}
         return found
 

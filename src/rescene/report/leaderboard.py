@@ -23,6 +23,7 @@ from rescene.core.errors import ConfigError, DataError, command
 from rescene.core.json_files import Row, json_lines, json_object
 from rescene.core.method_style import MethodStyle
 from rescene.core.recipe_keys import flatten
+from rescene.core.results import Results
 from rescene.core.verification import Verified, in_full, in_short
 from rescene.report.formatting import (
     NONE,
@@ -541,32 +542,37 @@ def _numbers(run: RunRecord, same_code: bool) -> list[str]:
 
 
 def _own_numbers(run: RunRecord) -> list[str]:
-    """What results.json says against what its own accuracy matrix and confusion table give."""
-    matrix = run.results.accuracy_matrix
-    sizes = None if run.settings.get("tasks.scenario") == "domain" else [task.test_size or 0 for task in run.tasks]
+    found = contradictions(run.results, run.raw, by_domain=run.settings.get("tasks.scenario") == "domain")
+    if run.results.seed != run.config.get("seed"):
+        found.append(f"seed: results.json says {run.results.seed}, the recipe says {run.config.get('seed')}")
+    return found
+
+
+def contradictions(results: Results, raw: Row, by_domain: bool) -> list[str]:
+    """What results.json (``raw``: as it stands) says against what its own accuracy matrix and confusion table give."""
+    matrix, sizes = results.accuracy_matrix, [task.test_size or 0 for task in results.tasks]
+    weights = None if by_domain or not any(sizes) else sizes
     old, recent = fn.old_and_recent(matrix)
-    after = [value for value in run.results.incremental_accuracy if value is not None]
-    own_orders = bool(run.results.orders) and bool(after)  # AA is then over the classes that anybody has met
+    after = [value for value in results.incremental_accuracy if value is not None]
+    own_orders = bool(results.orders) and bool(after)  # AA is then over the classes that anybody has met
     given = {
-        "aa": after[-1] if own_orders else fn.average_accuracy(matrix, sizes),
-        "aia": sum(after) / len(after) if own_orders else fn.average_incremental_accuracy(matrix, sizes),
+        "aa": after[-1] if own_orders else fn.average_accuracy(matrix, weights),
+        "aia": sum(after) / len(after) if own_orders else fn.average_incremental_accuracy(matrix, weights),
         "forgetting": fn.forgetting(matrix),
         "bwt": fn.backward_transfer(matrix),
         "old": old,
         "recent": recent,
         "worst_task": min(value for value in matrix[-1] if value is not None),
     }
-    if run.results.confusion:
-        given["balanced_accuracy"] = fn.balanced_accuracy(run.results.confusion)
+    if results.confusion:
+        given["balanced_accuracy"] = fn.balanced_accuracy(results.confusion)
     found = [
-        f"{name}: results.json says {run.raw[name]}, its accuracy matrix gives {value:.10g}"
+        f"{name}: results.json says {raw[name]}, its accuracy matrix gives {value:.10g}"
         for name, value in given.items()
-        if run.raw.get(name) is not None and not _equal(run.raw[name], value)
+        if raw.get(name) is not None and not _equal(raw[name], value)
     ]
-    if after and not _equal(run.results.aa, after[-1]):
-        found.append(f"aa: results.json says {run.results.aa}, its accuracy after the last task is {after[-1]}")
-    if run.results.seed != run.config.get("seed"):
-        found.append(f"seed: results.json says {run.results.seed}, the recipe says {run.config.get('seed')}")
+    if after and not _equal(results.aa, after[-1]):
+        found.append(f"aa: results.json says {results.aa}, its accuracy after the last task is {after[-1]}")
     return found
 
 
