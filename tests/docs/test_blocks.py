@@ -32,7 +32,8 @@ def reader(tmp_path, monkeypatch):
             Image.fromarray(picture.clip(0, 255).astype("uint8")).save(tmp_path / "images" / name / f"{i}.png")
     shutil.copytree(ROOT / "results" / "fashion-mini", tmp_path / "runs" / "demo")
     shutil.copytree(ROOT / "results" / "theory" / "demo" / "s0", tmp_path / "runs" / "one")
-    shutil.copytree(ROOT / "results" / "cifar10", tmp_path / "results" / "cifar10")
+    for folder in ("cifar10", "controls/rescene-beta0.5-noaug-min-s0"):
+        shutil.copytree(ROOT / "results" / folder, tmp_path / "results" / folder)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RESCENE_DATA", str(tmp_path / "no-data"))
     monkeypatch.setenv("NO_COLOR", "1")
