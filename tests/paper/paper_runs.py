@@ -32,7 +32,7 @@ def write_run(
         "aa": aa,
         "aia": aia,
         "accuracy_matrix": matrix,
-        "tasks": [{"index": t} for t in range(len(matrix))],
+        "tasks": [{"index": t, "test_size": 100} for t in range(len(matrix))],
         "cost": cost or {"nominal": None, "measured": {}},
         "leakage": None if near_copies is None else {"near_copies": near_copies, "nearest_rms_median": rms},
         "config": config,

@@ -550,14 +550,14 @@ def _own_numbers(run: RunRecord) -> list[str]:
 
 def contradictions(results: Results, raw: Row, by_domain: bool) -> list[str]:
     """What results.json (``raw``: as it stands) says against what its own accuracy matrix and confusion table give."""
-    matrix, sizes = results.accuracy_matrix, [task.test_size or 0 for task in results.tasks]
-    weights = None if by_domain or not any(sizes) else sizes
+    matrix = results.accuracy_matrix
+    sizes = None if by_domain else [task.test_size or 0 for task in results.tasks]
     old, recent = fn.old_and_recent(matrix)
     after = [value for value in results.incremental_accuracy if value is not None]
     own_orders = bool(results.orders) and bool(after)  # AA is then over the classes that anybody has met
     given = {
-        "aa": after[-1] if own_orders else fn.average_accuracy(matrix, weights),
-        "aia": sum(after) / len(after) if own_orders else fn.average_incremental_accuracy(matrix, weights),
+        "aa": after[-1] if own_orders else fn.average_accuracy(matrix, sizes),
+        "aia": sum(after) / len(after) if own_orders else fn.average_incremental_accuracy(matrix, sizes),
         "forgetting": fn.forgetting(matrix),
         "bwt": fn.backward_transfer(matrix),
         "old": old,
