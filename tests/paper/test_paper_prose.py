@@ -12,7 +12,7 @@ from rescene.paper.recipes import recipe_names
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"<!-- rescene paper: \w+ -->\n.*?<!-- end -->", re.DOTALL)
-FIGURE = re.compile(r"(?<![\d.])[1-9]\d*\.\d\d(?![\d.])")
+FIGURE = re.compile(r"(?<![\d.])[1-9]\d*\.\d\d(?!\.?\d)")  # also at the end of a sentence
 PAGES = (
     *("README.md", "docs/paper.md", "results/controls/README.md"),
     *(f"docs/methods/{name}.md" for name in ("fedcbdr", "glfc", "refed", "rescene")),

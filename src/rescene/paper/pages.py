@@ -113,23 +113,25 @@ def lines_with_runs(store: Store) -> Iterator[Line]:
 
 
 def readings_grid(store: Store) -> TableGrid:
-    """Our rows, task by task, beside the paper's; ``distance``: root mean square over the tasks, in points.
+    """Our rows, task by task, beside the paper's, then our own methods; ``distance``: root mean square over the tasks, in points.
 
     One round is a sample of sites. AA over the last ten rounds says how much it depends on them.
     """
     rows: list[tuple[TableEntry, ...]] = []
-    for line in lines_with_runs(store):
+    lines = [*((line, "") for line in lines_with_runs(store)), *((line, OURS) for line in our_lines(store))]
+    for line, mark in lines:
         ours, paper = _tasks(line), _printed_tasks(line)
         apart = _distance(ours, paper)
         rows.append(
             (
-                *_row_name(line),
+                *_row_name(line, mark),
                 _per_task(ours),
                 _per_task(paper) if paper else "–",
                 "–" if apart is None else f"{apart:.1f}",
                 _pair(line),
                 _late(line),
                 _papers_pair(line),
+                copies(line),
                 folders(line),
             )
         )
@@ -145,6 +147,7 @@ def readings_grid(store: Store) -> TableGrid:
         "AA / AIA",
         "AA, last ten rounds",
         "paper AA / AIA",
+        "near-copies",
         "where",
     )
     return TableGrid("", columns, tuple(rows))
@@ -209,12 +212,12 @@ def theory_grid(store: Store) -> TableGrid:
     return TableGrid("", columns, tuple(rows))
 
 
-def _row_name(line: Line) -> tuple[str, ...]:
+def _row_name(line: Line, mark: str = "") -> tuple[str, ...]:
     return (
         f"{DATA.get(line.cell.data, line.cell.data)}, {line.cell.beta}",
-        style_of(line.cell.method).label,
+        style_of(line.cell.method).label + mark,
         str(line.cell.resolve().recipe.train.server_epochs) if _server_trains(line) else "",
-        line.reading or TAKEN,
+        line.reading or (line.cell.setting if mark else TAKEN),
         str(len(line.runs)),
     )
 
