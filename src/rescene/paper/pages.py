@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
@@ -154,40 +154,55 @@ def readings_grid(store: Store) -> TableGrid:
 
 
 AUGMENTED = {"all pictures": "true", "new pictures only": "new", "none": "false"}  # train.augment
+WEIGHTED = {"by images trained on": "size", "equally": "uniform"}  # method.weighting
+MEASURES = ("tasks, distance", "AA of the last ten rounds", "AIA")  # how far a run lies from the paper
+COMPARED = ("fedavg", *KEEPERS)
 
 
 def augmentation_grid(store: Store) -> TableGrid:
-    """Which pictures sites crop and mirror, seed 0: how far the tasks of each method lie from the paper's, and how far AA of
-    the last ten rounds does. Over several methods it is the root mean square, where all of them were run.
-    """
+    """Which pictures sites crop and mirror: how far the methods lie from the paper. A site of FedAvg has new pictures only."""
+
+    def settings(method: str, value: str) -> str:
+        return f"train.augment={value if method in KEEPERS or value != 'new' else 'true'}"
+
+    return _apart_grid(store, "augmented", AUGMENTED, settings)
+
+
+def weights_grid(store: Store) -> TableGrid:
+    """How sites are weighted in the average: how far the methods lie from the paper, with the augmentation that is taken."""
+    return _apart_grid(store, "weighted", WEIGHTED, lambda _, value: f"method.weighting={value}")
+
+
+def _apart_grid(
+    store: Store, what: str, treatments: Mapping[str, str], settings: Callable[[str, str], str]
+) -> TableGrid:
+    """For each measure and treatment how far seed 0 of each method lies from the paper; over all the root mean square."""
     data, beta = SHOWN
-    methods = ("fedavg", *KEEPERS)  # a site of FedAvg has new pictures only
-    names = [style_of(method).label for method in methods]
+    found = {
+        name: [_apart(store, f"{data}/{beta}/{method}", settings(method, value)) for method in COMPARED]
+        for name, value in treatments.items()
+    }
     rows: list[tuple[TableEntry, ...]] = []
-    for treatment, value in AUGMENTED.items():
-        found = [
-            _apart(store, f"{data}/{beta}/{method}", value if method in KEEPERS or value != "new" else "true")
-            for method in methods
-        ]
-        shown = ["–" if one is None else "{:.1f} ({:+.1f})".format(*one) for one in found]
-        rows.append((treatment, *shown, _over_all(found[:-1]), _over_all(found)))
-    return TableGrid("", ("augmented", *names, f"without {names[-1]}", "all four"), tuple(rows))
+    for position, measure in enumerate(MEASURES):
+        form = "{:.1f}" if position == 0 else "{:+.1f}"
+        for name, runs in found.items():
+            values = [None if run is None else run[position] for run in runs]
+            known = [value for value in values if value is not None]
+            total = f"{_rms(known):.1f}" if len(known) == len(values) else "–"
+            rows.append((measure, name, *("–" if v is None else form.format(v) for v in values), total))
+    names = (style_of(method).label for method in COMPARED)
+    return TableGrid("", ("from the paper", what, *names, "all four"), tuple(rows))
 
 
-def _over_all(found: Sequence[tuple[float, float] | None]) -> str:
-    known = [one for one in found if one is not None]
-    if len(known) < len(found):
-        return "–"
-    return "{:.1f} ({:.1f})".format(*(_rms(column) for column in zip(*known, strict=True)))
-
-
-def _apart(store: Store, cell: str, augment: str) -> tuple[float, float] | None:
-    """Distance of the tasks, and AA of the last ten rounds minus the paper's AA, of seed 0; None if that run is not stored."""
+def _apart(store: Store, cell: str, setting: str) -> tuple[float, ...] | None:
+    """The ``MEASURES`` of seed 0 with this setting: a distance, and two differences. None if that run is not stored."""
     line = compare(paper_recipe("main"), store, [cell], costs=False)[0]
-    form = replace(line.cell, overrides=(*line.cell.overrides, f"train.augment={augment}"))
+    form = replace(line.cell, overrides=(*line.cell.overrides, setting))
     line = replace(line, cell=form, runs=store.find(form.experiment, [0]))
     distance, late = _distance(_tasks(line), _printed_tasks(line)), _over_last_rounds(line)
-    return None if distance is None or late is None else (distance, late.mean - line.paper["aa"].mean)
+    if distance is None or late is None:
+        return None
+    return distance, late.mean - line.paper["aa"].mean, line.runs[0].results.aia - line.paper["aia"].mean
 
 
 def theory_grid(store: Store) -> TableGrid:
@@ -354,6 +369,7 @@ BLOCKS: dict[str, Callable[[Store], TableGrid]] = {
     "privacy": privacy_grid,
     "readings": readings_grid,
     "augmentation": augmentation_grid,
+    "weights": weights_grid,
     "theory": theory_grid,
     "open": open_grid,
     "summary": summary_grid,
