@@ -54,6 +54,18 @@ def test_our_runs_decide(tmp_path):
     assert found["first-aia"].verdict == "not yet measured"
 
 
+def test_a_claim_shows_the_seeds_of_its_weakest_figure(tmp_path):
+    cell = cell_of(MAIN, "cifar10/0.5/rescene")
+    for seed in range(3):
+        write_run(tmp_path, cell, aa=80.0, seed=seed)
+    found = verdicts(OurBook(Store([tmp_path])))
+    assert (found["cifar10-aa"].num, found["lead-cifar10"].num) == (3, 3)
+    assert (found["client-compute"].num, found["cifar100-aa"].num) == (None, None)  # a formula, and nothing measured
+    write_run(tmp_path, cell_of(MAIN, "cifar10/0.5/fedavg"), aa=10.0)
+    found = verdicts(OurBook(Store([tmp_path])))
+    assert (found["cifar10-aa"].num, found["lead-cifar10"].num) == (3, 1)
+
+
 def test_a_count_is_settled_once_it_cannot_be_reached(tmp_path):
     for n in printed("main"):
         if (n.data, n.beta, n.metric) == ("cifar10", "0.1", "aa"):

@@ -19,7 +19,10 @@ Spec = dict[str, Any]
 
 @dataclass(frozen=True)
 class Verdict:
-    """``known`` of ``needed`` figures are measured; ``figure`` is None until enough of them are."""
+    """``known`` of ``needed`` figures are measured; ``figure`` is None until enough of them are.
+
+    ``num``: seeds of the measured figure with the fewest; None where formulas alone were needed, or nothing is measured.
+    """
 
     claim: str
     says: str
@@ -29,6 +32,7 @@ class Verdict:
     needed: int
     verdict: str  # supported, not supported, explained or not yet measured
     why: str = ""
+    num: int | None = None
 
 
 def judge(book: FigureLookup) -> list[Verdict]:
@@ -50,12 +54,15 @@ class OurBook:
 
     def __init__(self, store: Store) -> None:
         self.store = store
+        self.seeds: dict[tuple[str, str], int] = {}  # of the measured figures that were asked for
         self._lines: dict[tuple[str, bool], Line | None] = {}
 
     def __call__(self, where: str, metric: str) -> float | None:
         line = self._line(where, costs=metric.removeprefix("measured ") in NOMINAL)
         if line is None:
             return None
+        if metric not in NOMINAL and line.runs:
+            self.seeds[where, metric] = len(line.runs)
         figures = line.measured if metric.startswith("measured ") else line.ours
         return _of_cell({key: value.mean for key, value in figures.items()}, metric)
 
@@ -94,6 +101,8 @@ def _judge(name: str, claim: Spec, book: FigureLookup) -> Verdict:
     figure, settled = KINDS[kind](spec, look)
     figure = figure if settled else None
     known, needed = sum(value is not None for value in seen.values()), len(seen)
+    seeds = getattr(book, "seeds", {})
+    num = min((seeds[asked] for asked in seen if asked in seeds), default=None)
     verdict, why = "not yet measured", ""
     if figure is not None:
         verdict = "supported"
@@ -103,7 +112,7 @@ def _judge(name: str, claim: Spec, book: FigureLookup) -> Verdict:
             limit = replace(number, mean=float(spec.get("at_most", spec.get("at_least")))) if number else None
             verdict, why = explanation(f"claims:{name}", kind, figure, store, limit, counted)
             verdict = "not supported" if verdict == "open" else verdict
-    return Verdict(name, claim["says"], claim["place"], figure, known, needed, verdict, why)
+    return Verdict(name, claim["says"], claim["place"], figure, known, needed, verdict, why, num)
 
 
 def _breaks(figure: float | None, spec: Spec) -> bool:

@@ -66,14 +66,22 @@ def verdicts_grid(found: Sequence[Finding]) -> TableGrid:
 
 
 def claims_grid(verdicts: Sequence[Verdict]) -> TableGrid:
-    """Every claim with its verdict, and how many got each."""
+    """Every claim with its verdict, and how many got each; n is the number of seeds of the figure with the fewest."""
     rows: list[tuple[TableEntry, ...]] = [
-        (v.says, v.place, "–" if v.figure is None else f"{v.figure:.2f}", f"{v.known}/{v.needed}", v.verdict, v.why)
+        (
+            v.says,
+            v.place,
+            "–" if v.figure is None else f"{v.figure:.2f}",
+            "" if v.num is None else str(v.num),
+            f"{v.known}/{v.needed}",
+            v.verdict,
+            v.why,
+        )
         for v in verdicts
     ]
     counted = Counter(v.verdict for v in verdicts)
     note = f"claims: {', '.join(f'{n} {verdict}' for verdict, n in sorted(counted.items()))} of {len(verdicts)}"
-    columns = ("claim", "in the paper", "ours", "figures measured", "verdict", "why")
+    columns = ("claim", "in the paper", "ours", "n", "figures measured", "verdict", "why")
     return TableGrid("", columns, tuple(rows), (note,))
 
 
