@@ -113,6 +113,7 @@ def test_how_far_a_treatment_lies_from_the_paper(tmp_path, grid, treatment, sett
     assert found["tasks, distance", treatment] == "3.0"
     assert found["AA of the last ten rounds", treatment] == f"{aa - 46.78:+.1f}"
     assert found["AIA", treatment] == f"{aia - 57.64:+.1f}"
+    assert found["stages before the last", treatment] == f"{60 - (5 * 57.64 - 46.78) / 4:+.1f}"
     assert all(row[-1] == "–" for row in made.rows)  # the other methods are missing
     assert {value for key, value in found.items() if key[1] != treatment} == {"–"}
 

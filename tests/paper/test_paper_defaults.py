@@ -20,6 +20,7 @@ CHOSEN_BY = {
         "paper, silent",
         "paper, counts",
         "paper, test figures",
+        "departure",
         "public code",
         "off",
         "size",
@@ -47,9 +48,10 @@ def wanted():
         tree = parse_yaml(recipe_text(name), name)
         own = flatten({key: tree[key] for key in ("method", "methods") if key in tree})
         found |= {(f"recipe {name}", key): value for key, value in own.items() if key != "method.name"}
-    for name, overrides in packaged("readings.yaml")["taken"].items():
-        pairs = (override.partition("=") for override in overrides)
-        found |= {(f"paper's row {name}", key): value for key, _, value in pairs}
+    for data, rows in packaged("readings.yaml")["taken"].items():
+        for name, overrides in rows.items():
+            where = f"paper's row {name}" + ("" if data == "*" else f" on {data}")
+            found |= {(where, key): parse_yaml(value, key) for key, _, value in (o.partition("=") for o in overrides)}
     return found
 
 
@@ -71,7 +73,9 @@ def test_every_line_says_which_data_chose_it(told):
 def test_nothing_of_the_papers_row_was_chosen_by_its_height(told):
     by = {row["key"]: row["chosen_by"] for row in told if row["where"] == "method rescene"}
     assert "test accuracy seen" not in by.values() and by["method.server_augment"] == "paper, test figures"
-    assert {row["chosen_by"] for row in told if row["where"].startswith("paper's row")} == {"paper, test figures"}
+    own = [row for row in told if row["where"].startswith("paper's row")]
+    assert {row["chosen_by"] for row in own if row["key"] == "train.augment"} == {"paper, test figures"}
+    assert {row["chosen_by"] for row in own if row["key"] != "train.augment"} == {"paper"}
     plus = {
         row["key"] for row in told if row["where"] == "method rescene-plus" and row["chosen_by"] == "test accuracy seen"
     }

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rescene.functional import old_and_recent
-from rescene.paper.compare import Line, band, compare, explanation, lies_in
+from rescene.paper.compare import Kind, Line, band, compare, explanation, lies_in
 from rescene.paper.numbers import packaged, printed
 from rescene.paper.recipes import paper_recipe
 from rescene.paper.store import NOMINAL, Store
@@ -33,6 +33,7 @@ class Verdict:
     verdict: str  # supported, not supported, explained or not yet measured
     why: str = ""
     num: int | None = None
+    kind: Kind = "accuracy"
 
 
 def judge(book: FigureLookup) -> list[Verdict]:
@@ -103,16 +104,18 @@ def _judge(name: str, claim: Spec, book: FigureLookup) -> Verdict:
     known, needed = sum(value is not None for value in seen.values()), len(seen)
     seeds = getattr(book, "seeds", {})
     num = min((seeds[asked] for asked in seen if asked in seeds), default=None)
+    counted: Kind = "formula" if spec["metric"] in NOMINAL else "accuracy"
+    if spec["metric"].startswith("measured "):
+        counted = "measured cost"
     verdict, why = "not yet measured", ""
     if figure is not None:
         verdict = "supported"
         if _breaks(figure, spec):
             number = printed(spec["of"].partition(":")[0])[0] if kind == "share" else None
-            counted = "measured cost" if "measured" in spec["metric"] else "formula" if kind == "share" else "accuracy"
             limit = replace(number, mean=float(spec.get("at_most", spec.get("at_least")))) if number else None
             verdict, why = explanation(f"claims:{name}", kind, figure, store, limit, counted)
             verdict = "not supported" if verdict == "open" else verdict
-    return Verdict(name, claim["says"], claim["place"], figure, known, needed, verdict, why, num)
+    return Verdict(name, claim["says"], claim["place"], figure, known, needed, verdict, why, num, counted)
 
 
 def _breaks(figure: float | None, spec: Spec) -> bool:

@@ -91,8 +91,9 @@ def compare(recipe: PaperRecipe, store: Store, only: Iterable[str] = (), costs: 
             lines.append(Line(cell, False, "", (), recipe.seeds, {}, {}, numbers))
             continue
         lines.append(_line(recipe, cell, False, "", store, numbers, costs))
+        has_fast_cell = cell.fast is not None and cell.fast.experiment in own  # such as in Table 5: that cell has its own forms
         for fast, reading, form in _beside(recipe, cell):
-            if form.experiment not in own and store.find(form.experiment):
+            if not (fast and has_fast_cell) and form.experiment not in own and store.find(form.experiment):
                 exact = _printed_for(cell.fast.experiment) if cell.fast and fast else {}
                 exact = {metric: number for metric, number in exact.items() if metric in recipe.metrics}
                 lines.append(_line(recipe, form, fast, reading, store, numbers | exact, costs))

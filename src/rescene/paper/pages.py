@@ -79,10 +79,14 @@ def claims_grid(verdicts: Sequence[Verdict]) -> TableGrid:
         )
         for v in verdicts
     ]
-    counted = Counter(v.verdict for v in verdicts)
-    note = f"claims: {', '.join(f'{n} {verdict}' for verdict, n in sorted(counted.items()))} of {len(verdicts)}"
+    notes = []
+    for kind, title in KINDS.items():
+        counted = Counter(v.verdict for v in verdicts if v.kind == kind)
+        told = ", ".join(f"{n} {verdict}" for verdict, n in sorted(counted.items()))
+        if told:
+            notes.append(f"claims about {title}: {told} of {counted.total()}")
     columns = ("claim", "in the paper", "ours", "n", "figures measured", "verdict", "why")
-    return TableGrid("", columns, tuple(rows), (note,))
+    return TableGrid("", columns, tuple(rows), tuple(notes))
 
 
 def _row(finding: Finding) -> tuple[TableEntry, ...]:
@@ -163,7 +167,7 @@ def readings_grid(store: Store) -> TableGrid:
 
 AUGMENTED = {"all pictures": "true", "new pictures only": "new", "none": "false"}  # train.augment
 WEIGHTED = {"by images trained on": "size", "equally": "uniform"}  # method.weighting
-MEASURES = ("tasks, distance", "AA of the last ten rounds", "AIA")  # how far a run lies from the paper
+MEASURES = ("tasks, distance", "AA of the last ten rounds", "AIA", "stages before the last")  # how far from the paper
 COMPARED = ("fedavg", *KEEPERS)
 
 
@@ -207,10 +211,22 @@ def _apart(store: Store, cell: str, setting: str) -> tuple[float, ...] | None:
     line = compare(paper_recipe("main"), store, [cell], costs=False)[0]
     form = replace(line.cell, overrides=(*line.cell.overrides, setting))
     line = replace(line, cell=form, runs=store.find(form.experiment, [0]))
-    distance, late = _distance(_tasks(line), _printed_tasks(line)), _over_last_rounds(line)
+    tasks, late = _printed_tasks(line), _over_last_rounds(line)
+    distance = _distance(_tasks(line), tasks)
     if distance is None or late is None:
         return None
-    return distance, late.mean - line.paper["aa"].mean, line.runs[0].results.aia - line.paper["aia"].mean
+    ours, aa, aia = line.runs[0].results, line.paper["aa"].mean, line.paper["aia"].mean
+    before = _before_the_last(ours.aa, ours.aia, len(tasks)) - _before_the_last(aa, aia, len(tasks))
+    return distance, late.mean - aa, ours.aia - aia, before
+
+
+def _before_the_last(aa: float, aia: float, stages: int) -> float:
+    """Mean over all stages but the last of the accuracy on the tasks so far: AIA is the mean over all stages, AA the last one.
+
+    >>> _before_the_last(aa=40.0, aia=60.0, stages=3)
+    70.0
+    """
+    return (stages * aia - aa) / (stages - 1)
 
 
 def theory_grid(store: Store) -> TableGrid:
@@ -271,7 +287,7 @@ def summary_grid(store: Store) -> TableGrid:
 
 def _is_summed(line: Line) -> bool:
     """The reading taken, beside it the one in which kept pictures are augmented too; one row for each E_srv printed."""
-    known = line.reading in ("", "kept pictures augmented too", "ReSCENE+'s settings") and line.cell.data == SHOWN[0]
+    known = line.reading in ("", "kept pictures augmented too", "server augmentation, n // 2 surrogates") and line.cell.data == SHOWN[0]
     return known and not line.other_epochs and not line.cell.setting and not style_of(line.cell.method).reference
 
 

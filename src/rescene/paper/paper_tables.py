@@ -252,14 +252,20 @@ def _state(recipe: PaperRecipe, lines: Sequence[Line], store: Store, only: Itera
 
 
 def _done_and_wanted(lines: Sequence[Line]) -> tuple[int, int]:
-    """Of the paper's own cells and seeds; where a table is not the paper's (a lite form), of all cells."""
-    own = [line for line in lines if line.paper] or lines
+    """Of the paper's own cells and seeds; where a table is not the paper's (a lite form), of all cells. Each run counts once."""
+    own = _once(line for line in lines if line.paper) or _once(lines)
     wanted = sum(len(line.seeds) for line in own)
     return wanted - sum(len(line.missing) for line in own), wanted
 
 
+def _once(lines: Iterable[Line]) -> list[Line]:
+    """One line of each experiment: a table can print one experiment in two cells, such as Re-Fed's in Table 8."""
+    return list({(line.cell.base, line.cell.overrides): line for line in lines}.values())
+
+
 def _beside(lines: Sequence[Line]) -> str:
     """How many runs there are of other forms and seeds."""
+    lines = _once(lines)
     printed_ones = any(line.paper for line in lines)
     own = [line for line in lines if not line.variant and (line.paper or not printed_ones)]
     further = sum(len(line.further) for line in own)

@@ -244,6 +244,7 @@ def _cell(spec: Mapping[str, Any], lite: bool, data: str, beta: str, method: str
         return None
     if isinstance(own, Mapping):  # differs by method
         own = own.get(method, own.get("default", []))
-    taken = packaged("readings.yaml")["taken"].get(method, ())
-    overrides = (f"federation.beta={beta}", f"method={method}", *taken, *shared, *own)
+    taken = packaged("readings.yaml")["taken"]
+    read = [word for rows in (taken["*"], taken.get(data, {})) for word in rows.get(method, ())]
+    overrides = (f"federation.beta={beta}", f"method={method}", *read, *shared, *own)
     return PaperCell(data, beta, method, setting, base, overrides)
