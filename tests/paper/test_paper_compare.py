@@ -23,6 +23,7 @@ from rescene.paper.compare import (
 )
 from rescene.paper.pages import augmentation_grid, band_grid, readings_grid, summary_grid, weights_grid
 from rescene.paper.paper_tables import results_grid, status_grid, table_grid
+from rescene.paper.recipes import our_cells
 from rescene.paper.store import over_seeds, read
 from rescene.report import load_run
 from rescene.report.tables import TableCell, render
@@ -87,8 +88,9 @@ def test_every_stored_seed_counts_also_a_fourth(four_seeds):
 )
 def test_the_last_ten_rounds_stand_beside_aa(tmp_path, rounds, shown):
     folder = write_run(tmp_path, cell_of(MAIN, "cifar10/0.5/fedavg"), aa=50.0)
-    lines = [{"kind": "round", "task": 0, "accuracy": 99.0}] * 12
-    lines += [{"kind": "round", "task": 1, "accuracy": value} for value in rounds]
+    lines = [{"kind": "round", "task": 0, "round": r, "accuracy": 99.0} for r in range(12)]
+    lines += [{"kind": "round", "task": 1, "round": r, "accuracy": value} for r, value in enumerate(rounds)]
+    lines.insert(15, lines[14])  # a round that was held again after a kill counts once
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     grid = readings_grid(Store([tmp_path]))
     assert dict(zip(grid.columns, grid.rows[0], strict=True))["AA, last ten rounds"] == shown
@@ -105,7 +107,7 @@ def test_how_far_a_treatment_lies_from_the_paper(tmp_path, grid, treatment, sett
     matrix = [[60.0] * (row + 1) + [None] * (4 - row) for row in range(4)] + [last]
     folder = write_run(tmp_path, cell, matrix=matrix, overrides=(setting,))
     aa, aia = sum(last) / 5, (4 * 60 + sum(last) / 5) / 5
-    rounds = [{"kind": "round", "task": 4, "accuracy": aa}] * 10
+    rounds = [{"kind": "round", "task": 4, "round": r, "accuracy": aa} for r in range(10)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rounds))
     made = grid(Store([tmp_path]))
     column = made.columns.index("FedCBDR")
@@ -151,8 +153,51 @@ def test_old_results_without_a_newer_key_and_damaged_ones(tmp_path):
     (tmp_path / "torn" / "results.json").write_text('{"aa": 1')
     store = Store([tmp_path])
     assert len(store.find(cell.experiment)) == 1
-    assert sorted(path.name for path in store.unreadable) == ["run-1", "torn"]
+    assert [path.name for path in store.unreadable] == ["torn"] and [path.name for path in store.foreign] == ["run-1"]
     assert any("torn" in note for note in table_grid(MAIN, store, [cell.name]).notes)
+
+
+@pytest.mark.parametrize(
+    ("where", "change"),
+    [
+        *(("unreadable", {"accuracy_matrix": matrix}) for matrix in ([[]], [[50.0]], [[90.0, None], [50.0]], [[90.0, None], [None, None]])),
+        *(("unreadable", change) for change in ({"schema": 99}, {"aia": "99"}, {"tasks": []}, {"confusion": [[1], [2, 3]]})),
+        *(("contradicting", change) for change in ({"aa": 60.0}, {"seed": 7}, {"method": "rescene"})),
+        # what a file says of orders does not excuse its numbers: the recipe has one order for all sites
+        ("contradicting", {"aa": 99.0, "aia": 98.0, "incremental_accuracy": [97.0, 99.0], "orders": [{"client": 0}]}),
+        *(("changed", change) for change in ({"filtered_by": ["Half"]}, {"not_measured": {"leakage": "off"}})),
+    ],
+)  # fmt: skip
+def test_only_an_untouched_run_of_its_recipe_counts(tmp_path, where, change):
+    cell = cell_of(MAIN, "cifar10/0.5/fedavg")
+    folder = write_run(tmp_path, cell, aa=50.0, aia=60.0)
+    assert len(Store([tmp_path]).find(cell.experiment)) == 1
+    results = json.loads((folder / "results.json").read_text())
+    (folder / "results.json").write_text(json.dumps(results | change))
+    store = Store([tmp_path])
+    assert not store.all() and list(getattr(store, where)) == [folder]
+
+
+@pytest.mark.parametrize("name", ["cifar10", "auto"])
+def test_a_run_with_other_images_is_in_no_row(tmp_path, name):
+    """A folder of photographs read with data.name=auto can have the settings of one of our rows, and so can a part of the data."""
+    cell = next(cell for cell in our_cells() if f"data.name={name}" in cell.overrides or name == cell.resolve().recipe.data.name)
+    folder = write_run(tmp_path, cell)
+    assert len(list(our_lines(Store([tmp_path])))) == 1
+    results = json.loads((folder / "results.json").read_text())
+    results["tasks"][0]["train_size"] -= 1
+    (folder / "results.json").write_text(json.dumps(results))
+    assert not list(our_lines(Store([tmp_path])))
+
+
+def test_a_folder_named_twice_keeps_its_place(tmp_path):
+    """The run found first counts, wherever else its folder is named again."""
+    cell = cell_of(MAIN, "cifar10/0.5/fedavg")
+    kept, work = tmp_path / "kept", tmp_path / "work"
+    write_run(kept, cell, aa=50.0)
+    write_run(work, cell, aa=40.0)
+    (found,) = Store([kept, work, kept]).find(cell.experiment)
+    assert found.results.aa == 50.0
 
 
 def test_fewer_server_epochs_are_compared_with_what_the_paper_prints(tmp_path):
@@ -320,7 +365,9 @@ def test_measured_costs_stand_beside_the_nominal_ones(tmp_path):
     write_run(tmp_path, cell_of(MAIN, "cifar10/0.5/fedavg"), cost={"measured": {"client_flops": 30e15}})
     measured = {"client_flops": 6e15, "server_flops": 6e15}
     folder = write_run(tmp_path, cell_of(MAIN, "cifar10/0.5/rescene"), cost={"measured": measured})
-    rounds = [{"kind": "round", "task": t, "notes": {"pool_size": size}} for t, size in ((0, 100), (1, 300))]
+    rounds = [
+        {"kind": "round", "task": t, "round": 0, "notes": {"pool_size": size}} for t, size in ((0, 100), (1, 300))
+    ]
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rounds)))
     store = Store([tmp_path])
     line = line_of(compare(paper_recipe("cost-client"), store, ["cifar10"]), "cifar10/0.5/rescene")
@@ -338,9 +385,9 @@ def test_measured_costs_stand_beside_the_nominal_ones(tmp_path):
         # clients a third of the run, 9 / 3; the server as counted at the end of each task, 4 - 0
         ([{"kind": "task", "task": t, "client_flops": c, "server_flops": s} for t, c, s in ((0, 2e15, 0), (1, 6e15, 4e15))], 3, 4),
         # earlier records of a method that paints: in one of the two later tasks of three
-        ([{"kind": "round", "task": t, "notes": {"synthetic_images": 256} if t else {}} for t in range(3)], 3, 6),
+        ([{"kind": "round", "task": t, "round": 0, "notes": {"synthetic_images": 256} if t else {}} for t in range(3)], 3, 6),
         # earlier records of a method whose server notes no images
-        ([{"kind": "round", "task": t, "notes": {}} for t in range(3)], 3, None),
+        ([{"kind": "round", "task": t, "round": 0, "notes": {}} for t in range(3)], 3, None),
     ],
 )  # fmt: skip
 def test_measured_work_of_the_second_task(tmp_path, rows, clients, server):

@@ -307,7 +307,7 @@ def paper_check(
     told += [f"written: {known_list.FILE}"] if accept_open else []
     if told:
         print(*told, sep="\n", file=sys.stderr)
-    if store.contradicting or known_list.failing([*found, *verdicts]):
+    if store.contradicting or store.unreadable or known_list.failing([*found, *verdicts]):
         raise typer.Exit(5)
 
 
@@ -415,10 +415,11 @@ def _store(runs: list[Path] | None, out: Path | None = None) -> Store:
         if not root.is_dir() and root != out:  # which will be made
             raise ConfigError("E108", "there is no such folder", where=str(root), fix="--runs takes a folder of runs")
     store = Store([*(runs or default_roots()), *([out] if out else [])])
-    for folder, wrong in store.contradicting.items():
-        warnings.warn(
-            ResceneWarning("W550", f"{folder} does not count, its numbers do not agree: {wrong[0]}"), stacklevel=2
-        )
+    told = {folder: f"its numbers do not agree: {wrong[0]}" for folder, wrong in store.contradicting.items()}
+    told |= {folder: "its results.json is damaged or of a newer version" for folder in store.unreadable}
+    told |= {folder: f"more happened in it than its recipe tells ({what})" for folder, what in store.changed.items()}
+    for folder, why in told.items():
+        warnings.warn(ResceneWarning("W550", f"{folder} does not count: {why}"), stacklevel=2)
     return store
 
 

@@ -14,7 +14,7 @@ from typing import Literal
 from rescene.paper.costs import nominal, replay
 from rescene.paper.numbers import Printed, printed
 from rescene.paper.recipes import FAST_LABEL, PaperCell, PaperRecipe, our_cells, paper_recipe, recipe_names
-from rescene.paper.store import BYTES, COSTS, FLOPS, NOMINAL, REPLAY, Store, Stored, over_seeds, read, relative
+from rescene.paper.store import BYTES, COSTS, FLOPS, NOMINAL, REPLAY, Store, Stored, has_images_of, over_seeds, read, relative
 from rescene.report.groups import Spread, spread
 from rescene.report.leaderboard import InPaper
 from rescene.report.load import RunRecord
@@ -103,7 +103,7 @@ def compare(recipe: PaperRecipe, store: Store, only: Iterable[str] = (), costs: 
 def our_lines(store: Store) -> Iterator[Line]:
     """Rows of our own methods that were run in the setting of the paper's main table; the paper has no figure for them."""
     for cell in our_cells():
-        runs = store.find(cell.experiment)
+        runs = tuple(run for run in store.find(cell.experiment) if has_images_of(cell.data, run.results))
         if runs:
             seeds, ours = tuple(run.seed for run in runs), {m: over_seeds(runs, m) for m in ("aa", "aia")}
             yield Line(cell, False, "", runs, seeds, _known(ours), {}, {})
@@ -317,8 +317,17 @@ def _is_shown(row: Mapping[str, str], store: Store, number: Printed | None) -> b
     if row["low"]:
         return float(row["low"]) <= number.mean <= float(row["high"])
     run = store.at(row["shown_by"]) if row["shown_by"] else None
-    value, allowed = (read(run, number.metric) if run else None), band(number)
+    if run is None or not _is_of(run, number):
+        return False
+    value, allowed = read(run, number.metric), band(number)
     return value is not None and allowed is not None and lies_in(value, allowed)
+
+
+def _is_of(run: Stored, number: Printed) -> bool:
+    """Whether the run has the method, the data and the split of a printed figure, in whatever reading."""
+    told = run.results.config
+    ours = (told["method"]["name"], told["data"]["name"], float(told["federation"]["beta"]))
+    return ours == (number.method, number.data, float(number.beta))
 
 
 @lru_cache

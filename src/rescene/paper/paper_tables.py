@@ -246,8 +246,8 @@ def _state(recipe: PaperRecipe, lines: Sequence[Line], store: Store, only: Itera
     for obstacle in dict.fromkeys(line.cell.obstacle for line in exact if line.missing):
         if obstacle:
             yield f"cannot run here: {obstacle.reason}. fix: {obstacle.fix}"
-    if store.unreadable:
-        names = ", ".join(map(str, store.unreadable))
+    if unread := [*store.unreadable, *store.foreign]:
+        names = ", ".join(map(str, unread))
         yield f"not read (damaged, of another version, or of a method or network of your own): {names}"
 
 

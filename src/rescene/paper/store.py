@@ -12,21 +12,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
 from rescene.config import Recipe
 from rescene.core.errors import ResceneError
-from rescene.core.json_files import json_lines
 from rescene.core.recipe_keys import flatten, with_one_augmentation
-from rescene.core.results import Results, results_of_row
-from rescene.core.run_state import read_object
+from rescene.core.results import Results, RoundRecord, TaskRecord, read_metrics, results_of_row, results_row
+from rescene.data.catalog import CATALOG
 from rescene.methods import method_class
 from rescene.methods.averaging import AveragingMethod
 from rescene.methods.surrogates import SurrogateMethod
 from rescene.report.groups import Spread, spread
-from rescene.report.leaderboard import contradictions
+from rescene.report.leaderboard import contradictions, unusable_numbers
 from rescene.report.load import RunRecord
 
 # May differ between two runs of the same experiment: where and how it ran, not what.
@@ -44,15 +42,12 @@ class Stored:
     seed: int
     results: Results
 
-    def rows(self, kind: str) -> list[dict[str, Any]]:
-        """The rounds or tasks as recorded in metrics.jsonl; none if that file was not kept."""
-        return [row for row in self._recorded if row.get("kind") == kind]
-
     @cached_property
-    def _recorded(self) -> list[dict[str, Any]]:
+    def recorded(self) -> tuple[tuple[RoundRecord, ...], tuple[TaskRecord, ...]]:
+        """The rounds and the ends of tasks in metrics.jsonl; none if that file was not kept or is damaged."""
         problems: list[str] = []
-        found = json_lines(self.folder / "metrics.jsonl", problems)
-        return [] if problems else found
+        found = read_metrics(self.folder, problems)
+        return ((), ()) if problems else found
 
 
 FAMILY = {"rescene-plus": "rescene"}  # a name for other defaults: the settings say what it is
@@ -68,9 +63,17 @@ def identity(recipe: Recipe) -> str:
     return json.dumps({key: flat[key] for key in sorted(flat) if key not in VOLATILE and not unused.get(key)})
 
 
+# what happened to a run that its recipe does not tell: it is another experiment then
+CHANGED_BY = ("filtered_by", "made_from_objects", "forgotten", "continued", "evaluated", "not_measured")
+
+
 class Store:
-    """All finished runs below some folders. ``unreadable``: results that are damaged or of another version. ``contradicting``:
-    those whose figures do not follow from their own accuracy matrix, and how; they do not count.
+    """All finished runs below some folders that are the experiment of their recipe. Of the others
+
+    ``unreadable`` has those whose results are damaged or of a newer version, ``foreign`` those of a method or network of the
+    user's own, ``contradicting`` those whose figures do not follow from their own accuracy matrix or whose images are not those
+    of the recipe, and ``changed`` those in which something happened that the recipe does not tell, such as uploads that a user's
+    observer filtered.
 
     ``loaded``: runs of these folders that need not be read again.
     """
@@ -78,22 +81,34 @@ class Store:
     def __init__(self, roots: Iterable[Path], loaded: Iterable[RunRecord] = ()) -> None:
         self.runs: dict[str, dict[int, Stored]] = {}  # identity -> seed -> run; the first one found counts
         self.unreadable: list[Path] = []
+        self.foreign: list[Path] = []
         self.contradicting: dict[Path, list[str]] = {}
+        self.changed: dict[Path, str] = {}
         known = {run.folder: run for run in loaded if run.finished}
         for file in _result_files(roots):
             self._enter(file, known.get(file.parent))
 
     def _enter(self, file: Path, run: RunRecord | None) -> None:
         try:
-            row = run.raw if run else read_object(file)
-            recipe, results = Recipe.model_validate(row["config"]), run.results if run else results_of_row(row, [])
-            if results.aa is None or not results.accuracy_matrix:
+            row = run.raw if run else results_row(file)
+            results = run.results if run else results_of_row(row, [])
+            if unusable_numbers(results):
                 raise ValueError("no accuracy")
-        except (OSError, ValueError, KeyError, TypeError, ValidationError, ResceneError):
+            wrong = contradictions(results, row, flatten(results.config))
+        except (OSError, ValueError, TypeError, ZeroDivisionError, ResceneError):
             self.unreadable.append(file.parent)
             return
-        if wrong := contradictions(results, row, by_domain=recipe.tasks.scenario == "domain"):
+        try:
+            recipe = Recipe.model_validate(row["config"])
+        except (KeyError, ValidationError, ResceneError):
+            self.foreign.append(file.parent)
+            return
+        wrong += _other_experiment(results, recipe)
+        if wrong:
             self.contradicting[file.parent] = wrong
+            return
+        if happened := [name for name in CHANGED_BY if getattr(results, name)]:
+            self.changed[file.parent] = ", ".join(happened)
             return
         stored = Stored(file.parent, recipe.seed, results)
         self.runs.setdefault(identity(recipe), {}).setdefault(recipe.seed, stored)
@@ -106,7 +121,8 @@ class Store:
     def of_seeds(self, seeds: Sequence[int]) -> Store:
         """The same without the runs of other seeds."""
         found = Store([])
-        found.unreadable, found.contradicting = self.unreadable, self.contradicting
+        found.unreadable, found.foreign = self.unreadable, self.foreign
+        found.contradicting, found.changed = self.contradicting, self.changed
         found.runs = {key: {seed: run for seed, run in own.items() if seed in seeds} for key, own in self.runs.items()}
         return found
 
@@ -118,6 +134,26 @@ class Store:
         return next((run for run in self.all() if run.folder.resolve().as_posix().endswith(f"/{folder}")), None)
 
 
+def _other_experiment(results: Results, recipe: Recipe) -> list[str]:
+    """What results.json says of method and images against the recipe."""
+    method, data = recipe.method["name"], recipe.data.name
+    found = [] if results.method == method else [f"method: results.json says {results.method!r}, the recipe says {method!r}"]
+    whole = recipe.tasks.limit is None and recipe.data.validation is None
+    if whole and recipe.tasks.scenario == "class" and not has_images_of(data, results):
+        found.append(f"images: the tasks do not have those of {data}")
+    return found
+
+
+def has_images_of(data: str, results: Results) -> bool:
+    """Whether the tasks together have the classes and images of a data set. True where its size is not known here."""
+    entry = CATALOG.get(data)
+    if entry is None or entry.per_class is None:
+        return True
+    classes = sum(len(task.classes) for task in results.tasks)
+    images = tuple(sum(getattr(task, name) or 0 for task in results.tasks) for name in ("train_size", "test_size"))
+    return (classes, images) == (entry.num_classes, tuple(entry.num_classes * count for count in entry.per_class))
+
+
 def default_roots() -> list[Path]:
     """results/ here and in the checkout this package runs from, then the run folder."""
     checkout = Path(__file__).parents[3]
@@ -126,8 +162,12 @@ def default_roots() -> list[Path]:
 
 
 def _result_files(roots: Iterable[Path]) -> list[Path]:
-    files = [file for root in roots if root.is_dir() for file in sorted(root.rglob("results.json"))]
-    return list({file.resolve(): file for file in reversed(files)}.values())[::-1]
+    """Each file once, in the order of the roots."""
+    found: dict[Path, Path] = {}
+    for root in roots:
+        for file in sorted(root.rglob("results.json")) if root.is_dir() else ():
+            found.setdefault(file.resolve(), file)
+    return list(found.values())
 
 
 _LEDGER = {
@@ -201,8 +241,8 @@ def over_seeds(runs: Sequence[Stored], metric: str, reference: Sequence[Stored] 
 
 def last_rounds(run: Stored, count: int = 10) -> list[float]:
     """AA after each of the last rounds; nothing where rounds were not evaluated, or not by AA (test sets of unequal size)."""
-    rounds = [row for row in run.rows("round") if row["task"] == len(run.results.tasks) - 1]
-    found = [row["accuracy"] for row in rounds[-count:] if row.get("accuracy") is not None]
+    rounds = [row for row in run.recorded[0] if row.task == len(run.results.tasks) - 1]
+    found = [row.accuracy for row in rounds[-count:] if row.accuracy is not None]
     return found if len(found) == count and abs(found[-1] - run.results.aa) < 0.01 else []
 
 
@@ -251,12 +291,12 @@ def _second_task(run: Stored) -> dict[str, float]:
 
 def _server_in_second_task(run: Stored) -> float | None:
     """As counted at the end of each task; in records of earlier versions by the images it trained on or painted, if noted."""
-    ends = [row["server_flops"] for row in run.rows("task") if "server_flops" in row][:2]
+    rounds, tasks = run.recorded
+    ends = [row.server_flops for row in tasks if row.server_flops is not None][:2]
     if len(ends) == 2:
-        return float(ends[1] - ends[0]) / 1e15
+        return (ends[1] - ends[0]) / 1e15
     server = _measured(run, "server_flops", 1e15)
-    notes = [(row["task"], row.get("notes") or {}) for row in run.rows("round")]
-    images = [(task, note.get("pool_size", note.get("synthetic_images", 0))) for task, note in notes]
+    images = [(row.task, row.notes.get("pool_size", row.notes.get("synthetic_images")) or 0) for row in rounds]
     total = sum(number for _, number in images)
     if not server:
         return server

@@ -391,7 +391,7 @@ def compare_files(run: RunRecord, expected: Expected) -> list[str]:
     E543: a number does not follow from the recorded ones. E547: method, style or guarantee are not those of the recipe.
     """
     refuse_missing(run.folder, FILES)
-    refuse_damaged(run.folder, [*run.problems, *_unusable_numbers(run)])
+    refuse_damaged(run.folder, [*run.problems, *unusable_numbers(run.results)])
     _compare_recipe(run, expected)
     _compare_numbers(run, expected)
     return _compared(run, expected)
@@ -490,10 +490,9 @@ def _alike(one: Any, other: Any, share: float) -> bool:
     return bool(one == other)
 
 
-def _unusable_numbers(run: RunRecord) -> list[str]:
+def unusable_numbers(results: Results) -> list[str]:
     """Whether an accuracy is there for each task after each task, and counts for each class, so that one can compute with them."""
-    results, num = run.results, len(run.tasks)
-    matrix, counts = results.accuracy_matrix, results.confusion
+    matrix, counts, num = results.accuracy_matrix, results.confusion, len(results.tasks)
     measured = [value for i, row in enumerate(matrix) for value in row[: i + 1] if value is not None]
     square = len(matrix) == num and all(len(row) == num for row in matrix)
     found = []
@@ -542,19 +541,19 @@ def _numbers(run: RunRecord, same_code: bool) -> list[str]:
 
 
 def _own_numbers(run: RunRecord) -> list[str]:
-    found = contradictions(run.results, run.raw, by_domain=run.settings.get("tasks.scenario") == "domain")
-    if run.results.seed != run.config.get("seed"):
-        found.append(f"seed: results.json says {run.results.seed}, the recipe says {run.config.get('seed')}")
-    return found
+    return contradictions(run.results, run.raw, run.settings)
 
 
-def contradictions(results: Results, raw: Row, by_domain: bool) -> list[str]:
-    """What results.json (``raw``: as it stands) says against what its own accuracy matrix and confusion table give."""
+def contradictions(results: Results, raw: Row, settings: Mapping[str, Any]) -> list[str]:
+    """What results.json (``raw``: as it stands) says against its own accuracy matrix, confusion table and recipe.
+
+    ``settings``: the recipe's dotted keys. The numbers are those that ``unusable_numbers`` lets pass.
+    """
     matrix = results.accuracy_matrix
-    sizes = None if by_domain else [task.test_size or 0 for task in results.tasks]
+    sizes = None if settings.get("tasks.scenario") == "domain" else [task.test_size or 0 for task in results.tasks]
     old, recent = fn.old_and_recent(matrix)
     after = [value for value in results.incremental_accuracy if value is not None]
-    own_orders = bool(results.orders) and bool(after)  # AA is then over the classes that anybody has met
+    own_orders = settings.get("tasks.order") == "per-site" and bool(after)  # AA is then over the classes that anybody has met
     given = {
         "aa": after[-1] if own_orders else fn.average_accuracy(matrix, sizes),
         "aia": sum(after) / len(after) if own_orders else fn.average_incremental_accuracy(matrix, sizes),
@@ -573,6 +572,8 @@ def contradictions(results: Results, raw: Row, by_domain: bool) -> list[str]:
     ]
     if after and not _equal(results.aa, after[-1]):
         found.append(f"aa: results.json says {results.aa}, its accuracy after the last task is {after[-1]}")
+    if results.seed != settings.get("seed"):
+        found.append(f"seed: results.json says {results.seed}, the recipe says {settings.get('seed')}")
     return found
 
 
