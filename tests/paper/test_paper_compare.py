@@ -181,7 +181,9 @@ def test_only_an_untouched_run_of_its_recipe_counts(tmp_path, where, change):
 @pytest.mark.parametrize("name", ["cifar10", "auto"])
 def test_a_run_with_other_images_is_in_no_row(tmp_path, name):
     """A folder of photographs read with data.name=auto can have the settings of one of our rows, and so can a part of the data."""
-    cell = next(cell for cell in our_cells() if f"data.name={name}" in cell.overrides or name == cell.resolve().recipe.data.name)
+    cell = next(
+        cell for cell in our_cells() if f"data.name={name}" in cell.overrides or name == cell.resolve().recipe.data.name
+    )
     folder = write_run(tmp_path, cell)
     assert len(list(our_lines(Store([tmp_path])))) == 1
     results = json.loads((folder / "results.json").read_text())

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rescene.paper import Store, printed
-from rescene.paper.queue_runner import SLOWER
+from rescene.paper.missing_runs import SLOWER
 from rescene.paper.recipes import recipe_names
 
 ROOT = Path(__file__).parents[2]

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,8 +13,9 @@ from typer.testing import CliRunner
 
 from rescene.cli.app import app
 from rescene.cli.paper_verbs import _print_plan
-from rescene.paper import PaperCell, Store, paper_recipe, queue_runner
-from rescene.paper.queue_runner import Missing, Queue, _queue, _share_done, missing_cells, predictor, rescene_run
+from rescene.paper import PaperCell, Store, missing_runs, paper_recipe, queue_runner
+from rescene.paper.missing_runs import Missing, _queue, missing_cells, predictor
+from rescene.paper.queue_runner import Queue, _share_done, rescene_run
 
 MAIN = paper_recipe("main")
 # a run of ten rounds: goes on after the last saved one, saves each, stops at Ctrl-C
@@ -32,7 +34,7 @@ with (folder / "metrics.jsonl").open("a") as rounds:
         new = folder / "status.part"
         new.write_text(json.dumps({"done": r + 1, "steps": 10, "state": "interrupted"}))
         new.replace(status)  # whole or not at all, as the engine writes it: a kill may come at any time
-(folder / "results.json").write_text("{}")
+(folder / "results.json").write_text('{"aa": 1.0}')
 """
 
 
@@ -109,6 +111,82 @@ def test_a_stopped_run_goes_on_and_loses_no_round(tmp_path):
     assert len(rounds) <= 11, "a kill may fall between a round and its note, no more"
 
 
+def test_what_a_killed_queue_left_is_copied_by_the_next(tmp_path):
+    """A run that ended after its queue was killed, and a copy that was torn."""
+    cell, work, results = cell_of(MAIN, "cifar10/0.5/fedavg"), tmp_path / "work", tmp_path / "results"
+    ended, torn = (write_run(work, cell, seed=seed) for seed in (0, 1))
+    for folder in (ended, torn):
+        (folder / "timing.json").write_text('{"total_s": 9.0, "at_a_time": 3}')
+    copied = results / torn.name
+    copied.mkdir(parents=True)
+    (copied / "results.json").write_text((torn / "results.json").read_text()[:100])
+    assert Store([results]).unreadable == [copied]
+    assert queue(tmp_path, [], 1, {}).run() == []
+    kept = Store([results]).find(cell.experiment)
+    assert [(run.seed, run.folder) for run in kept] == [(0, results / ended.name), (1, copied)]
+    assert json.loads((copied / "timing.json").read_text()) == {"total_s": 9.0, "at_a_time": 3}
+    (results / ended.name).rename(results / "by-hand")
+    queue(tmp_path, [], 1, {}).run()
+    assert not (results / ended.name).exists(), "a run that is kept under another name is not copied again"
+
+
+def test_damaged_results_are_no_end(tmp_path):
+    """The run itself refuses a folder with damaged results, so the queue may not call it done."""
+    cells = wanted("a", "b")
+    (tmp_path / "work" / cells[0].folder).mkdir(parents=True)
+    (tmp_path / "work" / cells[0].folder / "results.json").write_text('{"aa": 1')
+    rows = queue(tmp_path, cells, 1, {"a": 0.1, "b": 0.1}, command=pretend(failing=("a",))).run()
+    assert [(row.state, row.why) for row in rows] == [("failed", "error[E999]: the card is on fire"), ("done", "")]
+
+
+def test_a_full_disk_stops_no_run(tmp_path, monkeypatch):
+    cells = wanted("a", "b")
+    before = queue_runner.write_atomically
+
+    def full(path, *parts, **more):
+        if path.name == "queue.json" or cells[0].folder.name in str(path):
+            raise OSError(28, "No space left on device")
+        before(path, *parts, **more)
+
+    monkeypatch.setattr(queue_runner, "write_atomically", full)
+    rows = queue(tmp_path, cells, 1, {"a": 0.1, "b": 0.1}, parallel=2, command=pretend()).run()
+    assert [row.state for row in rows] == ["done", "done"] and "No space left" in rows[0].why and not rows[1].why
+    assert [path.parent.name for path in (tmp_path / "results").rglob("results.json")] == [cells[1].folder.name]
+
+
+@pytest.mark.parametrize("numbers", [(signal.SIGHUP,), (signal.SIGTERM, signal.SIGINT, signal.SIGTERM)])
+def test_whatever_stops_the_queue_stops_its_runs(tmp_path, numbers):
+    """A closed terminal and an impatient second Ctrl-C. A run that takes two seconds to stop is waited for."""
+    script = f"""
+import pathlib, signal, sys
+sys.path[:0] = {[str(Path(__file__).parent)]!r}
+for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):  # whatever the tests themselves were started under
+    signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+from test_paper_queue import Queue, wanted
+slow = "import signal, time, pathlib, sys; folder = pathlib.Path(sys.argv[1]); folder.mkdir(parents=True); stop = []; " \
+    "signal.signal(signal.SIGTERM, lambda *_: stop.append(1)); (folder / 'begun').touch(); " \
+    "[time.sleep(0.1) for _ in iter(lambda: not stop, False)]; time.sleep(2); (folder / 'stopped').touch()"
+command = lambda missing, folder: [sys.executable, "-c", slow, str(folder)]
+Queue(wanted("a", "b"), lambda one: None, 5, pathlib.Path("work"), pathlib.Path("results"), 2, command=command).run()
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path, stderr=subprocess.DEVNULL)
+    try:
+        while len(list(tmp_path.rglob("begun"))) < 2:
+            assert process.poll() is None
+            time.sleep(0.05)
+        for number in numbers:
+            process.send_signal(number)
+            time.sleep(0.3)
+        process.wait(30)
+    finally:
+        process.kill()
+        process.wait()
+    assert len(list(tmp_path.rglob("stopped"))) == 2, "both had ended before the queue did"
+    assert {run["state"] for run in json.loads((tmp_path / "results" / "queue.json").read_text())["runs"]} == {
+        "stopped"
+    }
+
+
 def test_what_lacks_its_data_is_listed_and_not_started(tmp_path, monkeypatch):
     monkeypatch.setenv("RESCENE_DATA", str(tmp_path))
     cells = [Missing("test", "no data", cell_of(MAIN, "cifar10/0.5/fedavg"), 0), *wanted("a")]
@@ -175,8 +253,8 @@ def test_a_queue_writes_down_how_many_ran_at_a_time(tmp_path):
 
 def test_the_list_of_stored_runs_names_runs_that_are_there():
     results = Path(__file__).parents[2] / "results"
-    listed = json.loads((results / queue_runner.AT_A_TIME).read_text())
-    assert set(listed.values()) <= queue_runner.SLOWER.keys()
+    listed = json.loads((results / missing_runs.AT_A_TIME).read_text())
+    assert set(listed.values()) <= missing_runs.SLOWER.keys()
     assert all((results / folder / "timing.json").is_file() for folder in listed)
 
 
@@ -235,8 +313,8 @@ def test_a_plan_says_what_the_minutes_are_enough_for(tmp_path, capsys):
 
 def test_the_minutes_of_a_plan_reach_the_command_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(queue_runner, "missing_cells", lambda store: wanted("a", "b"))
-    monkeypatch.setattr(queue_runner, "predictor", lambda store, device: lambda one: {"a": 5, "b": 100}[one.name])
+    monkeypatch.setattr(missing_runs, "missing_cells", lambda store: wanted("a", "b"))
+    monkeypatch.setattr(missing_runs, "predictor", lambda store, device: lambda one: {"a": 5, "b": 100}[one.name])
     (tmp_path / "kept").mkdir()
 
     def planned(*words):

@@ -161,7 +161,8 @@ def _run_queue(
     with busy(READING):
         from rescene.engine.experiment import pick_device
         from rescene.engine.run_folder import made_on
-        from rescene.paper.queue_runner import Queue, missing_cells, predictor, run_folders
+        from rescene.paper.missing_runs import missing_cells, predictor
+        from rescene.paper.queue_runner import Queue, run_folders
 
         store, results = _store(runs, out), out or Path("results")
         wanted = missing_cells(store)
@@ -416,7 +417,7 @@ def _store(runs: list[Path] | None, out: Path | None = None) -> Store:
             raise ConfigError("E108", "there is no such folder", where=str(root), fix="--runs takes a folder of runs")
     store = Store([*(runs or default_roots()), *([out] if out else [])])
     told = {folder: f"its numbers do not agree: {wrong[0]}" for folder, wrong in store.contradicting.items()}
-    told |= {folder: "its results.json is damaged or of a newer version" for folder in store.unreadable}
+    told |= dict.fromkeys(store.unreadable, "its results.json is damaged or of a newer version")
     told |= {folder: f"more happened in it than its recipe tells ({what})" for folder, what in store.changed.items()}
     for folder, why in told.items():
         warnings.warn(ResceneWarning("W550", f"{folder} does not count: {why}"), stacklevel=2)

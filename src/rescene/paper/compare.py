@@ -14,7 +14,19 @@ from typing import Literal
 from rescene.paper.costs import nominal, replay
 from rescene.paper.numbers import Printed, printed
 from rescene.paper.recipes import FAST_LABEL, PaperCell, PaperRecipe, our_cells, paper_recipe, recipe_names
-from rescene.paper.store import BYTES, COSTS, FLOPS, NOMINAL, REPLAY, Store, Stored, has_images_of, over_seeds, read, relative
+from rescene.paper.store import (
+    BYTES,
+    COSTS,
+    FLOPS,
+    NOMINAL,
+    REPLAY,
+    Store,
+    Stored,
+    has_images_of,
+    over_seeds,
+    read,
+    relative,
+)
 from rescene.report.groups import Spread, spread
 from rescene.report.leaderboard import InPaper
 from rescene.report.load import RunRecord
@@ -91,7 +103,9 @@ def compare(recipe: PaperRecipe, store: Store, only: Iterable[str] = (), costs: 
             lines.append(Line(cell, False, "", (), recipe.seeds, {}, {}, numbers))
             continue
         lines.append(_line(recipe, cell, False, "", store, numbers, costs))
-        has_fast_cell = cell.fast is not None and cell.fast.experiment in own  # such as in Table 5: that cell has its own forms
+        has_fast_cell = (
+            cell.fast is not None and cell.fast.experiment in own
+        )  # such as in Table 5: that cell has its own forms
         for fast, reading, form in _beside(recipe, cell):
             if not (fast and has_fast_cell) and form.experiment not in own and store.find(form.experiment):
                 exact = _printed_for(cell.fast.experiment) if cell.fast and fast else {}

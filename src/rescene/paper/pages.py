@@ -19,9 +19,9 @@ from rescene.core.errors import ConfigError
 from rescene.core.method_style import style_of
 from rescene.paper.claims import OurBook, Verdict, judge
 from rescene.paper.compare import DIFFERS, KEEPERS, Finding, Line, compare, findings, our_lines
+from rescene.paper.missing_runs import Missing, missing_cells, predictor
 from rescene.paper.numbers import printed
 from rescene.paper.paper_tables import DATA, OURS, copies, folders, results_grid, status_grid, table_grid
-from rescene.paper.queue_runner import Missing, missing_cells, predictor
 from rescene.paper.recipes import paper_recipe, recipe_names
 from rescene.paper.store import Store, label, last_rounds, over_seeds
 from rescene.report.figures_theory import nearer_level_further
@@ -207,17 +207,18 @@ def _apart_grid(
 
 
 def _apart(store: Store, cell: str, setting: str) -> tuple[float, ...] | None:
-    """The ``MEASURES`` of seed 0 with this setting: a distance, and two differences. None if that run is not stored."""
+    """The ``MEASURES`` of seed 0 with this setting: a distance, then differences. None if that run is not stored."""
     line = compare(paper_recipe("main"), store, [cell], costs=False)[0]
     form = replace(line.cell, overrides=(*line.cell.overrides, setting))
     line = replace(line, cell=form, runs=store.find(form.experiment, [0]))
     tasks, late = _printed_tasks(line), _over_last_rounds(line)
     distance = _distance(_tasks(line), tasks)
-    if distance is None or late is None:
+    ours, ours_over_time = (over_seeds(line.runs, metric) for metric in ("aa", "aia"))
+    if distance is None or late is None or ours is None or ours_over_time is None:
         return None
-    ours, aa, aia = line.runs[0].results, line.paper["aa"].mean, line.paper["aia"].mean
-    before = _before_the_last(ours.aa, ours.aia, len(tasks)) - _before_the_last(aa, aia, len(tasks))
-    return distance, late.mean - aa, ours.aia - aia, before
+    aa, aia = line.paper["aa"].mean, line.paper["aia"].mean
+    before = _before_the_last(ours.mean, ours_over_time.mean, len(tasks)) - _before_the_last(aa, aia, len(tasks))
+    return distance, late.mean - aa, ours_over_time.mean - aia, before
 
 
 def _before_the_last(aa: float, aia: float, stages: int) -> float:
@@ -287,7 +288,10 @@ def summary_grid(store: Store) -> TableGrid:
 
 def _is_summed(line: Line) -> bool:
     """The reading taken, beside it the one in which kept pictures are augmented too; one row for each E_srv printed."""
-    known = line.reading in ("", "kept pictures augmented too", "server augmentation, n // 2 surrogates") and line.cell.data == SHOWN[0]
+    known = (
+        line.reading in ("", "kept pictures augmented too", "server augmentation, n // 2 surrogates")
+        and line.cell.data == SHOWN[0]
+    )
     return known and not line.other_epochs and not line.cell.setting and not style_of(line.cell.method).reference
 
 

@@ -137,7 +137,11 @@ class Store:
 def _other_experiment(results: Results, recipe: Recipe) -> list[str]:
     """What results.json says of method and images against the recipe."""
     method, data = recipe.method["name"], recipe.data.name
-    found = [] if results.method == method else [f"method: results.json says {results.method!r}, the recipe says {method!r}"]
+    found = (
+        []
+        if results.method == method
+        else [f"method: results.json says {results.method!r}, the recipe says {method!r}"]
+    )
     whole = recipe.tasks.limit is None and recipe.data.validation is None
     if whole and recipe.tasks.scenario == "class" and not has_images_of(data, results):
         found.append(f"images: the tasks do not have those of {data}")
@@ -243,7 +247,8 @@ def last_rounds(run: Stored, count: int = 10) -> list[float]:
     """AA after each of the last rounds; nothing where rounds were not evaluated, or not by AA (test sets of unequal size)."""
     rounds = [row for row in run.recorded[0] if row.task == len(run.results.tasks) - 1]
     found = [row.accuracy for row in rounds[-count:] if row.accuracy is not None]
-    return found if len(found) == count and abs(found[-1] - run.results.aa) < 0.01 else []
+    aa = read(run, "aa")
+    return found if len(found) == count and aa is not None and abs(found[-1] - aa) < 0.01 else []
 
 
 def relative(metric: str, value: float, reference: float) -> float | None:

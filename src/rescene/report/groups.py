@@ -20,11 +20,18 @@ from rescene.core.errors import ConfigError, did_you_mean
 from rescene.core.json_files import Row
 from rescene.core.method_style import MethodStyle, method_key, style_of
 from rescene.core.recipe_keys import Flat, experiment_keys, with_one_augmentation
+from rescene.core.versions import NEWER
 from rescene.report.formatting import NONE, distinct, plain, shortened, slug
 from rescene.report.load import RunRecord
 
 SERVER_EPOCHS = "train.server_epochs"
 _ACROSS = ("federation.beta", SERVER_EPOCHS)  # named on every row they act on, if rows differ in them
+# keys that recipes got later, and what every run had before; a method's own keys say nothing of other methods
+BEFORE = {
+    f"{section}.{key}": value
+    for (section, key), value in NEWER.items()
+    if section != "method" and not isinstance(value, dict)
+}
 METRICS = ("aa", "aia", "old", "recent", "forgetting")
 
 
@@ -139,8 +146,12 @@ def group_runs(runs: Sequence[RunRecord]) -> list[RunGroup]:
 
 
 def _setting(run: RunRecord) -> Flat:
-    """The recipe as far as it acts, and the sites that were forgotten later: such a run is another one."""
-    return with_one_augmentation(acting(run)) | {"forgot": [row.client for row in run.results.forgotten] or None}
+    """The recipe as far as it acts, and the sites that were forgotten later: such a run is another one.
+
+    Keys that came after the run was recorded have the value that all runs had before.
+    """
+    told = {**BEFORE, **with_one_augmentation(acting(run))}
+    return told | {"forgot": [row.client for row in run.results.forgotten] or None}
 
 
 def acting(run: RunRecord) -> Flat:
