@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rescene.config import Recipe, Resolved, resolve
 from rescene.config.compose import SHORTHANDS
-from rescene.core.errors import ConfigError, DataError, ResceneWarning, RunError, command, did_you_mean
+from rescene.core.errors import ConfigError, DataError, ResceneWarning, RunError, closest, command
 from rescene.core.results import Results, read_metrics, results_of_row
 from rescene.core.run_state import read_object
 from rescene.core.versions import RESULTS, refuse_newer
@@ -197,7 +197,7 @@ def _check_arguments(overrides: Mapping[str, Any]) -> None:
     """E562 for a keyword that is nearly an argument of ``run``; other words without a dot are left to the recipe."""
     arguments = [name for name in signature(run).parameters if name != "overrides"]
     for word in overrides:
-        near = did_you_mean(word, arguments)
+        near = closest(word, arguments)
         if near and "." not in word and word not in Recipe.model_fields and word not in SHORTHANDS:
             why = "keys of a recipe have a dot, as in **{'data.path': 'images/'}, or are seed and device"
             fix = f"did you mean {near}=?"

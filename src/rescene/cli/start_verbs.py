@@ -18,7 +18,7 @@ import typer
 
 from rescene.cli.shared_options import AsJson, Overrides, Plugin, Quiet, runs_root, verb_group
 from rescene.cli.terminal import interruptible, print_rows
-from rescene.core.errors import ConfigError, ResceneError, command, did_you_mean
+from rescene.core.errors import ConfigError, ResceneError, command, with_guess
 from rescene.core.json_files import Row
 
 if TYPE_CHECKING:
@@ -97,10 +97,7 @@ def list_things(
     if verified and what != "methods":
         raise ConfigError("E109", f"--verified says nothing of {what}", fix="rescene list methods --verified")
     if what not in LISTS:
-        close = did_you_mean(what, LISTS)
-        raise ConfigError(
-            "E109", f"cannot list {what!r}" + (f"; did you mean {close}?" if close else ""), why=", ".join(LISTS)
-        )
+        raise ConfigError("E109", with_guess(f"cannot list {what!r}", what, LISTS), why=", ".join(LISTS))
     rows = LISTS[what]()
     if what == "methods" and not as_json:
         _print_methods(rows, verified)

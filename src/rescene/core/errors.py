@@ -166,11 +166,31 @@ class ResceneWarning(UserWarning):
         return f"{self.what}; {' '.join(self.fix.split())}" if self.fix else self.what
 
 
-def did_you_mean(word: str, options: Iterable[str]) -> str | None:
+def closest(word: str, options: Iterable[str]) -> str | None:
     """The closest option to a mistyped word, or None.
 
-    >>> did_you_mean("buget", ["budget", "beta"])
+    >>> closest("buget", ["budget", "beta"])
     'budget'
     """
     close = difflib.get_close_matches(word, list(options), n=1, cutoff=0.6)
     return close[0] if close else None
+
+
+def did_you_mean(word: str, options: Iterable[str], form: str = "{}") -> str:
+    """The question whether the closest option was meant; empty where none is close.
+
+    >>> did_you_mean("buget", ["budget", "beta"]), did_you_mean("buget", ["budget"], "'{}'"), did_you_mean("x", ["beta"])
+    ('did you mean budget?', "did you mean 'budget'?", '')
+    """
+    close = closest(word, options)
+    return f"did you mean {form.format(close)}?" if close else ""
+
+
+def with_guess(what: str, word: str, options: Iterable[str], form: str = "{}") -> str:
+    """What is wrong with a word, and the question whether the closest option was meant.
+
+    >>> with_guess("unknown key 'buget'", "buget", ["budget", "beta"]), with_guess("unknown key 'x'", "x", ["beta"])
+    ("unknown key 'buget'; did you mean budget?", "unknown key 'x'")
+    """
+    question = did_you_mean(word, options, form)
+    return f"{what}; {question}" if question else what

@@ -317,8 +317,7 @@ def replace_key(federation: FederationFolder, name: str) -> tuple[str, str]:
 
     staying = [site for site in federation.sites if site not in federation.left]
     if name not in staying:
-        close = did_you_mean(name, staying)
-        fix = f"did you mean {close}?" if close else f"sites: {', '.join(staying)}"
+        fix = did_you_mean(name, staying) or f"sites: {', '.join(staying)}"
         raise ConfigError("E516", f"the federation has no site {name!r}", where=str(federation.path), fix=fix)
     if not running(federation.server):
         raise no_server(federation)

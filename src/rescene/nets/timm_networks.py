@@ -21,8 +21,8 @@ def timm_network(name: str, where: str) -> nn.Module:
     """The network without its classifier and without weights. Names that would fetch something are not names here."""
     timm = _loaded_timm()
     if not name.replace("_", "").isalnum() or not timm.is_model(name):
-        guess = did_you_mean(name, timm.list_models())
-        fix = f"did you mean {TIMM}{guess}?" if guess else "python -c 'import timm; print(timm.list_models())'"
+        listed = "python -c 'import timm; print(timm.list_models())'"
+        fix = did_you_mean(name, timm.list_models(), f"{TIMM}{{}}") or listed
         raise DataError("E224", f"timm has no model {name!r}", where=where, fix=fix)
     net: nn.Module = timm.create_model(name, pretrained=False, num_classes=0)
     return net.eval()

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from rescene.core.errors import ConfigError, did_you_mean
+from rescene.core.errors import ConfigError, with_guess
 from rescene.core.json_files import Row
 from rescene.core.method_style import MethodStyle, method_key, style_of
 from rescene.core.recipe_keys import Flat, experiment_keys, with_one_augmentation
@@ -428,10 +428,10 @@ def _resolve(name: str, known: Sequence[str]) -> str:
         return ends[0]
     if ends:
         raise ConfigError("E142", f"{name!r} may be {' or '.join(ends)}", where="--by", fix=f"--by {ends[0]}")
-    close = did_you_mean(name, [*known, *(key.rpartition(".")[2] for key in known)])
+    words = [*known, *(key.rpartition(".")[2] for key in known)]
     raise ConfigError(
         "E141",
-        f"no run has a setting {name!r}" + (f"; did you mean {close}?" if close else ""),
+        with_guess(f"no run has a setting {name!r}", name, words),
         where="--by or --across",
         fix="rescene show RUN   lists the settings of a run",
     )

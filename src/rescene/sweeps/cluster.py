@@ -76,10 +76,9 @@ def read_settings(texts: Sequence[str]) -> dict[str, Any]:
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals or key not in SETTINGS or (key in NUMBERS and not value.isdigit()):
-            close = did_you_mean(key, SETTINGS)
-            fix = (
-                f"did you mean {close}?" if close and close != key else f"key=value with one of: {', '.join(SETTINGS)}"
-            )
+            fix = f"key=value with one of: {', '.join(SETTINGS)}"
+            if key not in SETTINGS:
+                fix = did_you_mean(key, SETTINGS) or fix
             raise ConfigError("E106", f"cannot read --slurm-set {text!r}", where="--slurm-set", fix=fix)
         found[SETTINGS[key]] = int(value) if key in NUMBERS else value
     return found
