@@ -102,6 +102,15 @@ def _refused(error: OSError, path: str) -> ResceneError | None:
     return None
 
 
+def lines_of(error: BaseException) -> list[str]:
+    """What an error of somebody else's code says, line by line; the name of its kind where it says nothing.
+
+    >>> lines_of(ValueError("no\\nway")), lines_of(ValueError())
+    (['no', 'way'], ['ValueError'])
+    """
+    return str(error).strip().splitlines() or [type(error).__name__]
+
+
 def shortened(text: str, most: int = 200) -> str:
     """A text that may be very long, such as a path that is too long, as a message can show it.
 
