@@ -191,7 +191,7 @@ def test_across_nodes_with_the_same_files(folder, tmp_path, monkeypatch):
         for name in federation.sites:
             start_site(federation.site(name))
         app = str(EXAMPLES / folder)
-        flwr(federation, "run", app, LINK, "--format", "json", "--run-config", as_words(config))
+        flwr(federation, "run", app, "--run-config", as_words(config))
         ended = wait_for_end(lambda: runs(federation))
     finally:
         for place in (*map(federation.site, federation.sites), federation.server):

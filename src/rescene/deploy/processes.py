@@ -289,7 +289,7 @@ def _register(federation: FederationFolder) -> None:
         if known.get(name) not in there and name not in federation.left:
             key = str(federation.site(name) / "node.pub")
             try:
-                known[name] = flwr(federation, "supernode", "register", key, LINK, "--format", "json")["node-id"]
+                known[name] = flwr(federation, "supernode", "register", key)["node-id"]
             except RunError as error:
                 if "already in use" not in (error.why or ""):
                     raise
@@ -324,7 +324,7 @@ def replace_key(federation: FederationFolder, name: str) -> tuple[str, str]:
     number, known, peers = federation.sites.index(name), registered(federation), federation.server / "peers.pub"
     path, before = federation.public_keys[number], listed_keys(peers).get(number, "")
     try:
-        new = flwr(federation, "supernode", "register", str(path), LINK, "--format", "json")["node-id"]
+        new = flwr(federation, "supernode", "register", str(path))["node-id"]
     except RunError as error:
         if "already in use" not in (error.why or ""):
             raise
@@ -337,7 +337,7 @@ def replace_key(federation: FederationFolder, name: str) -> tuple[str, str]:
         ) from None
     write_json(federation.server / "nodes.json", known | {name: new})
     if name in known:
-        flwr(federation, "supernode", "unregister", known[name], LINK, "--format", "json")
+        flwr(federation, "supernode", "unregister", known[name])
     for folder in (federation.server, *map(federation.site, federation.sites)):
         if (folder / "peers.pub").is_file():
             replace_peer(folder / "peers.pub", number, path)
@@ -362,22 +362,22 @@ def seats_of(federation: FederationFolder) -> dict[int, int]:
 
 def nodes(federation: FederationFolder) -> list[dict[str, Any]]:
     """The registered nodes with their status, as the link lists them."""
-    found: list[dict[str, Any]] = flwr(federation, "supernode", "list", LINK, "--format", "json").get("nodes", [])
+    found: list[dict[str, Any]] = flwr(federation, "supernode", "list").get("nodes", [])
     return found
 
 
 def runs(federation: FederationFolder) -> list[dict[str, Any]]:
     """The runs that Flower's server knows, as ``flwr list`` tells them."""
-    found: list[dict[str, Any]] = flwr(federation, "list", LINK, "--format", "json").get("runs", [])
+    found: list[dict[str, Any]] = flwr(federation, "list").get("runs", [])
     return found
 
 
 def flwr(federation: FederationFolder, *words: str) -> dict[str, Any]:
-    """A command of Flower's own, with what it prints as JSON where it does."""
-    env = environment(federation.server / "flwr")
-    done = subprocess.run([program("flwr"), *words], capture_output=True, text=True, env=env, cwd=federation.server)
+    """What a command of Flower's own, given to this federation's link, prints as JSON."""
+    env, argv = environment(federation.server / "flwr"), [program("flwr"), *words, LINK, "--format", "json"]
+    done = subprocess.run(argv, capture_output=True, text=True, env=env, cwd=federation.server)
     try:
-        found = json.loads(done.stdout) if "json" in words else {}
+        found = json.loads(done.stdout)
     except ValueError:
         found = {"success": False}
     if done.returncode or found.get("success") is False:
