@@ -287,17 +287,24 @@ def _register(federation: FederationFolder) -> None:
     known, there = registered(federation), {node["node-id"] for node in nodes(federation)}
     for name in federation.sites:
         if known.get(name) not in there and name not in federation.left:
-            key = str(federation.site(name) / "node.pub")
-            try:
-                known[name] = flwr(federation, "supernode", "register", key)["node-id"]
-            except RunError as error:
-                if "already in use" not in (error.why or ""):
-                    raise
-                continue  # nodes.json was lost; the link knows the key
-            write_json(federation.server / "nodes.json", known)
+            node = _node_of(federation, federation.site(name) / "node.pub")
+            if node is not None:  # else nodes.json was lost
+                known[name] = node
+                write_json(federation.server / "nodes.json", known)
     if not changed_keys(federation):
         there_are = {number: path for number, path in federation.public_keys.items() if path.is_file()}
         write_peers(federation.server / "peers.pub", there_are)
+
+
+def _node_of(federation: FederationFolder, key: Path) -> str | None:
+    """Register a key: the link's number for its node, or None if the link knows the key already."""
+    try:
+        node: str = flwr(federation, "supernode", "register", str(key))["node-id"]
+        return node
+    except RunError as error:
+        if "already in use" not in (error.why or ""):
+            raise
+    return None
 
 
 def changed_keys(federation: FederationFolder) -> list[str]:
@@ -323,18 +330,15 @@ def replace_key(federation: FederationFolder, name: str) -> tuple[str, str]:
         raise no_server(federation)
     number, known, peers = federation.sites.index(name), registered(federation), federation.server / "peers.pub"
     path, before = federation.public_keys[number], listed_keys(peers).get(number, "")
-    try:
-        new = flwr(federation, "supernode", "register", str(path))["node-id"]
-    except RunError as error:
-        if "already in use" not in (error.why or ""):
-            raise
+    new = _node_of(federation, path)
+    if new is None:
         raise ConfigError(
             "E517",
             f"this key of {name} was registered before",
             where=str(path),
             why="it is the site's present key, or one that was replaced and stays refused",
             fix="put the site's new node.pub there, then the same command",
-        ) from None
+        )
     write_json(federation.server / "nodes.json", known | {name: new})
     if name in known:
         flwr(federation, "supernode", "unregister", known[name])
