@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,7 +15,7 @@ from rescene.config import Recipe, Resolved, resolve
 from rescene.config.compose import SHORTHANDS
 from rescene.core.errors import ConfigError, DataError, ResceneWarning, RunError, closest, command
 from rescene.core.results import Results, read_metrics, results_of_row
-from rescene.core.run_state import read_object
+from rescene.core.run_state import read_object, runs_root
 from rescene.core.versions import RESULTS, refuse_newer
 from rescene.data import Dataset
 from rescene.data.objects import dataset_of
@@ -346,9 +345,8 @@ def load(folder: str | Path) -> Result:
 
 def default_folder(resolved: Resolved) -> Path:
     """runs/<recipe>/<method>-s<seed>-<hash>: the same experiment has the same folder, a different one never shares it."""
-    root = Path(os.environ.get("RESCENE_RUNS", "runs"))
     recipe, name = resolved.recipe, f"{resolved.recipe.method['name']}-s{resolved.recipe.seed}-{resolved.digest()}"
-    return root / resolved.name / "-without-".join([name, *map(str, recipe.federation.exclude or ())])
+    return runs_root() / resolved.name / "-without-".join([name, *map(str, recipe.federation.exclude or ())])
 
 
 def _number(value: float | None) -> float:

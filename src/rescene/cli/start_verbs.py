@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rescene.cli.shared_options import AsJson, Overrides, Plugin, Quiet, runs_root, verb_group
+from rescene.cli.shared_options import AsJson, Overrides, Plugin, Quiet, verb_group
 from rescene.cli.terminal import interruptible, print_rows
 from rescene.core.errors import ConfigError, ResceneError, command, with_guess
 from rescene.core.json_files import Row
+from rescene.core.run_state import runs_root
 
 if TYPE_CHECKING:
     from rescene.bench import SpeedFigure

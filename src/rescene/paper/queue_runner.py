@@ -28,7 +28,7 @@ from rescene.core.errors import ResceneError
 from rescene.core.files import write_atomically
 from rescene.core.json_files import json_object
 from rescene.core.results import read_status
-from rescene.core.run_state import is_done, state_of
+from rescene.core.run_state import is_done, runs_root, state_of
 from rescene.engine.checkpoint import write_json
 from rescene.engine.cost_ledger import nominal_cost
 from rescene.paper.costs import without_pictures
@@ -222,7 +222,7 @@ class _Going:
 
 def run_folders() -> Path:
     """Where the queue's runs are made; the next queue finds them there."""
-    return Path(os.environ.get("RESCENE_RUNS", "runs")) / "queue"
+    return runs_root() / "queue"
 
 
 def rescene_run(missing: Missing, folder: Path) -> list[str]:

@@ -7,7 +7,6 @@ None.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +20,7 @@ from rescene.core.errors import ResceneError
 from rescene.core.json_files import json_lines
 from rescene.core.recipe_keys import flatten, with_one_augmentation
 from rescene.core.results import Results, results_of_row
-from rescene.core.run_state import read_object
+from rescene.core.run_state import read_object, runs_root
 from rescene.methods import method_class
 from rescene.methods.averaging import AveragingMethod
 from rescene.methods.surrogates import SurrogateMethod
@@ -122,7 +121,7 @@ def default_roots() -> list[Path]:
     """results/ here and in the checkout this package runs from, then the run folder."""
     checkout = Path(__file__).parents[3]
     kept = [Path("results")] + ([checkout / "results"] if (checkout / "pyproject.toml").is_file() else [])
-    return [*kept, Path(os.environ.get("RESCENE_RUNS", "runs"))]
+    return [*kept, runs_root()]
 
 
 def _result_files(roots: Iterable[Path]) -> list[Path]:
