@@ -170,7 +170,7 @@ def test_in_flowers_simulation(folder, num_sites, tmp_path, monkeypatch):
         return json.loads(done.stdout)
 
     try:
-        wait_for_port(start(tmp_path, "link", link, env), "127.0.0.1", port)
+        wait_for_port(start(tmp_path, "link", link, env), port)
         say("run", ".", LINK, "--federation-config", nodes, "--run-config", as_words(config), "--format", "json")
         ended = wait_for_end(lambda: say("list", LINK, "--format", "json")["runs"])
     finally:

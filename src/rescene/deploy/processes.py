@@ -220,11 +220,11 @@ def check_port(host: str, port: int, patience_s: float = 5.0) -> None:
         time.sleep(0.2)
 
 
-def wait_for_port(one: Started, host: str, port: int) -> None:
-    """Wait until the process listens on the port; E350 with the end of its log if it does not within two minutes."""
+def wait_for_port(one: Started, port: int) -> None:
+    """Wait until the process listens on this port of the machine itself; E350 with the end of its log if it does not within two minutes."""
     until = time.monotonic() + COME_UP_S
     while time.monotonic() < until and alive(one):
-        with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=1):
+        with contextlib.suppress(OSError), socket.create_connection((LOOPBACK, port), timeout=1):
             return
         time.sleep(0.2)
     raise RunError(
@@ -252,7 +252,7 @@ def start_server(federation: FederationFolder) -> list[Started]:
             "--database", "sqlite:///state.db",  # in its folder, whose path may hold what an address cannot
             "--enable-supernode-auth", "--disable-runtime-dependency-installation",
         ], env)  # fmt: skip
-        wait_for_port(up["link"], LOOPBACK, port)
+        wait_for_port(up["link"], port)
     if "executor" not in up:
         up["executor"] = start(folder, "executor", _executor(folder, port), env)
     home = folder / "flwr"

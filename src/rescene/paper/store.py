@@ -198,11 +198,14 @@ def over_seeds(runs: Sequence[Stored], metric: str, reference: Sequence[Stored] 
     return None if value is None or ours is None else Spread(value, None, ours.num)
 
 
-def last_rounds(run: Stored, count: int = 10) -> list[float]:
-    """AA after each of the last rounds; nothing where rounds were not evaluated, or not by AA (test sets of unequal size)."""
+LAST_ROUNDS = 10  # rounds of which the mean says how much AA depends on the sites of one
+
+
+def last_rounds(run: Stored) -> list[float]:
+    """AA after each of the last ten rounds; nothing where rounds were not evaluated, or not by AA (test sets of unequal size)."""
     rounds = [row for row in run.rows("round") if row["task"] == len(run.results.tasks) - 1]
-    found = [row["accuracy"] for row in rounds[-count:] if row.get("accuracy") is not None]
-    return found if len(found) == count and abs(found[-1] - run.results.aa) < 0.01 else []
+    found = [row["accuracy"] for row in rounds[-LAST_ROUNDS:] if row.get("accuracy") is not None]
+    return found if len(found) == LAST_ROUNDS and abs(found[-1] - run.results.aa) < 0.01 else []
 
 
 def relative(metric: str, value: float, reference: float) -> float | None:
