@@ -69,6 +69,11 @@ class Client(Shard):
     site: SitePrivacy | None = None
     notice: Callable[[Tensor, Tensor], None] | None = None
 
+    @property
+    def hidden(self) -> SitePrivacy | None:
+        """``site``, where its mechanism has a guarantee: nobody may learn which images it has, nor how many."""
+        return self.site if self.site is not None and self.site.mechanism.formal else None
+
 
 class Federation(Protocol):
     """What a method sees of the world on the server's side. In-process and Flower are two implementations."""
