@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from pydantic import ValidationError
 from safetensors.torch import load_file
+from second_tasks import second_task
 
 import rescene
-from rescene.data import Task
 from rescene.functional.fisher import blend_fisher, fisher_diagonal, quadratic_penalty
 from rescene.methods.base import weights_of
 from rescene.methods.fedavg import FedAvg
@@ -96,16 +96,6 @@ def test_blending_keeps_the_rows_of_new_classes_and_its_inputs():
 
 
 # ---- one client
-
-
-def second_task(world, domain=None):
-    """The shards as a second task: classes 2 and 3 after 0 and 1, or the same two classes in a new domain."""
-    shards = world["shards"]
-    if domain is not None:
-        return [replace(shard, task=Task(1, (0, 1), 2, domain, shard.index, shard.index)) for shard in shards]
-    images = replace(shards[0].images, labels=shards[0].images.labels + 2)
-    task = Task(1, (2, 3), 4, None, shards[0].index, shards[0].index)
-    return [replace(shard, images=images, task=task) for shard in shards]
 
 
 def parameters_of(world, model):
