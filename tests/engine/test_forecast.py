@@ -22,9 +22,8 @@ SMALL = {"federation.num_clients": 5, "federation.per_round": 3, "federation.num
          "federation.min_size": 0, "model.width": 2, "train.batch_size": 8, "train.local_epochs": 2,
          "train.server_epochs": 2, "tasks.limit": None}  # fmt: skip
 METHODS = [name for name in method_names() if method_class(name).__module__.startswith("rescene.methods.")]
-NETWORKS = {
-    name: {"model.name": "vit-mini"} for name in ("pilora", "fedcprompt")
-}  # of methods that cannot use a ConvNet
+# of methods that cannot use a ConvNet
+NETWORKS = {name: {"model.name": "vit-mini"} for name in ("pilora", "fedcprompt")}
 LONG = ("moments", "afl", "fedcgs")  # they solve for a head over all pixels, most of a minute each
 BYTES = 1e-3
 VARIANTS = [

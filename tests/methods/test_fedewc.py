@@ -188,9 +188,8 @@ def test_fisher_is_that_of_the_sent_model_in_eval_mode_and_clipped(tiny_world):
     largest = max(value.max() for value in expected.values())
     assert differences(expected, state.pending) < 1e-5 * largest and largest > 1e-3
     plain, _ = FedAvg(train=train).client_round(payload, shard, None, tiny_world["rng"])
-    assert all(
-        torch.equal(plain["model"][key], upload["model"][key]) for key in plain["model"]
-    )  # running statistics too
+    # running statistics too
+    assert all(torch.equal(plain["model"][key], upload["model"][key]) for key in plain["model"])
     _, bounded = clipped.client_round(payload, shard, None, tiny_world["rng"])
     assert max(value.max().item() for value in bounded.pending.values()) == pytest.approx(1e-4)
     assert differences({n: v.clamp(max=1e-4) for n, v in state.pending.items()}, bounded.pending) == 0
@@ -221,9 +220,8 @@ def test_consolidation_adds_the_finished_tasks_fisher_and_takes_the_global_model
     after = consolidated(memory)
     assert after.fisher["head.weight"].flatten().tolist() == [1.5, 1.5, 1.0]
     assert after.anchor is anchor and after.pending == {}
-    absent = consolidated(
-        replace(memory, pending={})
-    )  # took no part in the task: the Fisher stays, the anchor moves on
+    # took no part in the task: the Fisher stays, the anchor moves on
+    absent = consolidated(replace(memory, pending={}))
     assert absent.fisher is memory.fisher and absent.anchor is anchor
     assert consolidated(None) is None  # never took part
     late = consolidated(Memory({}, {}, memory.pending))  # took part for the first time

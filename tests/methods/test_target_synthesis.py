@@ -258,9 +258,8 @@ def test_student_joins_the_search_in_round_warmup_and_learns_from_the_next_on():
     # Counted from 1, warm-up 2, three rounds: L_adv in rounds 2 and 3 (2 passes each), training in round 3 (4 passes).
     student, passes = small_net(), []
     student.body.register_forward_hook(lambda module, args, out: passes.append(module.training))
-    student.count_passes = lambda images: passes.append(
-        True
-    )  # the student learns in a fused copy, which tells its passes
+    # the student learns in a fused copy, which tells its passes
+    student.count_passes = lambda images: passes.append(True)
     settings = Synthesis(**TINY | {"warmup_rounds": 2, "student_steps": 4})
     painted(small_net(), student, settings, Rng(0))
     assert passes == [False] * 2 + [False] * 2 + [True] * 4

@@ -133,9 +133,8 @@ class FedCBDR(AveragingMethod):
             if task.domain is None:  # domains share all outputs: nothing to tell old from new by
                 logits = task_aware_logits(logits, min(task.classes), self.old_temperature, self.new_temperature)
             old = batch.index >= num_current  # exemplars, which are all images of old classes (or domains)
-            return grouped_cross_entropy(
-                logits, batch.y, old, self.old_weight, self.new_weight, weights[batch.index]
-            )  # Eq. 7
+            # Eq. 7
+            return grouped_cross_entropy(logits, batch.y, old, self.old_weight, self.new_weight, weights[batch.index])
 
         generator, notes = rng.at("sgd").generator(shard.device), {"replay_size": len(memory.labels)}
         return trained(net, mixed, self.train, generator, loss, notes=notes, counted=self.counted(mixed)), client_state

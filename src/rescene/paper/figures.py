@@ -60,9 +60,8 @@ def old_recent(store: Store) -> Plot:
 
 def task_curves(store: Store) -> Plot:
     """Accuracy of each task at the end (the paper's Figure 4)."""
-    finals = [
-        row for row in _final_rows(store) if row["method"] not in ("feddm", "fedaf")
-    ]  # Figure 4 has Table 1's methods
+    # Figure 4 has Table 1's methods
+    finals = [row for row in _final_rows(store) if row["method"] not in ("feddm", "fedaf")]
     rows = [
         {**_without_final(row), "task": t, "accuracy": value} for row in finals for t, value in enumerate(row["final"])
     ]

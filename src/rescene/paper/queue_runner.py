@@ -199,11 +199,9 @@ class QueueRow:
     seed: int
     group: str
     folder: str
-    state: str = (
-        # waiting, running, running elsewhere, done, stopped, failed, or cannot run (``why`` says what helps); in a plan
-        # would end, would begin (and go on next time) or later
-        "waiting"
-    )
+    # waiting, running, running elsewhere, done, stopped, failed, or cannot run (``why`` says what helps); in a plan
+    # would end, would begin (and go on next time) or later
+    state: str = "waiting"
     predicted: float | None = None
     used: float | None = None
     why: str = ""

@@ -365,9 +365,8 @@ def traits(group: RunGroup) -> dict[str, str]:
     """Every dotted key of the group's recipe as text, and ``method``, ``data``, ``seed``, ``epsilon`` (as guaranteed)."""
     run = group.runs[0]
     flat = {key: value for key, value in acting(run).items() if key not in ("method", "method.name")}
-    flat = dict(
-        sorted(flat.items(), key=lambda item: item[0].startswith("method."))
-    )  # what is a method's own comes last
+    # what is a method's own comes last
+    flat = dict(sorted(flat.items(), key=lambda item: item[0].startswith("method.")))
     name, path = flat.get("data.name"), flat.get("data.path")
     data = run.data or (path or name if name in UNNAMED else name) or NONE
     seeds = sorted({other.seed for other in group.runs if other.seed is not None})
