@@ -164,7 +164,7 @@ def engine(post: flower.FlowerPost) -> tuple[Any, Any]:
 
 def run() -> None:
     from rescene.deploy.federation_folder import init
-    from rescene.deploy.processes import LINK, flwr, free_port, runs, start_server, start_site, stop
+    from rescene.deploy.processes import flwr, free_port, runs, start_server, start_site, stop
 
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -180,9 +180,7 @@ def run() -> None:
                 name: start_site(federation.site(name))[0].pid for name in federation.sites
             }
             out.with_suffix(".pids").write_text(json.dumps(pids))
-            answer = flwr(
-                federation, "run", str(federation.app), LINK, "--format", "json", "--run-config", f'out="{out}"'
-            )
+            answer = flwr(federation, "run", str(federation.app), "--run-config", f'out="{out}"')
             status = ""
             while not status.startswith("finished"):
                 time.sleep(5)

@@ -46,9 +46,8 @@ def test_few_places_name_epsilon():
 
 def test_one_folder_computes_with_epsilon_and_draws_noise():
     """``audit`` is left out because it measures epsilon: attacks prove lower bounds, and must know what was promised."""
-    on_an_axis = re.compile(
-        r"report/figures_tradeoffs.py:\d+ computes math.log2\(p.epsilon\)"
-    )  # where a point is drawn
+    # where a point is drawn
+    on_an_axis = re.compile(r"report/figures_tradeoffs.py:\d+ computes math.log2\(p.epsilon\)")
     assert [place for place in budget_computations(ROOT) if not on_an_axis.fullmatch(place)] == []
 
 

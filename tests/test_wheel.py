@@ -56,9 +56,8 @@ def installed(built, tmp_path_factory):
         cwd=folder,
     )
     [packages] = (folder / "env").glob("lib/python*/site-packages")
-    (packages / "dependencies.pth").write_text(
-        "\n".join(site.getsitepackages())
-    )  # an editable install there is not followed
+    # an editable install there is not followed
+    (packages / "dependencies.pth").write_text("\n".join(site.getsitepackages()))
     return python
 
 

@@ -123,9 +123,11 @@ def _text(node: ast.AST, functions: list[ast.FunctionDef]) -> str:
             str(part.value) if isinstance(part, ast.Constant) else f"⟨{_word(part.value)}⟩"  # type: ignore[attr-defined]
             for part in node.values
         )
-    if isinstance(node, ast.BinOp) and isinstance(
-        node.op, ast.Add
-    ):  # ... + (f"; did you mean {close}?" if close else "")
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "with_guess":
+        return _text(node.args[0], functions)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "did_you_mean":
+        return "did you mean ⟨close⟩?"
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):  # ... + (f" ({why})" if why else "")
         return _text(node.left, functions) + ("" if isinstance(node.right, ast.IfExp) else _text(node.right, functions))
     if isinstance(node, ast.BoolOp | ast.IfExp):
         return _text(node.values[0] if isinstance(node, ast.BoolOp) else node.body, functions)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rescene.config import Recipe, Resolved, resolve
 from rescene.config.compose import SHORTHANDS
-from rescene.core.errors import ConfigError, DataError, ResceneWarning, RunError, command, did_you_mean
+from rescene.core.errors import ConfigError, DataError, ResceneWarning, RunError, closest, command
 from rescene.core.results import Results, read_metrics, results_of_row
-from rescene.core.run_state import read_object
+from rescene.core.run_state import read_object, runs_root
 from rescene.core.versions import RESULTS, refuse_newer
 from rescene.data import Dataset
 from rescene.data.objects import dataset_of
@@ -197,7 +196,7 @@ def _check_arguments(overrides: Mapping[str, Any]) -> None:
     """E562 for a keyword that is nearly an argument of ``run``; other words without a dot are left to the recipe."""
     arguments = [name for name in signature(run).parameters if name != "overrides"]
     for word in overrides:
-        near = did_you_mean(word, arguments)
+        near = closest(word, arguments)
         if near and "." not in word and word not in Recipe.model_fields and word not in SHORTHANDS:
             why = "keys of a recipe have a dot, as in **{'data.path': 'images/'}, or are seed and device"
             fix = f"did you mean {near}=?"
@@ -346,9 +345,8 @@ def load(folder: str | Path) -> Result:
 
 def default_folder(resolved: Resolved) -> Path:
     """runs/<recipe>/<method>-s<seed>-<hash>: the same experiment has the same folder, a different one never shares it."""
-    root = Path(os.environ.get("RESCENE_RUNS", "runs"))
     recipe, name = resolved.recipe, f"{resolved.recipe.method['name']}-s{resolved.recipe.seed}-{resolved.digest()}"
-    return root / resolved.name / "-without-".join([name, *map(str, recipe.federation.exclude or ())])
+    return runs_root() / resolved.name / "-without-".join([name, *map(str, recipe.federation.exclude or ())])
 
 
 def _number(value: float | None) -> float:

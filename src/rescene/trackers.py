@@ -135,8 +135,7 @@ def open_trackers(log: str | Sequence[str | Tracker]) -> list[Curves]:
 
 def _by_name(name: str) -> Tracker:
     if name not in TRACKERS:
-        close = did_you_mean(name, TRACKERS)
-        fix = f"did you mean {close}?" if close else f"one or more of: {','.join(TRACKERS)}"
+        fix = did_you_mean(name, TRACKERS) or f"one or more of: {','.join(TRACKERS)}"
         raise ConfigError("E187", f"unknown tracker {name!r}", where="--log", fix=fix)
     module, make = TRACKERS[name]
     if find_spec(module) is None:

@@ -221,9 +221,8 @@ def test_a_signal_ends_politely_and_the_run_can_go_on(tmp_path, number, code):
         str(folder),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    before = signal.signal(
-        number, signal.default_int_handler
-    )  # where the tests were started in the background it is ignored
+    # where the tests were started in the background it is ignored
+    before = signal.signal(number, signal.default_int_handler)
     try:
         process = subprocess.Popen(
             command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True

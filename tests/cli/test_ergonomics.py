@@ -149,9 +149,8 @@ def test_no_space_is_put_behind_an_equals_sign():
 
 def test_the_keys_are_those_of_recipes_and_methods():
     known = set(recipe_keys())
-    ours = [
-        cls for cls in map(method_class, method_names()) if cls.__module__.startswith("rescene.methods.")
-    ]  # no plug-in of another test
+    # no plug-in of another test
+    ours = [cls for cls in map(method_class, method_names()) if cls.__module__.startswith("rescene.methods.")]
     own = {f"method.{row['name']}" for cls in ours for row in cls.table()}
     wanted = {key for key in resolve("demo").flat() if not key.startswith("method.")} | {"method", *own}
     assert wanted - known == set() and known - wanted <= {"method.name"}

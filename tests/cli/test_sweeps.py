@@ -42,7 +42,7 @@ def test_out_of_memory_is_told_apart_from_mistakes():
 def test_a_cell_too_large_for_a_cpu_is_listed_and_its_memory_let_go(cells, monkeypatch):
     held = []
 
-    def execute(resolved, folder, progress):
+    def execute(resolved, folder, progress, **options):
         if resolved.recipe.method["name"] == "fedavg":
             tensor = torch.zeros(3)
             held.append(weakref.ref(tensor))
@@ -59,7 +59,7 @@ def test_a_cell_too_large_for_a_cpu_is_listed_and_its_memory_let_go(cells, monke
 
 
 def test_a_mistake_in_the_code_still_stops_a_sweep(cells, monkeypatch):
-    monkeypatch.setattr(running, "execute", lambda *args: 1 / 0)
+    monkeypatch.setattr(running, "execute", lambda *args, **options: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run_cells(cells, quiet=True, as_json=False)
 
@@ -71,7 +71,7 @@ def test_a_single_run_that_is_too_large_gets_a_message(tmp_path, monkeypatch):
 
 
 def test_failures_are_part_of_the_json(tmp_path, monkeypatch):
-    def execute(resolved, folder, progress):
+    def execute(resolved, folder, progress, **options):
         if resolved.recipe.method["name"] == "fedavg":
             raise RunError("E320", "nobody answered", fix="ask again")
         scores = dict.fromkeys(("aa", "aia", "old", "recent", "forgetting"), 1.0)
@@ -88,7 +88,7 @@ def test_failures_are_part_of_the_json(tmp_path, monkeypatch):
 def test_the_page_of_a_sweep_has_one_clock_for_all_cells(tmp_path, monkeypatch):
     clock, written = SimpleNamespace(now=0.0), []
 
-    def execute(resolved, folder, progress):
+    def execute(resolved, folder, progress, **options):
         clock.now += 40  # less than the minute after which the first page is due
         progress({"event": "round"})
         return Result(folder, {})

@@ -360,9 +360,8 @@ def test_sums_leave_where_pictures_are_only_drawn_from_them(tmp_path):
     release = ["privacy.mechanism=release", "privacy.epsilon=8", "method.start=coloured", "method.num_steps=0"]
     found = try_round(Site.open(folder), resolve("smoke", [*release, "privacy.send=sums"]))
     assert found.drawn and found.num_images == 4 and "no image" in found.leaves_site
-    numbers = (
-        2 * (3 * 8 * 8 + 4**2 * 17 // 2 + 1) * 4
-    )  # two classes, means of 8 x 8 cells, products of 4 x 4, the count
+    # two classes, means of 8 x 8 cells, products of 4 x 4, the count
+    numbers = 2 * (3 * 8 * 8 + 4**2 * 17 // 2 + 1) * 4
     assert numbers < found.num_bytes < numbers + 2000
 
 

@@ -170,7 +170,7 @@ def test_in_flowers_simulation(folder, num_sites, tmp_path, monkeypatch):
         return json.loads(done.stdout)
 
     try:
-        wait_for_port(start(tmp_path, "link", link, env), "127.0.0.1", port)
+        wait_for_port(start(tmp_path, "link", link, env), port)
         say("run", ".", LINK, "--federation-config", nodes, "--run-config", as_words(config), "--format", "json")
         ended = wait_for_end(lambda: say("list", LINK, "--format", "json")["runs"])
     finally:
@@ -191,7 +191,7 @@ def test_across_nodes_with_the_same_files(folder, tmp_path, monkeypatch):
         for name in federation.sites:
             start_site(federation.site(name))
         app = str(EXAMPLES / folder)
-        flwr(federation, "run", app, LINK, "--format", "json", "--run-config", as_words(config))
+        flwr(federation, "run", app, "--run-config", as_words(config))
         ended = wait_for_end(lambda: runs(federation))
     finally:
         for place in (*map(federation.site, federation.sites), federation.server):

@@ -199,9 +199,8 @@ def test_what_the_engine_below_repeats_of_a_site_is_made_printable(tmp_path):
 def test_a_key_answers_for_its_own_site_only(tmp_path):
     folders = sites(tmp_path)
     asked, payload, noted = federation(tmp_path, LocalPost(folders), overrides=["federation.quorum=0"])
-    asked.transport._roster = Roster(
-        {1000: 0, 999: 2, 998: 1}
-    )  # two sites have exchanged their numbers, not their keys
+    # two sites have exchanged their numbers, not their keys
+    asked.transport._roster = Roster({1000: 0, 999: 2, 998: 1})
     assert list(asked.ask([0, 1, 2], "client_round", payload)) == [0]
     assert [code for code, _ in noted] == ["E344", "E344", "E348", "E348"]
     told = "site 2 cannot take part: it calls itself site 1, whose key is another; see `client` in its site.yaml"

@@ -93,9 +93,8 @@ def parts(tmp_path_factory):
 @pytest.mark.slow
 @steps()
 def test_three_of_ten_sites_are_killed_in_a_phase_and_the_sum_is_exact(tmp_path, parts, step, monkeypatch):
-    missing = {"sum-mask": DOOMED[:2], "sum-agree": (), "sum-reveal": ()}.get(
-        step, DOOMED
-    )  # whose numbers had not come
+    # whose numbers had not come
+    missing = {"sum-mask": DOOMED[:2], "sum-agree": (), "sum-reveal": ()}.get(step, DOOMED)
     opened, hold = [], summing.Sum.hold
     monkeypatch.setattr(summing.Sum, "hold", lambda *args: opened.append(hold(*args)) or opened[-1])
     post = Doomed(summing_sites(tmp_path, NUM), step)

@@ -44,9 +44,8 @@ def faults(source):
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func)
             last = name.rsplit(".", 1)[-1]
-            bounded = (
-                last == "decompress" and len(node.args) == 2 and name != "zlib.decompress"
-            )  # at most so many bytes
+            # at most so many bytes
+            bounded = last == "decompress" and len(node.args) == 2 and name != "zlib.decompress"
             if last in CALLS and name not in ALLOWED and not bounded:
                 found.append(f"{node.lineno}: {name}")
             if any(keyword.arg in ("allow_pickle", "weights_only") for keyword in node.keywords):

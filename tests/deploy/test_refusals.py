@@ -61,9 +61,8 @@ def test_strangers_liars_and_the_late_are_refused(tmp_path):
                 body = message.SerializeToString(deterministic=True)
                 return link.post(f"{address}/{verb}", content=body, headers=headers).status_code
 
-            assert (
-                ask("activate-node", active(north), signed(north)) == 200
-            )  # the honest site, so refusals mean something
+            # the honest site, so refusals mean something
+            assert ask("activate-node", active(north), signed(north)) == 200
             assert ask("send-node-heartbeat", beat, signed(north)) == 200
             assert ask("send-node-heartbeat", beat, PROTOBUF) == 401  # no key
             assert ask("send-node-heartbeat", beat, signed(stranger)) == 401  # a key that nobody registered

@@ -38,7 +38,7 @@ def site(tmp_path):
             assert alive(node)
             words = Path(f"/proc/{node.pid}/cmdline").read_bytes().decode().split("\0")
         port = int(words[words.index("--port") + 1])
-        wait_for_port(node, "127.0.0.1", port)
+        wait_for_port(node, port)
         yield folder, port
     finally:
         stop(folder)

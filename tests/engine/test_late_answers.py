@@ -4,7 +4,6 @@ import json
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -23,6 +22,7 @@ from rescene.functional.model_average import changed_likewise
 from rescene.methods import method_class, method_names
 from rescene.methods.base import LateAnswer
 from rescene.report import write_report
+from small_images import coloured_noise
 
 SITES, ROUNDS = 4, 4
 LENS = {"model.name": "linear", "model.lens": "waves", "train.augment": False, "method.num_features": 12}
@@ -30,14 +30,8 @@ LENS = {"model.name": "linear", "model.lens": "waves", "train.augment": False, "
 
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory):
-    path, random, parts = tmp_path_factory.mktemp("late") / "images.npz", np.random.default_rng(0), {}
-    for split, count in (("train", 16), ("test", 6)):
-        labels = np.arange(4).repeat(count)
-        level = 30 + 50 * labels[:, None, None, None] * np.array([1.0, 0.5, 0.2])
-        parts[f"x_{split}"] = (level + random.integers(0, 40, (len(labels), 16, 16, 3))).clip(0, 255).astype(np.uint8)
-        parts[f"y_{split}"] = labels
-    np.savez(path, **parts)
-    return {"data.path": str(path), "model.width": 4, "train.batch_size": 16, "federation.num_clients": SITES,
+    path = coloured_noise(tmp_path_factory.mktemp("late"), 16, 6, num_classes=4, step=50)
+    return {"data.path": path, "model.width": 4, "train.batch_size": 16, "federation.num_clients": SITES,
             "federation.per_round": SITES, "federation.num_rounds": ROUNDS, "federation.partition": "iid"}  # fmt: skip
 
 

@@ -1,14 +1,13 @@
 """Whole runs through a lens: the same in every engine, across sites, and after an interruption."""
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import rescene
 from rescene.config import resolve
-from rescene.data import load
 from rescene.engine.loop import Run
+from small_images import some_of_fashion_mini
 
 SMALL = {"model.name": "mlp", "model.lens": "waves", "model.width": 16, "train.augment": False, "tasks.limit": 2,
          "federation.num_clients": 3, "federation.per_round": 2, "federation.num_rounds": 2, "train.server_epochs": 2,
@@ -22,13 +21,7 @@ SUMS = {"privacy.mechanism": "release", "privacy.noise_multiplier": 0.2, "privac
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
     """A tenth of fashion-mini, for looking through a lens takes longer than all the rest."""
-    path, whole, parts = tmp_path_factory.mktemp("images") / "images.npz", load("fashion-mini"), {}
-    for split, count in (("train", 150), ("test", 50)):
-        found = getattr(whole, split)
-        index = torch.cat([(found.labels == c).nonzero().flatten()[:count] for c in range(4)])
-        parts |= {f"x_{split}": found.pixels[index].movedim(1, -1).numpy(), f"y_{split}": found.labels[index].numpy()}
-    np.savez(path, **parts)
-    return path
+    return some_of_fashion_mini(tmp_path_factory.mktemp("images"), 150, 50)
 
 
 @pytest.fixture(scope="module")

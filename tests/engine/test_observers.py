@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -12,9 +11,9 @@ from safetensors.torch import load_file
 import rescene
 from rescene.core.errors import ConfigError, RunError
 from rescene.core.plugins import load_plugin
-from rescene.data import load
 from rescene.engine import observers
 from rescene.training import embed
+from small_images import some_of_fashion_mini
 
 SMALL = {"method": "fedavg", "federation.num_clients": 3, "federation.per_round": 2, "federation.num_rounds": 2,
          "federation.partition": "iid", "tasks.limit": 2, "data.image_size": 16, "model.width": 4, "train.local_epochs": 1,
@@ -50,13 +49,7 @@ for hook in HOOKS:
 
 @pytest.fixture(scope="module", autouse=True)
 def images(tmp_path_factory):
-    path, whole, parts = tmp_path_factory.mktemp("images") / "images.npz", load("fashion-mini"), {}
-    for split, count in (("train", 12), ("test", 6)):
-        found = getattr(whole, split)
-        index = torch.cat([(found.labels == c).nonzero().flatten()[:count] for c in range(4)])
-        parts |= {f"x_{split}": found.pixels[index].movedim(1, -1).numpy(), f"y_{split}": found.labels[index].numpy()}
-    np.savez(path, **parts)
-    SMALL["data.path"] = str(path)
+    SMALL["data.path"] = some_of_fashion_mini(tmp_path_factory.mktemp("images"), 12, 6)
 
 
 def run(folder, *callbacks):

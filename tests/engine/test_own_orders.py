@@ -4,7 +4,6 @@ import math
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -21,6 +20,7 @@ from rescene.engine.evaluate import evaluate
 from rescene.engine.loop import run
 from rescene.methods import method_class, method_names
 from rescene.report import write_report
+from small_images import coloured_noise
 
 TINY = {
     "tasks.order": "per-site",
@@ -34,14 +34,7 @@ TINY = {
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
     """Six classes of coloured noise."""
-    path, random, parts = tmp_path_factory.mktemp("orders") / "images.npz", np.random.default_rng(0), {}
-    for split, count in (("train", 18), ("test", 6)):
-        labels = np.arange(6).repeat(count)
-        level = 30 + 35 * labels[:, None, None, None] * np.array([1.0, 0.5, 0.2])
-        parts[f"x_{split}"] = (level + random.integers(0, 40, (len(labels), 16, 16, 3))).clip(0, 255).astype(np.uint8)
-        parts[f"y_{split}"] = labels
-    np.savez(path, **parts)
-    return str(path)
+    return coloured_noise(tmp_path_factory.mktemp("orders"), 18, 6, num_classes=6, step=35)
 
 
 @pytest.fixture(scope="module")

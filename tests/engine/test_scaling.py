@@ -79,13 +79,11 @@ def test_many_sites_per_round_stand_behind_few():
     assert large.round_up_bytes == pytest.approx(10 * small.round_up_bytes)
     assert large.down_bytes == pytest.approx(10 * small.down_bytes)
     # of the pool only the current task grows tenfold: the buffers of earlier ones are full, 1000 for each of 8 classes
-    assert large.pool_images - 8000 == pytest.approx(
-        10 * (small.pool_images - 8000), rel=0.05
-    )  # tasks differ a little, and another one may be the fullest
+    # tasks differ a little, and another one may be the fullest
+    assert large.pool_images - 8000 == pytest.approx(10 * (small.pool_images - 8000), rel=0.05)
     everybody = forecast(sample(recipe, dataset, 10_000, 100)).measured()
-    assert small.up_bytes == pytest.approx(
-        5 * everybody["uplink_bytes"]
-    )  # each of the twenty that are drawn stands for five
+    # each of the twenty that are drawn stands for five
+    assert small.up_bytes == pytest.approx(5 * everybody["uplink_bytes"])
 
 
 def test_methods_that_ask_everybody_pay_for_everybody():

@@ -4,7 +4,6 @@ import json
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,7 +13,6 @@ from rescene.api import execute
 from rescene.config import resolve
 from rescene.config.site_sections import SitesSection
 from rescene.core.errors import DataError
-from rescene.data import load
 from rescene.engine import RunFolder
 from rescene.engine.loop import Run
 from rescene.engine.transport import ledger_in
@@ -23,6 +21,7 @@ from rescene.methods.moments import EVERYBODY
 from rescene.privacy.accounting import Composition, epsilon_of, replaced_epsilon
 from rescene.privacy.feature_sums import deviations
 from rescene.privacy.ledger_file import largest_total
+from small_images import some_of_fashion_mini
 
 NUM, HONEST, GONE, SIGMA = 5, 3, 1, 0.8
 SETTING = {"model.name": "linear", "model.lens": "waves", "train.augment": False, "method": "moments", "tasks.limit": 2,
@@ -34,13 +33,7 @@ SEEDED = {"privacy.noise": "seeded"}
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
-    path, whole, parts = tmp_path_factory.mktemp("images") / "images.npz", load("fashion-mini"), {}
-    for split, count in (("train", 40), ("test", 10)):
-        found = getattr(whole, split)
-        index = torch.cat([(found.labels == c).nonzero().flatten()[:count] for c in range(4)])
-        parts |= {f"x_{split}": found.pixels[index].movedim(1, -1).numpy(), f"y_{split}": found.labels[index].numpy()}
-    np.savez(path, **parts)
-    return str(path)
+    return some_of_fashion_mini(tmp_path_factory.mktemp("images"), 40, 10)
 
 
 @pytest.fixture(scope="module")

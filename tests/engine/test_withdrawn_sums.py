@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -11,9 +10,9 @@ from safetensors.torch import load_file
 import rescene
 from rescene.config import resolve
 from rescene.core.errors import ConfigError, RunError
-from rescene.data import load
 from rescene.engine import RunFolder
 from rescene.engine.withdrawal import forget
+from small_images import some_of_fashion_mini
 
 SETTING = {"model.name": "linear", "model.lens": "waves", "train.augment": False, "method": "moments", "tasks.limit": 2,
            "federation.num_clients": 4, "federation.per_round": 2, "federation.num_rounds": 1, "data.image_size": 16}  # fmt: skip
@@ -23,13 +22,7 @@ GONE = 1
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
-    path, whole, parts = tmp_path_factory.mktemp("images") / "images.npz", load("fashion-mini"), {}
-    for split, count in (("train", 40), ("test", 20)):
-        found = getattr(whole, split)
-        index = torch.cat([(found.labels == c).nonzero().flatten()[:count] for c in range(4)])
-        parts |= {f"x_{split}": found.pixels[index].movedim(1, -1).numpy(), f"y_{split}": found.labels[index].numpy()}
-    np.savez(path, **parts)
-    return str(path)
+    return some_of_fashion_mini(tmp_path_factory.mktemp("images"), 40, 20)
 
 
 def run(images, folder, **more):

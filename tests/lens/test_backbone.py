@@ -22,6 +22,7 @@ from rescene.report.load import load_run
 from rescene.report.summary import model_card
 from rescene.use import open_model
 from rescene.use.exporting import difference, export
+from small_images import some_of_fashion_mini
 
 NET = "test_resnet"  # timm's own smallest ResNet, 160 pixels
 SUMS = {
@@ -260,15 +261,7 @@ def test_a_trusted_pt2_file_becomes_a_program_that_runs_no_code(tmp_path):
 @pytest.fixture
 def images(tmp_path):
     """A few pictures of four classes of fashion-mini."""
-    import numpy as np
-
-    whole, parts = load("fashion-mini"), {}
-    for split, count in (("train", 24), ("test", 8)):
-        found = getattr(whole, split)
-        index = torch.cat([(found.labels == c).nonzero().flatten()[:count] for c in range(4)])
-        parts |= {f"x_{split}": found.pixels[index].movedim(1, -1).numpy(), f"y_{split}": found.labels[index].numpy()}
-    np.savez(tmp_path / "images.npz", **parts)
-    return tmp_path / "images.npz"
+    return some_of_fashion_mini(tmp_path, 24, 8)
 
 
 def learned(folder, lens, images):

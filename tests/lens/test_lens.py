@@ -62,9 +62,8 @@ def test_batches_make_no_difference():
     x = pictures(10 * CHUNK["cpu"] + 3, size=8)
     parts = torch.cat([LENS.look(part) for part in x.split(400)])
     far = (LENS.look(x).int() - parts.int()).abs()
-    assert (
-        int(far.max()) <= 1 and float(far.float().mean()) < 1e-3
-    )  # a byte at the edge of rounding may fall either way
+    # a byte at the edge of rounding may fall either way
+    assert int(far.max()) <= 1 and float(far.float().mean()) < 1e-3
     assert torch.equal(LENS.seen(x[:9]).round().to(torch.uint8), LENS.look(x[:9]))
 
 

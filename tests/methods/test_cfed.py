@@ -112,9 +112,8 @@ def test_learning_is_fedavg(tiny_world):
 
 def test_one_review_step_equals_the_formula(tiny_world, grown):
     teacher, model = grown, far(grown)
-    shard = replace(
-        tiny_world["shards"][0], task=second_task(), index=torch.zeros(0, dtype=torch.int64)
-    )  # no image needed
+    # no image needed
+    shard = replace(tiny_world["shards"][0], task=second_task(), index=torch.zeros(0, dtype=torch.int64))
     upload, _ = CFeD(**FEW, train=ONE_STEP).review({"model": model}, shard, {"teacher": teacher}, Rng(0))
     net, old = tiny_world["arch"].restore(model).eval(), tiny_world["arch"].restore(teacher).eval()
     x = surrogates(tiny_world)

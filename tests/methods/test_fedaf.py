@@ -186,9 +186,8 @@ def test_soft_labels_are_means_of_tempered_softmax_under_the_plain_model(tiny_wo
         soft = (net(images) / 3.0).softmax(dim=1)
     expected = torch.stack([soft[labels == c].mean(dim=0) for c in (0, 1)])
     assert torch.allclose(upload["soft_labels"]["rows"], expected, atol=1e-6)
-    assert upload["soft_labels"]["weights"].tolist() == (
-        [13, 3] if source == "real" else [2, 2]
-    )  # min(2, 13) and min(2, 3)
+    # min(2, 13) and min(2, 3)
+    assert upload["soft_labels"]["weights"].tolist() == ([13, 3] if source == "real" else [2, 2])
 
 
 def test_uniform_weights_do_not_tell_how_many_images_there_are(tiny_world):
@@ -315,9 +314,8 @@ def test_a_whole_run(tmp_path, image_folder):
     cost = result.values["cost"]["measured"]
     model_bytes = sum(v.numel() * 4 for key, v in final(result).items() if not key.endswith("num_batches_tracked"))
     assert cost["client_state_bytes"] == model_bytes  # nothing is remembered between rounds
-    assert (
-        8 * model_bytes * 0.9 < cost["downlink_bytes"] < 8 * model_bytes * 1.1
-    )  # 2 tasks, 2 rounds, 2 sites: the model once each, in the first of two exchanges
+    # 2 tasks, 2 rounds, 2 sites: the model once each, in the first of two exchanges
+    assert 8 * model_bytes * 0.9 < cost["downlink_bytes"] < 8 * model_bytes * 1.1
     for way in ("uplink", "downlink"):
         assert 8 * cost[f"{way}_bytes_per_message"] == pytest.approx(cost[f"{way}_bytes"])
     summary = result.values["events_summary"]

@@ -394,9 +394,8 @@ def test_the_network_of_a_run_stays_and_its_model_can_be_used(tmp_path):
     one, other = (load_file(run.folder / "model" / "final.safetensors") for run in (first, again))
     assert all(torch.equal(value, other[name]) for name, value in one.items() if name.startswith("body."))
     assert set(other) - set(one) == set(PARTS) and attention_weights(one)
-    assert (
-        len(export(again.folder, ["safetensors", "pt2"], tmp_path / "exported")) == 2
-    )  # each is compared with the model
+    # each is compared with the model
+    assert len(export(again.folder, ["safetensors", "pt2"], tmp_path / "exported")) == 2
 
 
 def test_a_sweep_over_all_methods_leaves_out_what_cannot_use_the_network(tmp_path):

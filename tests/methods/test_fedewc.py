@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from pydantic import ValidationError
 from safetensors.torch import load_file
+from second_tasks import second_task
 
 import rescene
-from rescene.data import Task
 from rescene.functional.fisher import blend_fisher, fisher_diagonal, quadratic_penalty
 from rescene.methods.base import weights_of
 from rescene.methods.fedavg import FedAvg
@@ -96,16 +96,6 @@ def test_blending_keeps_the_rows_of_new_classes_and_its_inputs():
 
 
 # ---- one client
-
-
-def second_task(world, domain=None):
-    """The shards as a second task: classes 2 and 3 after 0 and 1, or the same two classes in a new domain."""
-    shards = world["shards"]
-    if domain is not None:
-        return [replace(shard, task=Task(1, (0, 1), 2, domain, shard.index, shard.index)) for shard in shards]
-    images = replace(shards[0].images, labels=shards[0].images.labels + 2)
-    task = Task(1, (2, 3), 4, None, shards[0].index, shards[0].index)
-    return [replace(shard, images=images, task=task) for shard in shards]
 
 
 def parameters_of(world, model):
@@ -198,9 +188,8 @@ def test_fisher_is_that_of_the_sent_model_in_eval_mode_and_clipped(tiny_world):
     largest = max(value.max() for value in expected.values())
     assert differences(expected, state.pending) < 1e-5 * largest and largest > 1e-3
     plain, _ = FedAvg(train=train).client_round(payload, shard, None, tiny_world["rng"])
-    assert all(
-        torch.equal(plain["model"][key], upload["model"][key]) for key in plain["model"]
-    )  # running statistics too
+    # running statistics too
+    assert all(torch.equal(plain["model"][key], upload["model"][key]) for key in plain["model"])
     _, bounded = clipped.client_round(payload, shard, None, tiny_world["rng"])
     assert max(value.max().item() for value in bounded.pending.values()) == pytest.approx(1e-4)
     assert differences({n: v.clamp(max=1e-4) for n, v in state.pending.items()}, bounded.pending) == 0
@@ -231,9 +220,8 @@ def test_consolidation_adds_the_finished_tasks_fisher_and_takes_the_global_model
     after = consolidated(memory)
     assert after.fisher["head.weight"].flatten().tolist() == [1.5, 1.5, 1.0]
     assert after.anchor is anchor and after.pending == {}
-    absent = consolidated(
-        replace(memory, pending={})
-    )  # took no part in the task: the Fisher stays, the anchor moves on
+    # took no part in the task: the Fisher stays, the anchor moves on
+    absent = consolidated(replace(memory, pending={}))
     assert absent.fisher is memory.fisher and absent.anchor is anchor
     assert consolidated(None) is None  # never took part
     late = consolidated(Memory({}, {}, memory.pending))  # took part for the first time

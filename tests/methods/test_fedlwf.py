@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from PIL import Image
 from pydantic import ValidationError
 from safetensors.torch import load_file
+from second_tasks import second_task
 
 import rescene
-from rescene.data import Task
 from rescene.methods.base import weights_of
 from rescene.methods.fedavg import FedAvg
 from rescene.methods.fedlwf import FedLwF
@@ -19,16 +19,6 @@ from rescene.nets import grow_head
 from rescene.training import Training
 
 ONE_STEP = Training(local_epochs=1, batch_size=64, lr=0.1, weight_decay=0.01, augment=False)
-
-
-def second_task(world, domain=None):
-    """The shards, labelled as a second task: classes 2 and 3 after 0 and 1, or the same two classes in a new domain."""
-    shards = world["shards"]
-    if domain is not None:
-        return [replace(shard, task=Task(1, (0, 1), 2, domain, shard.index, shard.index)) for shard in shards]
-    images = replace(shards[0].images, labels=shards[0].images.labels + 2)
-    task = Task(1, (2, 3), 4, None, shards[0].index, shards[0].index)
-    return [replace(shard, images=images, task=task) for shard in shards]
 
 
 def models(world):

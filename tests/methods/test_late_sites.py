@@ -4,7 +4,6 @@ import math
 import warnings
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -12,7 +11,7 @@ import rescene
 from rescene.config import resolve
 from rescene.core.errors import ConfigError
 from rescene.core.rng import Rng
-from rescene.data import Images, Task, Transform, load
+from rescene.data import Images, Task, Transform
 from rescene.engine import RunFolder
 from rescene.engine.faults import Faults
 from rescene.engine.transport import ledger_in
@@ -25,6 +24,7 @@ from rescene.privacy.ledger import Ledger
 from rescene.privacy.mechanism import Mechanism, SitePrivacy
 from rescene.privacy.noise import Noise
 from rescene.privacy.totals import late_threshold, most_colluders, threshold
+from small_images import some_of_fashion_mini
 
 NUM, HONEST = 5, 2  # three sites open the first sum of a task, and two that missed it a sum of their own
 SETTING = {"model.name": "linear", "model.lens": "waves", "train.augment": False, "method": "moments", "tasks.limit": 1,
@@ -35,13 +35,7 @@ SETTING = {"model.name": "linear", "model.lens": "waves", "train.augment": False
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
-    path, whole, parts = tmp_path_factory.mktemp("late") / "images.npz", load("fashion-mini"), {}
-    for split, count in (("train", 40), ("test", 10)):
-        found = getattr(whole, split)
-        index = torch.cat([(found.labels == c).nonzero().flatten()[:count] for c in range(2)])
-        parts |= {f"x_{split}": found.pixels[index].movedim(1, -1).numpy(), f"y_{split}": found.labels[index].numpy()}
-    np.savez(path, **parts)
-    return str(path)
+    return some_of_fashion_mini(tmp_path_factory.mktemp("late"), 40, 10, num_classes=2)
 
 
 @pytest.fixture

@@ -85,9 +85,8 @@ def test_few_images_absent_classes_and_noise_are_no_trouble(head):
     for ridge, floor in ((0.0, 0.0), (0.1, 0.0), (0.0, 0.5)):
         weight, bias = head(counts, sums, second, ridge, floor)
         assert weight.isfinite().all() and (z @ weight.T + bias).argmax(dim=1).tolist() == [0] * 4
-    below = head(
-        counts - torch.tensor([0, 2.5, 0.5]), sums, second - 3 * torch.eye(D), 0.0, 0.5
-    )  # as noise may leave them
+    # as noise may leave them
+    below = head(counts - torch.tensor([0, 2.5, 0.5]), sums, second - 3 * torch.eye(D), 0.0, 0.5)
     assert all(part.isfinite().all() for part in below)
 
 

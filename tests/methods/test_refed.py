@@ -167,9 +167,8 @@ def test_storage_covers_current_images_and_cache_together(tiny_world, storage):
     method = ReFed(storage=storage, pim_epochs=1, importance="last-layer")
     memory = memory_of(method, tiny_world["shards"][2])  # 27 images
     room = max(0, storage - 16)
-    shard = replace(
-        tiny_world["shards"][1], net=tiny_world["shards"][1].net if 0 < room < 27 else refused
-    )  # |D_t| = 16
+    # |D_t| = 16
+    shard = replace(tiny_world["shards"][1], net=tiny_world["shards"][1].net if 0 < room < 27 else refused)
     upload, cache = method.refresh_cache({"model": weights_of(tiny_world["net"])}, shard, memory, Rng(0))
     assert upload == {} and len(cache.labels) == len(cache.pixels) == min(27, room)
     assert len(memory.labels) == 27  # the argument is as it was

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from target_world import SIZE, TINY, TRANSFORM, same, seeded, small_net
 
 from rescene.core.errors import RunError
 from rescene.core.rng import Rng
-from rescene.data import Transform
 from rescene.functional.image_losses import adversarial_loss, blend, channel_moments, statistics_loss
 from rescene.methods.base import weights_of
 from rescene.nets import Arch
@@ -26,23 +26,6 @@ from rescene.training.synthesis import (
     shuffled_batches,
     synthesise,
 )
-
-SIZE = 16
-TRANSFORM = Transform(mean=(0.5, 0.4, 0.3), std=(0.25, 0.2, 0.3), pad=1)
-TINY = {"synthesis_rounds": 3, "synthesis_batch": 6, "warmup_rounds": 1, "generator_steps": 2, "student_steps": 2}
-TINY |= {"latent_size": 5, "generator_width": 3}
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def small_net(num_classes: int = 3, *, norm: str = "batch", seed: int = 0):
-    return Arch("convnet", SIZE, norm, 4).build(num_classes, seeded(seed))
-
-
-def same(a, b) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
 def painted(teacher, student, settings: Synthesis, rng: Rng) -> Synthetic:
@@ -275,9 +258,8 @@ def test_student_joins_the_search_in_round_warmup_and_learns_from_the_next_on():
     # Counted from 1, warm-up 2, three rounds: L_adv in rounds 2 and 3 (2 passes each), training in round 3 (4 passes).
     student, passes = small_net(), []
     student.body.register_forward_hook(lambda module, args, out: passes.append(module.training))
-    student.count_passes = lambda images: passes.append(
-        True
-    )  # the student learns in a fused copy, which tells its passes
+    # the student learns in a fused copy, which tells its passes
+    student.count_passes = lambda images: passes.append(True)
     settings = Synthesis(**TINY | {"warmup_rounds": 2, "student_steps": 4})
     painted(small_net(), student, settings, Rng(0))
     assert passes == [False] * 2 + [False] * 2 + [True] * 4

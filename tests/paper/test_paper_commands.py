@@ -133,10 +133,10 @@ def test_fast_plans_a_tenth_of_the_server_epochs(here):
 def test_a_cell_too_large_for_the_device_is_listed_and_the_rest_goes_on(here, tiny, monkeypatch, blank_figures):
     real = running.execute
 
-    def execute(resolved, folder, progress):
+    def execute(resolved, folder, progress, **options):
         if resolved.recipe.method["tau"] == 0:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return real(resolved, folder, progress)
+        return real(resolved, folder, progress, **options)
 
     monkeypatch.setattr(running, "execute", execute)
     result = invoke("run", tiny, "--only", "*alpha=0.5*", "--out", "made", "--runs", "kept", "-q")

@@ -39,9 +39,8 @@ def test_the_noise_around_a_centre_is_that_of_the_clip(tiny_world):
     quiet = replace(tiny_world["shards"][1], site=SitePrivacy(replace(CENTRED, sigma=0.0), Noise()))
     true = released_moments(quiet, quiet.site, centre)
     assert true[:, -1].tolist() == [13.0, 3.0]
-    found = torch.stack(
-        [released_moments(shard, SitePrivacy(CENTRED, Noise()), centre) for _ in range(200)]
-    )  # without a ledger each is a new draw
+    # without a ledger each is a new draw
+    found = torch.stack([released_moments(shard, SitePrivacy(CENTRED, Noise()), centre) for _ in range(200)])
     noise = found - true
     assert float(noise[..., -1].std()) == pytest.approx(CENTRED.deviation, rel=0.15)
     residual = noise[..., :-1] - noise[..., -1:] / CENTRED.kappa * 0.05

@@ -310,9 +310,8 @@ def test_a_site_does_not_sign_for_one_that_masked_for_another_group():
 
 def test_a_site_reveals_nothing_without_enough_signatures_under_its_list():
     world, payloads = asked()
-    forged = payloads[REVEAL] | {
-        "signatures": payloads[AGREE]["signatures"]
-    }  # right sites, under the group and not the list
+    # right sites, under the group and not the list
+    forged = payloads[REVEAL] | {"signatures": payloads[AGREE]["signatures"]}
     with pytest.raises(RunError, match="E441"):
         world.one(REVEAL, 2, forged)
 

@@ -154,9 +154,8 @@ def test_the_page_tells_what_left_the_sites(two: Path) -> None:
     assert "61.4 kB" in text and "What left the sites not private" in text and "97 %" in text
     assert "No guarantee: rescene adds no noise" in text and leakage()["statement"] in text
     assert "rescene run demo --method rescene --seed 0" in text
-    assert (
-        text.count("site 3 did not answer") == 1 and "checkpoint written" not in text
-    )  # of both methods; no small talk
+    # of both methods; no small talk
+    assert text.count("site 3 did not answer") == 1 and "checkpoint written" not in text
 
 
 def test_every_surrogate_stands_beside_its_nearest_image(two: Path) -> None:

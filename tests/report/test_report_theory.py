@@ -104,9 +104,8 @@ def test_the_direct_condition_is_named_where_the_fit_is_too_coarse() -> None:
 def test_a_pool_that_fits_and_a_window_of_everything_are_stated() -> None:
     one = found(class_row(num_kept=200, num_window=200), class_row())
     assert "In 1 of 2 classes the whole pool fitted" in one["Budget"].text and "In 1 of 2" in one["Window"].text
-    assert (
-        "random" not in found(class_row(num_kept=200, target_random=0.0))["Lemma 1"].text
-    )  # no draw leaves anything out
+    # no draw leaves anything out
+    assert "random" not in found(class_row(num_kept=200, target_random=0.0))["Lemma 1"].text
 
 
 def test_an_empty_staleness_bound_says_nothing() -> None:

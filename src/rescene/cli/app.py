@@ -42,7 +42,7 @@ from rescene.cli.privacy_verbs import audit, forget, privacy
 from rescene.cli.shared_options import AsJson, load_plugins, name_plugins
 from rescene.cli.start_verbs import data_app, demo, doctor, list_things, measure_speed
 from rescene.cli.terminal import guard_streams, visible, warnings_for_people
-from rescene.core.errors import ResceneError, did_you_mean, for_people
+from rescene.core.errors import ResceneError, closest, for_people
 
 ABOUT = "Federated continual learning with server-side replay."
 GROUPS: Mapping[str, tuple[str, Sequence[str]]] = {  # title: what it is for, its verbs
@@ -101,11 +101,9 @@ class Verbs(TyperGroup):
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]
         name = args[0]
         if name not in self.commands and not name.startswith("-") and not ctx.resilient_parsing:
-            close = did_you_mean(name, [known for known, one in self.commands.items() if not one.hidden])
-            ctx.fail(
-                f"No such verb: {visible(name)}. "
-                + (f"Did you mean '{close}'?" if close else "rescene help lists them.")
-            )
+            close = closest(name, [known for known, one in self.commands.items() if not one.hidden])
+            words = f"Did you mean '{close}'?" if close else "rescene help lists them."
+            ctx.fail(f"No such verb: {visible(name)}. {words}")
         return super().resolve_command(ctx, args)
 
 

@@ -20,12 +20,12 @@ from rescene.cli.shared_options import (
     RecipeOrRun,
     find_runs,
     recipe_of,
-    runs_root,
     verb_group,
 )
 from rescene.cli.terminal import accuracy_text, busy, interruptible, print_rows, writing
 from rescene.core.errors import ConfigError, ResceneError, ResceneWarning, RunError, command
 from rescene.core.json_files import Row, json_object, yaml_object
+from rescene.core.run_state import runs_root
 
 if TYPE_CHECKING:
     from rescene.config import Recipe

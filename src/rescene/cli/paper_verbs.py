@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rescene.cli.look_verbs import format_for, loaded, put
-from rescene.cli.shared_options import AsJson, Quiet, runs_root, verb_group
+from rescene.cli.shared_options import AsJson, Quiet, verb_group
 from rescene.cli.terminal import busy, interruptible, print_rows, writing
 from rescene.core.errors import ConfigError, ResceneWarning
 from rescene.core.json_files import Row
-from rescene.core.run_state import read_object
+from rescene.core.run_state import read_object, runs_root
 
 if TYPE_CHECKING:
     from rescene.core.results import ClassTheory

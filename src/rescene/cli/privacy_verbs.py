@@ -428,8 +428,7 @@ def _site(word: str, names: Sequence[str]) -> tuple[int, str | None]:
         return number, names[number] if number < len(names) else None
     if word in names:
         return names.index(word), word
-    close = did_you_mean(word, names)
-    fix = f"did you mean {close}?" if close else f"sites: {', '.join(names)}" if names else "give its number"
+    fix = did_you_mean(word, names) or (f"sites: {', '.join(names)}" if names else "give its number")
     raise ConfigError("E166", f"no site is called {word!r}", where="--client", fix=fix)
 
 

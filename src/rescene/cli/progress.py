@@ -344,9 +344,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, with_body: bool) -> None:
         port = self.server.server_address[1]  # type: ignore[index]
         if self.headers.get("Host") not in {f"{HOST}:{port}", f"localhost:{port}"}:
-            self.send_error(
-                HTTPStatus.MISDIRECTED_REQUEST
-            )  # a web page elsewhere that gave our address a name of its own
+            # a web page elsewhere that gave our address a name of its own
+            self.send_error(HTTPStatus.MISDIRECTED_REQUEST)
             return
         if self.path.partition("?")[0] != "/":
             self.send_error(HTTPStatus.NOT_FOUND)

@@ -82,8 +82,7 @@ def prune(folder: Path, what: str, yes: bool) -> None:
     wanted = [word.strip() for word in what.split(",")]
     for word in wanted:
         if word not in PRUNABLE:
-            close = did_you_mean(word, PRUNABLE)
-            fix = f"did you mean {close}?" if close else f"one or more of: {','.join(PRUNABLE)}"
+            fix = did_you_mean(word, PRUNABLE) or f"one or more of: {','.join(PRUNABLE)}"
             raise ConfigError("E185", f"cannot prune {word!r}", where="--prune", fix=fix)
     found = {run: part for run in find_runs(folder) if (part := _removable(run, wanted))}
     if not found:
@@ -182,8 +181,8 @@ def _admit(run: Path, rows: list[dict[str, Any]], name: str) -> None:
     """Let a group join the next round of its own task. After the last round of the task it is too late."""
     row = next((row for row in rows if row["name"] == name), None)
     if row is None:
-        close = did_you_mean(name, [row["name"] for row in rows])
-        fix = f"did you mean {close}?" if close else f"{command('deploy', 'quarantine', run)} lists them"
+        listed = f"{command('deploy', 'quarantine', run)} lists them"
+        fix = did_you_mean(name, [row["name"] for row in rows]) or listed
         raise ConfigError("E178", f"no {name!r} is in quarantine", where=str(run), fix=fix)
     status = read_status(run)
     if state_of(run) == "done" or status.task > row["task"] or status.round + 1 >= (status.num_rounds or 0):

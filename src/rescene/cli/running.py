@@ -338,8 +338,7 @@ def _outcome(
     elsewhere: bool = False,
 ) -> Result | Exception:
     """What a cell gave, or what stopped it."""
-    more: dict[str, Any] = ({"log": log} if log else {}) | ({"elsewhere": True} if elsewhere else {})
-    found = attempt(partial(execute, cell.resolved, cell.folder, **more), progress)
+    found = attempt(partial(execute, cell.resolved, cell.folder, log=log, elsewhere=elsewhere), progress)
     if isinstance(found, Result):
         return found
     clear_frames(found.__traceback__)  # an error keeps what its frames held, and so memory that the next cell needs

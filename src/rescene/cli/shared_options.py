@@ -183,11 +183,6 @@ def recipe_of(name: str) -> str | Path:
     return config if name and config.is_file() else name
 
 
-def runs_root() -> Path:
-    """Where runs lie unless somebody says otherwise."""
-    return Path(os.environ.get("RESCENE_RUNS", "runs"))
-
-
 RecipeName = Annotated[
     str,
     typer.Argument(

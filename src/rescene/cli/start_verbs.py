@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rescene.cli.shared_options import AsJson, Overrides, Plugin, Quiet, runs_root, verb_group
+from rescene.cli.shared_options import AsJson, Overrides, Plugin, Quiet, verb_group
 from rescene.cli.terminal import interruptible, print_rows
-from rescene.core.errors import ConfigError, ResceneError, command, did_you_mean
+from rescene.core.errors import ConfigError, ResceneError, command, with_guess
 from rescene.core.json_files import Row
+from rescene.core.run_state import runs_root
 
 if TYPE_CHECKING:
     from rescene.bench import SpeedFigure
@@ -97,10 +98,7 @@ def list_things(
     if verified and what != "methods":
         raise ConfigError("E109", f"--verified says nothing of {what}", fix="rescene list methods --verified")
     if what not in LISTS:
-        close = did_you_mean(what, LISTS)
-        raise ConfigError(
-            "E109", f"cannot list {what!r}" + (f"; did you mean {close}?" if close else ""), why=", ".join(LISTS)
-        )
+        raise ConfigError("E109", with_guess(f"cannot list {what!r}", what, LISTS), why=", ".join(LISTS))
     rows = LISTS[what]()
     if what == "methods" and not as_json:
         _print_methods(rows, verified)

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from rescene.config.schema import MethodLimit, Recipe
 from rescene.core.documents import NO_SYNTAX, parse_toml, parse_yaml, read_text
-from rescene.core.errors import ConfigError, MethodCannot, command, did_you_mean
+from rescene.core.errors import ConfigError, MethodCannot, closest, command, with_guess
 from rescene.core.recipe_keys import Flat, flatten
 from rescene.core.versions import NEWER, name_then
 from rescene.data.partition import other_number, site_names
@@ -184,10 +184,9 @@ def _read(name: str) -> tuple[dict[str, Any], str]:
             fix=command("run", RENAMED[name]),
         )
     else:
-        close = did_you_mean(name, recipe_names())
         raise ConfigError(
             "E101",
-            f"unknown recipe {name!r}" + (f"; did you mean {close!r}?" if close else ""),
+            with_guess(f"unknown recipe {name!r}", name, recipe_names(), "{!r}"),
             why=f"shipped: {', '.join(recipe_names())}",
             fix="rescene list recipes, or give a file ending in .yaml, .toml or .json",
         )
@@ -250,11 +249,11 @@ def _check_key(key: str, known: Mapping[str, Any], origin: str) -> None:
     section, _, leaf = key.rpartition(".")
     inside = [k for k in known if section and k.startswith(f"{section}.")]
     leaves = {k.rpartition(".")[2]: k for k in inside or known if k != "method.name"}
-    near = leaves.get(did_you_mean(leaf, leaves) or "")
+    near = leaves.get(closest(leaf, leaves) or "")
     if section:
-        close = near if inside else did_you_mean(key, known) or near
+        close = near if inside else closest(key, known) or near
     else:
-        close = leaves.get(key) or did_you_mean(key, [*{k.partition(".")[0] for k in known}, "extends"]) or near
+        close = leaves.get(key) or closest(key, [*{k.partition(".")[0] for k in known}, "extends"]) or near
     hint = f"did you mean {close}" + (f" (default {known[close]!r})?" if close in known else "?") if close else None
     if section == "method" and not close:
         hint = (

@@ -102,6 +102,15 @@ def _refused(error: OSError, path: str) -> ResceneError | None:
     return None
 
 
+def lines_of(error: BaseException) -> list[str]:
+    """What an error of somebody else's code says, line by line; the name of its kind where it says nothing.
+
+    >>> lines_of(ValueError("no\\nway")), lines_of(ValueError())
+    (['no', 'way'], ['ValueError'])
+    """
+    return str(error).strip().splitlines() or [type(error).__name__]
+
+
 def shortened(text: str, most: int = 200) -> str:
     """A text that may be very long, such as a path that is too long, as a message can show it.
 
@@ -166,11 +175,31 @@ class ResceneWarning(UserWarning):
         return f"{self.what}; {' '.join(self.fix.split())}" if self.fix else self.what
 
 
-def did_you_mean(word: str, options: Iterable[str]) -> str | None:
+def closest(word: str, options: Iterable[str]) -> str | None:
     """The closest option to a mistyped word, or None.
 
-    >>> did_you_mean("buget", ["budget", "beta"])
+    >>> closest("buget", ["budget", "beta"])
     'budget'
     """
     close = difflib.get_close_matches(word, list(options), n=1, cutoff=0.6)
     return close[0] if close else None
+
+
+def did_you_mean(word: str, options: Iterable[str], form: str = "{}") -> str:
+    """The question whether the closest option was meant; empty where none is close.
+
+    >>> did_you_mean("buget", ["budget", "beta"]), did_you_mean("buget", ["budget"], "'{}'"), did_you_mean("x", ["beta"])
+    ('did you mean budget?', "did you mean 'budget'?", '')
+    """
+    close = closest(word, options)
+    return f"did you mean {form.format(close)}?" if close else ""
+
+
+def with_guess(what: str, word: str, options: Iterable[str], form: str = "{}") -> str:
+    """What is wrong with a word, and the question whether the closest option was meant.
+
+    >>> with_guess("unknown key 'buget'", "buget", ["budget", "beta"]), with_guess("unknown key 'x'", "x", ["beta"])
+    ("unknown key 'buget'; did you mean budget?", "unknown key 'x'")
+    """
+    question = did_you_mean(word, options, form)
+    return f"{what}; {question}" if question else what

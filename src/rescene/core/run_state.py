@@ -33,6 +33,11 @@ class Busy(Exception):
     """Another process works in the folder. The text says which one, as far as it is known."""
 
 
+def runs_root() -> Path:
+    """Where runs lie unless somebody says otherwise."""
+    return Path(os.environ.get("RESCENE_RUNS", "runs"))
+
+
 def is_done(folder: Path) -> bool:
     """Whether the run has ended well. Its results are written when all else is, so they decide, whatever the status says."""
     return os.path.isfile(folder / "results.json")

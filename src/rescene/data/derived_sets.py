@@ -206,12 +206,11 @@ def check_labels(local: Sequence[str], labels: Mapping[str, str | None], where: 
     """A map may only speak of classes that are there."""
     for name in labels:
         if name not in local:
-            close = did_you_mean(name, local)
             raise DataError(
                 "E209",
                 f"labels names {name!r}, but no such class is among the images",
                 where=where,
-                fix=f"did you mean {close!r}?" if close else f"classes here: {', '.join(local[:20])}",
+                fix=did_you_mean(name, local, "{!r}") or f"classes here: {', '.join(local[:20])}",
             )
 
 

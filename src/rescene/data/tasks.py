@@ -106,8 +106,7 @@ def _named_plan(
     names = [str(name) for task in plan for name in task]
     for name in names:
         if name not in classes:
-            close = did_you_mean(name, classes)
-            fix = f"did you mean {close!r}?" if close else f"there are: {', '.join(classes[:20])}"
+            fix = did_you_mean(name, classes, "{!r}") or f"there are: {', '.join(classes[:20])}"
             raise _bad_plan(f"no {what} is called {name!r}", fix=fix)
         if names.count(name) > 1:
             raise _bad_plan(f"{what} {name!r} appears twice", why=f"a {what} arrives once", fix="keep one of them")

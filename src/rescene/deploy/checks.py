@@ -35,7 +35,7 @@ from rescene.data.inspection import TESTED
 from rescene.deploy.federation_folder import FederationFolder, broken_apps
 from rescene.deploy.node_key import key_fault, number_fault
 from rescene.deploy.plan_file import read_plan
-from rescene.deploy.processes import changed_keys, check_port, running
+from rescene.deploy.processes import LOOPBACK, changed_keys, check_port, running
 from rescene.deploy.site import Site
 from rescene.deploy.site_config import SiteSection, held_by, ledger_of, own_images
 from rescene.engine.experiment import load_data, pick_device
@@ -328,12 +328,12 @@ def _planned_evaluation(federation: FederationFolder) -> list[CheckRow]:
 
 def _processes(federation: FederationFolder) -> list[CheckRow]:
     up = {one.name for one in running(federation.server)}
-    port = f"127.0.0.1:{federation.port}"
+    port = f"{LOOPBACK}:{federation.port}"
     if "link" in up:
         rows = [row("port", f"{port}, ours")]
     else:
         try:
-            check_port("127.0.0.1", federation.port)
+            check_port(LOOPBACK, federation.port)
             rows = [row("port", f"{port}, free")]
         except ConfigError as error:
             rows = [row("port", port, error.what, error.fix or "")]

@@ -33,7 +33,7 @@ from rescene.core.run_state import is_done, read_object, state_of
 from rescene.deploy.exchange import Patience
 from rescene.deploy.federation_folder import FederationFolder, require_flower
 from rescene.deploy.plan_file import Held, accuracy_warning, read_plan, with_plan
-from rescene.deploy.processes import LINK, flwr, no_server, nodes, registered, running, runs, toml_string
+from rescene.deploy.processes import flwr, no_server, nodes, registered, running, runs, toml_string
 from rescene.engine import RunFolder
 from rescene.engine.checkpoint import save_atomically, write_json
 from rescene.engine.run_context import with_site_names
@@ -148,7 +148,7 @@ def run(
     fruitless = 0
     while fruitless < SUBMISSIONS:
         done = read_status(out).done
-        answer = flwr(federation, "run", str(federation.app), LINK, "--format", "json", "--run-config", config)
+        answer = flwr(federation, "run", str(federation.app), "--run-config", config)
         status, why = _watch(federation, int(answer["run-id"]), out, tell, look_s)
         if status == COMPLETED and is_done(out):
             return read_object(out / "results.json")

@@ -114,8 +114,7 @@ def remove_classes(path: Path, run: Path, names: list[str]) -> SitesSection | No
     known = [name for task in plan.tasks for name in task.classes] if plan else []
     for name in names:
         if name not in known:
-            close = did_you_mean(name, known)
-            fix = f"did you mean {close!r}?" if close else f"planned: {', '.join(known) or 'nothing'}"
+            fix = did_you_mean(name, known, "{!r}") or f"planned: {', '.join(known) or 'nothing'}"
             raise ConfigError("E193", f"the plan has no class {name!r}", where=str(path), fix=fix)
         if any(name in task["classes"] for task in begun):
             why = "its task has begun: sites have answered, and classes keep their numbers for ever"

@@ -220,11 +220,11 @@ def check_port(host: str, port: int, patience_s: float = 5.0) -> None:
         time.sleep(0.2)
 
 
-def wait_for_port(one: Started, host: str, port: int) -> None:
-    """Wait until the process listens on the port; E350 with the end of its log if it does not within two minutes."""
+def wait_for_port(one: Started, port: int) -> None:
+    """Wait until the process listens on this port of the machine itself; E350 with the end of its log if it does not within two minutes."""
     until = time.monotonic() + COME_UP_S
     while time.monotonic() < until and alive(one):
-        with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=1):
+        with contextlib.suppress(OSError), socket.create_connection((LOOPBACK, port), timeout=1):
             return
         time.sleep(0.2)
     raise RunError(
@@ -252,7 +252,7 @@ def start_server(federation: FederationFolder) -> list[Started]:
             "--database", "sqlite:///state.db",  # in its folder, whose path may hold what an address cannot
             "--enable-supernode-auth", "--disable-runtime-dependency-installation",
         ], env)  # fmt: skip
-        wait_for_port(up["link"], LOOPBACK, port)
+        wait_for_port(up["link"], port)
     if "executor" not in up:
         up["executor"] = start(folder, "executor", _executor(folder, port), env)
     home = folder / "flwr"
@@ -287,17 +287,24 @@ def _register(federation: FederationFolder) -> None:
     known, there = registered(federation), {node["node-id"] for node in nodes(federation)}
     for name in federation.sites:
         if known.get(name) not in there and name not in federation.left:
-            key = str(federation.site(name) / "node.pub")
-            try:
-                known[name] = flwr(federation, "supernode", "register", key, LINK, "--format", "json")["node-id"]
-            except RunError as error:
-                if "already in use" not in (error.why or ""):
-                    raise
-                continue  # nodes.json was lost; the link knows the key
-            write_json(federation.server / "nodes.json", known)
+            node = _node_of(federation, federation.site(name) / "node.pub")
+            if node is not None:  # else nodes.json was lost
+                known[name] = node
+                write_json(federation.server / "nodes.json", known)
     if not changed_keys(federation):
         there_are = {number: path for number, path in federation.public_keys.items() if path.is_file()}
         write_peers(federation.server / "peers.pub", there_are)
+
+
+def _node_of(federation: FederationFolder, key: Path) -> str | None:
+    """Register a key: the link's number for its node, or None if the link knows the key already."""
+    try:
+        node: str = flwr(federation, "supernode", "register", str(key))["node-id"]
+        return node
+    except RunError as error:
+        if "already in use" not in (error.why or ""):
+            raise
+    return None
 
 
 def changed_keys(federation: FederationFolder) -> list[str]:
@@ -317,28 +324,24 @@ def replace_key(federation: FederationFolder, name: str) -> tuple[str, str]:
 
     staying = [site for site in federation.sites if site not in federation.left]
     if name not in staying:
-        close = did_you_mean(name, staying)
-        fix = f"did you mean {close}?" if close else f"sites: {', '.join(staying)}"
+        fix = did_you_mean(name, staying) or f"sites: {', '.join(staying)}"
         raise ConfigError("E516", f"the federation has no site {name!r}", where=str(federation.path), fix=fix)
     if not running(federation.server):
         raise no_server(federation)
     number, known, peers = federation.sites.index(name), registered(federation), federation.server / "peers.pub"
     path, before = federation.public_keys[number], listed_keys(peers).get(number, "")
-    try:
-        new = flwr(federation, "supernode", "register", str(path), LINK, "--format", "json")["node-id"]
-    except RunError as error:
-        if "already in use" not in (error.why or ""):
-            raise
+    new = _node_of(federation, path)
+    if new is None:
         raise ConfigError(
             "E517",
             f"this key of {name} was registered before",
             where=str(path),
             why="it is the site's present key, or one that was replaced and stays refused",
             fix="put the site's new node.pub there, then the same command",
-        ) from None
+        )
     write_json(federation.server / "nodes.json", known | {name: new})
     if name in known:
-        flwr(federation, "supernode", "unregister", known[name], LINK, "--format", "json")
+        flwr(federation, "supernode", "unregister", known[name])
     for folder in (federation.server, *map(federation.site, federation.sites)):
         if (folder / "peers.pub").is_file():
             replace_peer(folder / "peers.pub", number, path)
@@ -363,22 +366,22 @@ def seats_of(federation: FederationFolder) -> dict[int, int]:
 
 def nodes(federation: FederationFolder) -> list[dict[str, Any]]:
     """The registered nodes with their status, as the link lists them."""
-    found: list[dict[str, Any]] = flwr(federation, "supernode", "list", LINK, "--format", "json").get("nodes", [])
+    found: list[dict[str, Any]] = flwr(federation, "supernode", "list").get("nodes", [])
     return found
 
 
 def runs(federation: FederationFolder) -> list[dict[str, Any]]:
     """The runs that Flower's server knows, as ``flwr list`` tells them."""
-    found: list[dict[str, Any]] = flwr(federation, "list", LINK, "--format", "json").get("runs", [])
+    found: list[dict[str, Any]] = flwr(federation, "list").get("runs", [])
     return found
 
 
 def flwr(federation: FederationFolder, *words: str) -> dict[str, Any]:
-    """A command of Flower's own, with what it prints as JSON where it does."""
-    env = environment(federation.server / "flwr")
-    done = subprocess.run([program("flwr"), *words], capture_output=True, text=True, env=env, cwd=federation.server)
+    """What a command of Flower's own, given to this federation's link, prints as JSON."""
+    env, argv = environment(federation.server / "flwr"), [program("flwr"), *words, LINK, "--format", "json"]
+    done = subprocess.run(argv, capture_output=True, text=True, env=env, cwd=federation.server)
     try:
-        found = json.loads(done.stdout) if "json" in words else {}
+        found = json.loads(done.stdout)
     except ValueError:
         found = {"success": False}
     if done.returncode or found.get("success") is False:

@@ -58,9 +58,8 @@ RESEND = "E341"  # the site no longer has parts that the letter only named
 class Roster:
     """What the server knows of the sites before they say anything; without the folder of a federation it is nothing."""
 
-    seats: Mapping[int, int] = field(
-        default_factory=dict
-    )  # node -> client, as far as keys tell; others say it themselves
+    # node -> client, as far as keys tell; others say it themselves
+    seats: Mapping[int, int] = field(default_factory=dict)
     ledgers: Path | None = None  # how far the sites' privacy ledgers go is kept there, for all runs of the federation
     peers: Path | None = None  # the list of the sites' public keys, for secure sums
     names: Sequence[str] = ()  # of the sites, in the order of their numbers, for events

@@ -146,16 +146,8 @@ def outside(why: str) -> RunError:
 
 KEPT = 12  # memories: two checkpoints of the server and the step under way, a few exchanges each
 HEARD = (DECLINED, "W342")  # warnings the server hears: also classes outside the plan; others may name files
-TOLD = (
-    "E204",
-    "E205",
-    "E209",
-    "E210",
-    "E214",
-    "E216",
-    "E217",
-    "E221",
-)  # words that name classes or a lens' hash at most
+# words that name classes or a lens' hash at most
+TOLD = ("E204", "E205", "E209", "E210", "E214", "E216", "E217", "E221")
 # errors that depend on the request, the version and the state of the site's files, never on its images
 ABOUT_REQUESTS = (
     *("E340", "E341", "E343", "E345", "E346", "E355", "E356", "E374", "E375", "E221"),

@@ -105,8 +105,8 @@ def bad_site_file(error: ValidationError, path: Path) -> ConfigError:
         parents: dict[str, type[Section]] = {"data": SiteData, "privacy": Floor}
         section = parents.get(str(first["loc"][0]), SiteSection) if len(first["loc"]) > 1 else SiteSection
         known = list(section.model_fields)
-        close = did_you_mean(str(first["loc"][-1]), known)
-        why, fix = "there is no such key", f"did you mean {close}?" if close else f"the keys are {', '.join(known)}"
+        why = "there is no such key"
+        fix = did_you_mean(str(first["loc"][-1]), known) or f"the keys are {', '.join(known)}"
     return ConfigError(
         "E120", "site.yaml makes no sense", where=str(path), why=f"{key}: {why}".removeprefix(": "), fix=fix
     )

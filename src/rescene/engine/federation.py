@@ -48,9 +48,8 @@ class RunFederation:
         self.phase: Callable[[], AbstractContextManager[None]] = nullcontext  # entered while clients work
         self.traffic = [0, 0]  # bytes up and down since the last move
         self.traffic_of: dict[int, list[int]] = {}  # the same of each client that was asked
-        self.summed: set[int] | None = (
-            None  # who is in a sum that was opened since the last move; None: none was asked for
-        )
+        # who is in a sum that was opened since the last move; None: none was asked for
+        self.summed: set[int] | None = None
 
     def move(self, task: Task, round: int | None, participants: Sequence[int] | None = None, attempt: int = 0) -> None:
         """Go to a place in time; ``round`` None is the beginning or end of the task, where everybody may be asked."""

@@ -209,7 +209,7 @@ class RunFolder:
         self._lock: contextlib.ExitStack | None = None
 
     def __enter__(self) -> RunFolder:
-        if (self.path / "config.yaml").is_file():
+        if self.begun:
             self._take_lock()
         return self
 
@@ -315,10 +315,7 @@ class RunFolder:
 
     def settle(self) -> None:
         """A run that was killed after its results were written is as good as any other: leave it as if it had not been."""
-        with (
-            contextlib.suppress(RunError),
-            self,
-        ):  # the folder may be read-only, or another process just be done with it
+        with contextlib.suppress(RunError), self:  # it may be read-only, or another process just be done with it
             self.sweep()
             status = json_object(self.path / "status.json", [])
             if status.get("state") != "done":

@@ -283,11 +283,8 @@ def _federation(
     context: RunContext, transport: Transport, leakage: LeakageWatch, adversary: Adversary
 ) -> RunFederation:
     e = context.experiment
-    section, promise, faults = (
-        e.recipe.federation,
-        e.recipe.promise(len(e.tasks)),
-        Faults(e.recipe.federation.faults, e.rng),
-    )
+    section, promise = e.recipe.federation, e.recipe.promise(len(e.tasks))
+    faults = Faults(section.faults, e.rng)
     digest, ledgers = context.resolved.digest(), context.folder.path / "ledgers"
 
     def client(task: Task, number: int) -> Client:

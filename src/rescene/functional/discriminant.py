@@ -18,9 +18,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-RIDGES = tuple(
-    10.0 ** (e / 2) for e in range(-10, 3)
-)  # tried by :func:`cross_validated_ridge`, in units of the mean variance
+# tried by :func:`cross_validated_ridge`, in units of the mean variance
+RIDGES = tuple(10.0 ** (e / 2) for e in range(-10, 3))
 
 ROUNDING = 1e-12  # eigenvalues below this share of the largest are rounding errors
 MOST_FREEDOM = (

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rescene.core.errors import DataError
+from rescene.core.errors import DataError, lines_of
 from rescene.lens.features import resized
 from rescene.lens.leaves import draw_leaves
-from rescene.nets.timm_networks import TIMM, checkpoint, first_line, fitting, need, timm_network
+from rescene.nets.timm_networks import TIMM, checkpoint, fitting, need, timm_network
 
 IDENTITY = {  # what a lens computes, besides its tensors
     "timm": ("kind", "net", "size", "pixel_mean", "pixel_std"),
@@ -79,7 +79,7 @@ class Program(nn.Module):
         try:
             self.session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
         except Exception as error:  # onnxruntime's exceptions share no public base
-            raise no_program(where, first_line(error)) from None
+            raise no_program(where, lines_of(error)[0]) from None
         taken = self.session.get_inputs()
         if len(taken) != 1:
             raise no_program(where, f"it takes {len(taken)} inputs, not one batch of pictures")
@@ -164,7 +164,7 @@ def onnx_of_pt2(file: Path) -> bytes:
             torch.onnx.export(program, (), made, dynamo=True, external_data=False, verbose=False)
             return made.read_bytes()
     except Exception as error:  # zip, pickle and torch's own, depending on what is wrong
-        raise no_program(str(file), first_line(error)) from None
+        raise no_program(str(file), lines_of(error)[0]) from None
 
 
 @torch.no_grad()
@@ -175,7 +175,7 @@ def measured(told: dict[str, Any], tensors: dict[str, Tensor], net: nn.Module, w
     try:
         z = torch.cat([raw(part) for part in pictures.split(BATCH)])
     except Exception as error:  # of whatever runs the network
-        raise no_program(where, f"it gives no features for a picture: {first_line(error)}") from None
+        raise no_program(where, f"it gives no features for a picture: {lines_of(error)[0]}") from None
     if z.ndim != 2 or not z.isfinite().all():
         raise no_program(where, f"it gives {list(z.shape[1:])} numbers for a picture, or some that are not finite")
     deviation = z.std(dim=0)

@@ -44,9 +44,8 @@ class Contrast:
         return replace(self, num_steps=num_steps, warm_up=min(self.warm_up, num_steps))
 
 
-SMALL = Contrast(
-    num_pictures=4_000, num_steps=150, num_pairs=128, widths=(8, 16, 32, 32), warm_up=20
-)  # minutes on a CPU
+# minutes on a CPU
+SMALL = Contrast(num_pictures=4_000, num_steps=150, num_pairs=128, widths=(8, 16, 32, 32), warm_up=20)
 
 
 class Head(nn.Sequential):

@@ -38,9 +38,8 @@ def draw_leaves(num: int, generator: torch.Generator, size: int = 64) -> Tensor:
     noise = r.noise_fields(size)  # [num, 3, size, size], one standard deviation
     x = palette[:, 0, :, None, None] + r.uniform(0.02, 0.16)[:, None, None, None] * noise
     y, u = torch.meshgrid(*2 * (torch.linspace(-1, 1, size, device=generator.device),), indexing="ij")
-    axis = torch.where(
-        r.chance(0.25), r.uniform(-0.4, 0.4), torch.full_like(r.uniform(), -4.0)
-    )  # of symmetric pictures
+    # of symmetric pictures
+    axis = torch.where(r.chance(0.25), r.uniform(-0.4, 0.4), torch.full_like(r.uniform(), -4.0))
     counts = (3 + (MOST_LEAVES - 2) * r.uniform().pow(1.5)).long().sort(descending=True).values
     for i in range(MOST_LEAVES):
         left = int((counts > i).sum())  # pictures with the most leaves come first

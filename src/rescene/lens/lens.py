@@ -146,8 +146,7 @@ def open_lens(name: str) -> Lens:
     if name.startswith(TIMM) or path.suffix == ".onnx":
         return _taken_before(name)
     if fault := no_such_lens(name):
-        guess = did_you_mean(name, BUILT_IN)
-        raise ConfigError("E117", fault, where="model.lens", fix=f"did you mean '{guess}'?" if guess else None)
+        raise ConfigError("E117", fault, where="model.lens", fix=did_you_mean(name, BUILT_IN, "'{}'") or None)
     return read_lens(path, path.stem)
 
 

@@ -44,16 +44,15 @@ def trained(
     number stays at home too. ``penalty`` is a term that sees the weights of ``net`` alone; behind a mechanism its gradient is
     added after the noise.
     """
-    hidden = shard.site is not None and shard.site.mechanism.formal
     num_images = len(shard) if counted is None else counted
-    if num_images == 0 and not hidden:
+    if num_images == 0 and not shard.hidden:
         return {"num_images": 0}
     if shard.site is not None:
         if not fit_privately(
             net, shard, settings, generator, shard.site, loss, first_class=first_class, penalty=penalty
         ):
             return {"num_images": 0, "notes": {"num_declined": 1}}
-        return {"model": weights_of(net), "num_images": 1 if hidden else num_images}
+        return {"model": weights_of(net), "num_images": 1 if shard.hidden else num_images}
     if penalty is not None:
         loss = penalised(loss or cross_entropy_from(first_class), penalty)
     final = fit_shard(net, shard, settings, generator, loss, first_class=first_class)

@@ -49,9 +49,8 @@ from rescene.privacy.totals import Total
 from rescene.training import Training
 
 Payload = dict[str, Tree]
-Uploads = Mapping[
-    int, Payload
-]  # by client, in ascending order whatever the order of arrival; a failed client is absent
+# by client, in ascending order whatever the order of arrival; a failed client is absent
+Uploads = Mapping[int, Payload]
 Model = dict[str, Tensor]
 NOT_SAID = "not said"  # by a method in short words, what leaves its sites
 
@@ -68,6 +67,11 @@ class Client(Shard):
     net: Callable[[Mapping[str, Tensor]], nn.Module]
     site: SitePrivacy | None = None
     notice: Callable[[Tensor, Tensor], None] | None = None
+
+    @property
+    def hidden(self) -> SitePrivacy | None:
+        """``site``, where its mechanism has a guarantee: nobody may learn which images it has, nor how many."""
+        return self.site if self.site is not None and self.site.mechanism.formal else None
 
 
 class Federation(Protocol):
@@ -112,9 +116,8 @@ class ModelState:
 class Kept:
     """What a server keeps of one client, for the case that it withdraws."""
 
-    images: Counter[
-        tuple[int, int, str]
-    ]  # number of a buffer (-1: of no task), label, kind (pool, buffer or sums) -> images
+    # number of a buffer (-1: of no task), label, kind (pool, buffer or sums) -> images
+    images: Counter[tuple[int, int, str]]
     num_bytes: int
 
 
@@ -147,9 +150,8 @@ class Method(Hyperparameters):
     cost_unit: ClassVar[bool] = False  # costs of other methods are also shown as multiples of its own
     paper: ClassVar[str]
     leaves_site: ClassVar[str]  # by default; see leaving()
-    leaves_in_short: ClassVar[str] = (
-        ""  # the same in two or three words, for tables and filters; see leaving_in_short()
-    )
+    # the same in two or three words, for tables and filters; see leaving_in_short()
+    leaves_in_short: ClassVar[str] = ""
     remembers: ClassVar[str] = "nothing"
     paints: ClassVar[bool] = False  # pictures of its own, with three channels
     mechanisms: ClassVar[tuple[str, ...]] = ("none",)  # privacy mechanisms that cover everything it sends

@@ -166,8 +166,7 @@ class CFeD(PaintingMethod):
         answers = class_scores(shard.net(client_state["teacher"]), pictures)
         net = shard.net(payload["model"])
         final = self._distil(net, pictures, answers, rng.at("sgd").generator(shard.device))
-        hidden = shard.site is not None and shard.site.mechanism.formal
-        answer = {"model": weights_of(net), "num_images": 1 if hidden else len(pictures)}
+        answer = {"model": weights_of(net), "num_images": 1 if shard.hidden else len(pictures)}
         return answer | ({} if shard.site is not None else {"notes": {"review_loss": final}}), client_state
 
     def _distilled(

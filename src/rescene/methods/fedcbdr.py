@@ -118,7 +118,7 @@ class FedCBDR(AveragingMethod):
 
     def client_round(self, payload: Payload, shard: Client, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
         memory = _memory(client_state, shard)
-        if shard.site is not None and shard.site.mechanism.formal:
+        if shard.hidden:
             refuse_twice(memory.last_task, shard.task)
         mixed = with_replay(shard, memory.pixels, memory.labels)
         net = shard.net(payload["model"])
@@ -133,9 +133,8 @@ class FedCBDR(AveragingMethod):
             if task.domain is None:  # domains share all outputs: nothing to tell old from new by
                 logits = task_aware_logits(logits, min(task.classes), self.old_temperature, self.new_temperature)
             old = batch.index >= num_current  # exemplars, which are all images of old classes (or domains)
-            return grouped_cross_entropy(
-                logits, batch.y, old, self.old_weight, self.new_weight, weights[batch.index]
-            )  # Eq. 7
+            # Eq. 7
+            return grouped_cross_entropy(logits, batch.y, old, self.old_weight, self.new_weight, weights[batch.index])
 
         generator, notes = rng.at("sgd").generator(shard.device), {"replay_size": len(memory.labels)}
         return trained(net, mixed, self.train, generator, loss, notes=notes, counted=self.counted(mixed)), client_state
@@ -189,12 +188,11 @@ class FedCBDR(AveragingMethod):
 
     def share_features(self, payload: Payload, shard: Client, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
         """X_k Q stays on the desk; what is sent has P_k in front, or is a sum over images."""
-        site = shard.site
-        if site is not None and site.mechanism.formal:
-            return {}, self._kept_blindly(_memory(client_state, shard), shard, site)
+        if hidden := shard.hidden:
+            return {}, self._kept_blindly(_memory(client_state, shard), shard, hidden)
         x = embed(shard.net(payload["model"]), shard.pictures(shard.index)).double()
-        if site is not None:  # App. F.2: "we additionally protect the pseudo-feature representations"
-            x = site.noised_rows(x)
+        if shard.site is not None:  # App. F.2: "we additionally protect the pseudo-feature representations"
+            x = shard.site.noised_rows(x)
         rotated = x @ random_orthogonal(x.shape[1], seeded_generator(payload["rotation_seed"])).to(x.device)
         private_seed = rng.at("private").integer()
         memory = replace(_memory(client_state, shard), desk={"features": rotated, "private_seed": private_seed})

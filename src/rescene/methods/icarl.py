@@ -127,7 +127,7 @@ class ICaRL(AveragingMethod):
 
     def client_round(self, payload: Payload, shard: Client, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
         memory = _memory(client_state, shard)
-        if _hidden(shard) is not None:
+        if shard.hidden:
             refuse_twice(memory.last_task, shard.task)
         mixed = with_replay(shard, memory.pixels, memory.labels)
         loss = self._loss(shard, memory.old_model)
@@ -174,7 +174,7 @@ class ICaRL(AveragingMethod):
     def keep_exemplars(self, payload: Payload, shard: Client, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
         """The memory after the task, each image once however often this is asked; the answer is what the means need."""
         memory = replace(_memory(client_state, shard), old_model=payload["model"])
-        site = _hidden(shard)
+        site = shard.hidden
         if shard.task.index > memory.last_task:
             memory = (
                 self._herded(memory, payload["model"], shard) if site is None else self._thinned(memory, shard, site)
@@ -267,11 +267,6 @@ def _possible_sums(answer: Payload) -> bool:
     """A sum of n vectors of unit length has length n at most."""
     lengths: Tensor = answer["sums"].norm(dim=1)
     return bool((lengths <= 1.001 * answer["counts"]).all())
-
-
-def _hidden(shard: Client) -> SitePrivacy | None:
-    """The site, where nobody may learn which images it keeps."""
-    return shard.site if shard.site is not None and shard.site.mechanism.formal else None
 
 
 def _memory(client_state: Tree, shard: Client) -> Memory:

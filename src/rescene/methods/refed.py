@@ -97,7 +97,7 @@ class ReFed(AveragingMethod):
     def refresh_cache(self, payload: Payload, shard: Client, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
         """Make room for the images of the new task. Nothing is sent back."""
         memory = _memory(client_state, shard)
-        if (site := _hidden(shard)) is not None:
+        if site := shard.hidden:  # the choice is local, so the paper's experiment leaves it as it is
             return {}, self._thinned(memory, shard, site)
         room = max(0, self.storage - len(shard))
         if len(memory.labels) <= room:
@@ -156,7 +156,7 @@ class ReFed(AveragingMethod):
 
     def client_round(self, payload: Payload, shard: Client, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
         memory = _memory(client_state, shard)
-        if _hidden(shard) is not None:
+        if shard.hidden:
             refuse_twice(memory.last_task, shard.task)
         mixed = with_replay(shard, memory.pixels, memory.labels)
         net = shard.net(payload["model"])
@@ -173,7 +173,7 @@ class ReFed(AveragingMethod):
         memory, index = _memory(client_state, shard), shard.index
         if shard.task.index <= memory.last_task:
             return {}, memory
-        if (site := _hidden(shard)) is not None:  # as likely to be here as those of earlier tasks
+        if site := shard.hidden:  # as likely to be here as those of earlier tasks
             index = index[site.noise.chosen(len(index), memory.chance).to(index.device)]
         pixels = torch.cat([memory.pixels, shard.images.pixels[index]])
         labels = torch.cat([memory.labels, shard.images.labels[index]])
@@ -210,11 +210,6 @@ def _cached_and_scored(sizes: list[list[int]], storage: int) -> tuple[list[float
         cache = [min(pool, room) for pool, room in zip(pools, rooms, strict=True)]
         cached.append(sum(cache) / len(cache))
     return cached, scored
-
-
-def _hidden(shard: Client) -> SitePrivacy | None:
-    """The site, where nobody may learn which images it keeps. The choice is local, so the paper's experiment leaves it as it is."""
-    return shard.site if shard.site is not None and shard.site.mechanism.formal else None
 
 
 def _memory(client_state: Tree, shard: Client) -> Memory:

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
-from rescene.core.errors import ConfigError, did_you_mean
+from rescene.core.errors import ConfigError, with_guess
 from rescene.core.plugins import installed, note_registered
 from rescene.methods.base import Method
 
@@ -66,10 +66,9 @@ def method_class(name: str) -> type[Method]:
     if name not in _METHODS:
         names = method_names()
     if name not in _METHODS:
-        close = did_you_mean(name, names)
         raise ConfigError(
             "E103",
-            f"unknown method {name!r}" + (f"; did you mean {close!r}?" if close else ""),
+            with_guess(f"unknown method {name!r}", name, names, "{!r}"),
             why=f"known: {', '.join(names)}",
             fix="rescene list methods; one of your own: --plugin FILE",
         )

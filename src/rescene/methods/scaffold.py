@@ -127,8 +127,8 @@ class Scaffold(AveragingMethod):
     def _reach(self, shard: Client) -> float:
         """K eta_l, by which a constant gradient of 1 would have moved the weights."""
         steps = num_local_steps(len(shard), self.train)
-        if shard.site is not None and shard.site.mechanism.formal:
-            steps = shard.site.mechanism.composition.steps  # public, whatever the site holds
+        if shard.hidden:
+            steps = shard.hidden.mechanism.composition.steps  # public, whatever the site holds
         momentum = self.train.momentum if self.momentum_steps == "effective" else 0.0
         return self.train.lr * effective_steps(steps, momentum)
 

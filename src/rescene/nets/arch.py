@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from rescene.core.errors import ConfigError, did_you_mean
+from rescene.core.errors import ConfigError, closest
 from rescene.core.record import record
 from rescene.core.rng import seeded_generator
 from rescene.nets.bodies import NORMS, ConvBody, Identity, Perceptron, convnet_body, resnet_body
@@ -256,7 +256,7 @@ def _misfit(key: str, wanted: str, found: Tensor | None, more: str = "") -> Conf
 
 def _check_choice(key: str, word: str, options: tuple[str, ...]) -> None:
     if word not in options:
-        guess = did_you_mean(word, options)
+        guess = closest(word, options)
         fix = f"did you mean '{guess}'? {key}={guess}" if guess else f"{key}={options[0]}"
         raise ConfigError("E130", f"unknown {key} '{word}'", where=key, why=f"known: {', '.join(options)}", fix=fix)
 

@@ -21,10 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from rescene.core.errors import ConfigError
+from rescene.core.errors import ConfigError, lines_of
 from rescene.core.plugins import installed, note_registered
 from rescene.core.rng import seeded_generator
-from rescene.nets.timm_networks import TIMM, first_line, own_look, timm_network
+from rescene.nets.timm_networks import TIMM, own_look, timm_network
 
 OBJECT = "object:"  # before the name of a network or data set that exists in this process only
 GROUP = "rescene.models"  # entry points of installed packages
@@ -94,7 +94,7 @@ class OwnModel:
                 raise
             except Exception as error:  # of the user's code
                 what = "the function that makes it fails" if self.is_made else "it cannot be copied"
-                raise not_usable(self.name, f"{what}: {type(error).__name__}: {first_line(error)}") from error
+                raise not_usable(self.name, f"{what}: {type(error).__name__}: {lines_of(error)[0]}") from error
         if not isinstance(made, nn.Module):
             raise not_usable(self.name, f"the function gives a {type(made).__name__}, not an nn.Module")
         if any(is_lazy(value) for value in made.state_dict(keep_vars=True).values()):
@@ -256,7 +256,7 @@ def traced(model: OwnModel, net: nn.Module, side: int) -> tuple[dict[str, Traced
         with torch.no_grad():
             out = net(test_pictures(side))
     except Exception as error:  # of the user's code
-        why = f"it fails on pictures [2, 3, {side}, {side}]: {type(error).__name__}: {first_line(error)}"
+        why = f"it fails on pictures [2, 3, {side}, {side}]: {type(error).__name__}: {lines_of(error)[0]}"
         fix = f"a network for pictures of {side} pixels, or data.image_size=SIDE for another size"
         raise not_usable(model.name, why, fix=fix) from error
     finally:
@@ -332,7 +332,7 @@ def check_body(model: OwnModel, body: nn.Module, side: int, features: Tensor) ->
                 out = trial.train(mode)(x := test_pictures(side).requires_grad_())
                 out.float().sum().backward()
             except Exception as error:  # of the user's code
-                why = f"without its head it fails while it {'trains' if mode else 'answers'}: {first_line(error)}"
+                why = f"without its head it fails while it {'trains' if mode else 'answers'}: {lines_of(error)[0]}"
                 raise not_usable(model.name, why, fix=FIX) from error
         out = out if out.ndim == 2 else out.mean(dim=(2, 3))
         if out.shape != wanted.shape or (not mode and not torch.allclose(out, wanted, rtol=1e-3, atol=1e-5)):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rescene.core.errors import DataError, did_you_mean
+from rescene.core.errors import DataError, did_you_mean, lines_of
 from rescene.nets.weights import read_weights
 
 TIMM = "timm:"
@@ -21,8 +21,8 @@ def timm_network(name: str, where: str) -> nn.Module:
     """The network without its classifier and without weights. Names that would fetch something are not names here."""
     timm = _loaded_timm()
     if not name.replace("_", "").isalnum() or not timm.is_model(name):
-        guess = did_you_mean(name, timm.list_models())
-        fix = f"did you mean {TIMM}{guess}?" if guess else "python -c 'import timm; print(timm.list_models())'"
+        listed = "python -c 'import timm; print(timm.list_models())'"
+        fix = did_you_mean(name, timm.list_models(), f"{TIMM}{{}}") or listed
         raise DataError("E224", f"timm has no model {name!r}", where=where, fix=fix)
     net: nn.Module = timm.create_model(name, pretrained=False, num_classes=0)
     return net.eval()
@@ -35,7 +35,7 @@ def _loaded_timm() -> Any:
         return import_module("timm")
     except (ImportError, RuntimeError, OSError) as error:
         fix = "uv pip install --torch-backend=auto torch torchvision    # cpu instead of auto without a GPU; both of one kind"
-        why = f"{first_line(error)}; this torch is {torch.__version__}"
+        why = f"{lines_of(error)[0]}; this torch is {torch.__version__}"
         raise DataError("E223", "timm is installed and does not load", why=why, fix=fix) from error
 
 
@@ -48,7 +48,7 @@ def checkpoint(file: Path) -> dict[str, Tensor]:
     try:
         found = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # zip, pickle and torch's own, depending on where the damage is
-        raise _no_checkpoint(file, first_line(error)) from None
+        raise _no_checkpoint(file, lines_of(error)[0]) from None
     for key in ("state_dict", "model"):
         if isinstance(found, dict) and isinstance(found.get(key), dict):
             found = found[key]
@@ -87,10 +87,6 @@ def need(module: str, extra: str) -> None:
             why="it is not part of the plain installation",
             fix=f"pip install 'rescene[{extra}]'",
         )
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def own_look(net: nn.Module) -> dict[str, Any]:

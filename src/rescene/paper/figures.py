@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rescene.core.errors import ConfigError, did_you_mean
+from rescene.core.errors import ConfigError, with_guess
 from rescene.core.json_files import Row
 from rescene.core.method_style import INK, YELLOW, style_of
 from rescene.functional import old_and_recent
@@ -23,12 +23,8 @@ SKEWED = "0.1"
 def figure(name: str, store: Store) -> Plot:
     """``old-recent`` (Figure 3) or ``task-curves`` (Figure 4)."""
     if name not in FIGURES:
-        close = did_you_mean(name, FIGURES)
-        raise ConfigError(
-            "E153",
-            f"unknown figure {name!r}" + (f"; did you mean {close}?" if close else ""),
-            why=f"known: {', '.join(FIGURES)}",
-        )
+        what = with_guess(f"unknown figure {name!r}", name, FIGURES)
+        raise ConfigError("E153", what, why=f"known: {', '.join(FIGURES)}")
     return FIGURES[name](store)
 
 
@@ -64,9 +60,8 @@ def old_recent(store: Store) -> Plot:
 
 def task_curves(store: Store) -> Plot:
     """Accuracy of each task at the end (the paper's Figure 4)."""
-    finals = [
-        row for row in _final_rows(store) if row["method"] not in ("feddm", "fedaf")
-    ]  # Figure 4 has Table 1's methods
+    # Figure 4 has Table 1's methods
+    finals = [row for row in _final_rows(store) if row["method"] not in ("feddm", "fedaf")]
     rows = [
         {**_without_final(row), "task": t, "accuracy": value} for row in finals for t, value in enumerate(row["final"])
     ]

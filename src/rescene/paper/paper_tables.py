@@ -6,6 +6,7 @@ import math
 import os
 import shlex
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from rescene.core.method_style import style_of
@@ -291,7 +292,7 @@ def status_grid(store: Store, lite: bool = False) -> TableGrid:
     return TableGrid("", ("recipe", "in the paper", "what", "cells", "runs done", "command"), tuple(rows), LIST_NOTES)
 
 
-def results_grid(store: Store, root: str = "results") -> TableGrid:
+def results_grid(store: Store) -> TableGrid:
     """Every stored run that is a cell of the paper, once, in the paper's order; then our own methods in its setting."""
     rows: list[tuple[TableEntry, ...]] = []
     seen: set[Any] = set()
@@ -300,17 +301,17 @@ def results_grid(store: Store, root: str = "results") -> TableGrid:
             key = tuple(run.folder for run in line.runs)
             if key and key not in seen and any(n.metric == "aa" for n in printed(name)):
                 seen.add(key)
-                rows.append(_result(line, root))
-    rows += [_result(line, root, OURS) for line in our_lines(store)]
+                rows.append(_result(line))
+    rows += [_result(line, OURS) for line in our_lines(store)]
     columns = ("data", "beta", "method", "setting", "seeds", "AA", "AIA", "paper AA / AIA", "near-copies", "where")
     return TableGrid("", columns, tuple(rows))
 
 
-def _result(line: Line, root: str, mark: str = "") -> tuple[TableEntry, ...]:
+def _result(line: Line, mark: str = "") -> tuple[TableEntry, ...]:
     data, beta, method, setting = _head(line)
     figures = [_ours(line.ours.get(m), best=False) for m in ("aa", "aia")]
-    where = folders(line, root)
-    return (data, beta, f"{method}{mark}", setting, str(len(line.runs)), *figures, _told(line), copies(line), where)
+    told = (_told(line), copies(line), folders(line))
+    return (data, beta, f"{method}{mark}", setting, str(len(line.runs)), *figures, *told)
 
 
 def _told(line: Line) -> str:
@@ -322,15 +323,15 @@ def _told(line: Line) -> str:
     return "–" if implied is None else f"{implied:.2f} (mean of Table 7's row) / –"
 
 
-def folders(line: Line, root: str = "results") -> str:
+def folders(line: Line) -> str:
     """Where the runs of a line lie."""
-    return _together(sorted({_below(run.folder, root) for run in line.runs}))
+    return _together(sorted({_from_results(run.folder) for run in line.runs}))
 
 
-def _below(folder: Any, root: str) -> str:
+def _from_results(folder: Path) -> str:
     """The folder from ``results`` on: the same text on every machine."""
     parts = folder.parts
-    return "/".join(parts[parts.index(root) :] if root in parts else parts[-2:])
+    return "/".join(parts[parts.index("results") :] if "results" in parts else parts[-2:])
 
 
 def _together(places: list[str]) -> str:

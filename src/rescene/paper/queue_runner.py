@@ -23,7 +23,7 @@ from rescene.core.errors import ResceneError
 from rescene.core.files import unique_draft, write_atomically
 from rescene.core.json_files import json_object
 from rescene.core.results import read_status, results_row
-from rescene.core.run_state import state_of
+from rescene.core.run_state import runs_root, state_of
 from rescene.engine.checkpoint import write_json
 from rescene.paper.missing_runs import SLOWER, Missing, Predict
 from rescene.paper.store import Store
@@ -47,11 +47,9 @@ class QueueRow:
     seed: int
     group: str
     folder: str
-    state: str = (
-        # waiting, running, running elsewhere, done, stopped, failed, or cannot run (``why`` says what helps); in a plan
-        # would end, would begin (and go on next time) or later
-        "waiting"
-    )
+    # waiting, running, running elsewhere, done, stopped, failed, or cannot run (``why`` says what helps); in a plan
+    # would end, would begin (and go on next time) or later
+    state: str = "waiting"
     predicted: float | None = None
     used: float | None = None
     why: str = ""
@@ -70,7 +68,7 @@ class _Going:
 
 def run_folders() -> Path:
     """Where the queue's runs are made; the next queue finds them there."""
-    return Path(os.environ.get("RESCENE_RUNS", "runs")) / "queue"
+    return runs_root() / "queue"
 
 
 def rescene_run(missing: Missing, folder: Path) -> list[str]:

@@ -10,7 +10,7 @@ from functools import cache, cached_property, lru_cache
 from typing import Any
 
 from rescene.config import Resolved, resolve
-from rescene.core.errors import ConfigError, ResceneError, did_you_mean
+from rescene.core.errors import ConfigError, ResceneError, with_guess
 from rescene.data import available
 from rescene.methods import method_class
 from rescene.methods.surrogates import SurrogateMethod
@@ -174,10 +174,9 @@ def recipe_names(lite: bool = True) -> list[str]:
 def check_name(name: str, besides: Iterable[str] = ()) -> None:
     """Refuses what is no table of the paper; ``besides``: what else the caller would have understood."""
     if name not in recipe_names():
-        close = did_you_mean(name, [*recipe_names(), *besides])
         raise ConfigError(
             "E150",
-            f"the paper has no table {name!r}" + (f"; did you mean {close}?" if close else ""),
+            with_guess(f"the paper has no table {name!r}", name, [*recipe_names(), *besides]),
             why=f"known: {', '.join(recipe_names(lite=False))}, each also with {LITE}"
             + "".join(f"; {b}" for b in besides),
             fix="rescene paper list",

@@ -7,7 +7,6 @@ None.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +18,7 @@ from rescene.config import Recipe
 from rescene.core.errors import ResceneError
 from rescene.core.recipe_keys import flatten, with_one_augmentation
 from rescene.core.results import Results, RoundRecord, TaskRecord, read_metrics, results_of_row, results_row
+from rescene.core.run_state import runs_root
 from rescene.data.catalog import CATALOG
 from rescene.methods import method_class
 from rescene.methods.averaging import AveragingMethod
@@ -162,7 +162,7 @@ def default_roots() -> list[Path]:
     """results/ here and in the checkout this package runs from, then the run folder."""
     checkout = Path(__file__).parents[3]
     kept = [Path("results")] + ([checkout / "results"] if (checkout / "pyproject.toml").is_file() else [])
-    return [*kept, Path(os.environ.get("RESCENE_RUNS", "runs"))]
+    return [*kept, runs_root()]
 
 
 def _result_files(roots: Iterable[Path]) -> list[Path]:
@@ -243,12 +243,15 @@ def over_seeds(runs: Sequence[Stored], metric: str, reference: Sequence[Stored] 
     return None if value is None or ours is None else Spread(value, None, ours.num)
 
 
-def last_rounds(run: Stored, count: int = 10) -> list[float]:
-    """AA after each of the last rounds; nothing where rounds were not evaluated, or not by AA (test sets of unequal size)."""
+LAST_ROUNDS = 10  # rounds of which the mean says how much AA depends on the sites of one
+
+
+def last_rounds(run: Stored) -> list[float]:
+    """AA after each of the last ten rounds; nothing where rounds were not evaluated, or not by AA (test sets of unequal size)."""
     rounds = [row for row in run.recorded[0] if row.task == len(run.results.tasks) - 1]
-    found = [row.accuracy for row in rounds[-count:] if row.accuracy is not None]
+    found = [row.accuracy for row in rounds[-LAST_ROUNDS:] if row.accuracy is not None]
     aa = read(run, "aa")
-    return found if len(found) == count and aa is not None and abs(found[-1] - aa) < 0.01 else []
+    return found if len(found) == LAST_ROUNDS and aa is not None and abs(found[-1] - aa) < 0.01 else []
 
 
 def relative(metric: str, value: float, reference: float) -> float | None:

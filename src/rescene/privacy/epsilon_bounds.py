@@ -67,13 +67,13 @@ def epsilon_lower_bound(m: int, r: int, v: int, delta: float, risk: float) -> fl
     return bisected(lambda epsilon: p_value(m, r, v, epsilon, delta) < risk, low, high, 1e-5)[0]
 
 
-def bounds(attacks: Mapping[str, tuple[Tensor, Tensor]], delta: float, risk: float = RISK) -> dict[str, Bound]:
-    """For each attack, its scores [m] and the coins [m] -> its bound. All hold together, but for ``risk``.
+def bounds(attacks: Mapping[str, tuple[Tensor, Tensor]], delta: float) -> dict[str, Bound]:
+    """For each attack, its scores [m] and the coins [m] -> its bound. All hold together, but for the chance ``RISK``.
 
     A score above 0 says "in", below 0 "out", the further the surer; 0 abstains. The risk is divided among all attacks and all
     numbers of guesses, so trying many of them is no way to be lucky.
     """
-    each = risk / (len(attacks) * len(GUESSES))
+    each = RISK / (len(attacks) * len(GUESSES))
     found = {}
     for name, (scores, included) in attacks.items():
         m, tried = len(included), []

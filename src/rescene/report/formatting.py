@@ -44,13 +44,13 @@ def known(value: object) -> str:
     return NONE if value is None else str(value)
 
 
-def _scaled(value: float | None, step: float, units: Sequence[str]) -> str:
-    """Three significant digits with the largest unit that keeps the number at 1 or more."""
+def _scaled(value: float | None, units: Sequence[str]) -> str:
+    """Three significant digits with the largest unit, each a thousand of the one before, that keeps the number at 1 or more."""
     if value is None:
         return NONE
     size, i = float(value), 0
-    while abs(size) >= 0.9995 * step and i < len(units) - 1:
-        size, i = size / step, i + 1
+    while abs(size) >= 999.5 and i < len(units) - 1:
+        size, i = size / 1000, i + 1
     digits = 0 if i == 0 or abs(size) >= 100 else 1 if abs(size) >= 10 else 2
     return f"{size:.{digits}f} {units[i]}"
 
@@ -61,7 +61,7 @@ def bytes_text(value: float | None) -> str:
     >>> bytes_text(245760), bytes_text(1228800), bytes_text(12)
     ('246 kB', '1.23 MB', '12 B')
     """
-    return _scaled(value, 1000, ("B", "kB", "MB", "GB", "TB", "PB"))
+    return _scaled(value, ("B", "kB", "MB", "GB", "TB", "PB"))
 
 
 def flops_text(value: float | None) -> str:
@@ -69,7 +69,7 @@ def flops_text(value: float | None) -> str:
     >>> flops_text(3.34e9)
     '3.34 GFLOP'
     """
-    return _scaled(value, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP", "ZFLOP"))
+    return _scaled(value, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP", "ZFLOP"))
 
 
 def site_work(flops: float | None, lens: bool) -> str:

@@ -78,7 +78,7 @@ def gallery(group: RunGroup, folder: Path) -> Gallery | None:
         return None
     entries, uploads, nearest = found
     render(_pair_sheet(group, *found), folder)
-    chosen = sorted(_evenly(entries, _MOST), key=lambda i: (_class_of(entries[i]), i))
+    chosen = sorted(_evenly(entries), key=lambda i: _class_of(entries[i]))
     pairs = tuple(pair_of(entries[i], uploads[i], nearest[i]) for i in chosen)
     return Gallery(group, pairs, len(entries), through_lens(uploads), _means(group, folder))
 
@@ -98,7 +98,7 @@ def _means(group: RunGroup, folder: Path) -> tuple[Mean, ...]:
             png_uri(real[i]),
             percent(entry.rms, 3),
         )
-        for i in sorted(_evenly(entries, _MOST))
+        for i in _evenly(entries)
         for entry in [entries[i]]
     )
 
@@ -144,13 +144,13 @@ def _class_of(entry: PairRecord) -> tuple[int, int, str]:
     return (entry.task or 0, entry.label or 0, entry.class_name)
 
 
-def _evenly(entries: Sequence[PairRecord | MeanRecord], most: int) -> list[int]:
-    """Up to ``most`` positions, the same number from every class as far as possible."""
+def _evenly(entries: Sequence[PairRecord | MeanRecord]) -> list[int]:
+    """Positions of the entries on the page, in order: the same number from every class as far as possible."""
     queues: dict[str, list[int]] = {}
     for i, entry in enumerate(entries):
         queues.setdefault(entry.class_name, []).append(i)
     turns = [[queue[n] for queue in queues.values() if n < len(queue)] for n in range(max(map(len, queues.values())))]
-    return [i for turn in turns for i in turn][:most]
+    return sorted([i for turn in turns for i in turn][:_MOST])
 
 
 def pair_of(entry: PairRecord, upload: np.ndarray, nearest: np.ndarray) -> Pair:
@@ -208,7 +208,7 @@ def _pair_sheet(group: RunGroup, entries: list[PairRecord], uploads: np.ndarray,
 def _mean_sheet(group: RunGroup, entries: list[MeanRecord], sent: np.ndarray, real: np.ndarray) -> Plot:
     """The means of all classes, those of the uploads at the left."""
     below = [f"{plain(entry.class_name, 14)}, {percent(entry.rms, 3)}" for entry in entries]
-    chosen = sorted(_evenly(entries, _MOST))
+    chosen = _evenly(entries)
     lines = [chosen[i : i + _ACROSS] for i in range(0, len(chosen), _ACROSS)]
     caption = (
         "Left of each pair the mean of a class's uploads, right that of its real images, known to the simulator only; "

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from rescene.core.errors import ConfigError, did_you_mean
+from rescene.core.errors import ConfigError, with_guess
 from rescene.core.json_files import Row
 from rescene.core.method_style import MethodStyle, method_key, style_of
 from rescene.core.recipe_keys import Flat, experiment_keys, with_one_augmentation
@@ -376,9 +376,8 @@ def traits(group: RunGroup) -> dict[str, str]:
     """Every dotted key of the group's recipe as text, and ``method``, ``data``, ``seed``, ``epsilon`` (as guaranteed)."""
     run = group.runs[0]
     flat = {key: value for key, value in acting(run).items() if key not in ("method", "method.name")}
-    flat = dict(
-        sorted(flat.items(), key=lambda item: item[0].startswith("method."))
-    )  # what is a method's own comes last
+    # what is a method's own comes last
+    flat = dict(sorted(flat.items(), key=lambda item: item[0].startswith("method.")))
     name, path = flat.get("data.name"), flat.get("data.path")
     data = run.data or (path or name if name in UNNAMED else name) or NONE
     seeds = sorted({other.seed for other in group.runs if other.seed is not None})
@@ -439,10 +438,10 @@ def _resolve(name: str, known: Sequence[str]) -> str:
         return ends[0]
     if ends:
         raise ConfigError("E142", f"{name!r} may be {' or '.join(ends)}", where="--by", fix=f"--by {ends[0]}")
-    close = did_you_mean(name, [*known, *(key.rpartition(".")[2] for key in known)])
+    words = [*known, *(key.rpartition(".")[2] for key in known)]
     raise ConfigError(
         "E141",
-        f"no run has a setting {name!r}" + (f"; did you mean {close}?" if close else ""),
+        with_guess(f"no run has a setting {name!r}", name, words),
         where="--by or --across",
         fix="rescene show RUN   lists the settings of a run",
     )

@@ -361,27 +361,22 @@ def read_submission(folder: Path) -> RunRecord:
 def refuse_missing(folder: Path, names: Sequence[str]) -> None:
     """E545 if a folder does not have these files."""
     missing = ", no ".join(name for name in names if not (folder / name).is_file())
-    why, fix = [f"it has no {missing}"] if missing else [], "hand in the folder of a finished run with all of its files"
-    _refuse(why, ConfigError("E545", "this folder cannot be checked", where=str(folder), why=_listed(why), fix=fix))
+    fix = "hand in the folder of a finished run with all of its files"
+    error = ConfigError("E545", "this folder cannot be checked", fix=fix)
+    _refuse(folder, [f"it has no {missing}"] if missing else [], error)
 
 
 def refuse_damaged(folder: Path, problems: Sequence[str]) -> None:
     """E545 if something in a folder's files cannot be read."""
-    what = "files of this folder are damaged"
-    error = ConfigError("E545", what, where=str(folder), why=_listed(problems), fix=AS_IT_WAS_LEFT)
-    _refuse(problems, error)
+    _refuse(folder, problems, ConfigError("E545", "files of this folder are damaged", fix=AS_IT_WAS_LEFT))
 
 
-def _refuse(found: Sequence[str], error: ConfigError) -> None:
-    """The refusal, if something was found."""
+def _refuse(folder: Path, found: Sequence[str], error: ConfigError) -> None:
+    """Raise the error if something was found in the folder, with a line for each and only the first of many."""
     if found:
+        more = [f"and {len(found) - MOST} more"] if len(found) > MOST else []
+        error.where, error.why = str(folder), "\n".join([*found[:MOST], *more])
         raise error
-
-
-def _listed(found: Sequence[str]) -> str:
-    """What was found, a line each and only the first of many."""
-    more = [f"and {len(found) - MOST} more"] if len(found) > MOST else []
-    return "\n".join([*found[:MOST], *more])
 
 
 def compare_files(run: RunRecord, expected: Expected) -> list[str]:
@@ -398,24 +393,21 @@ def compare_files(run: RunRecord, expected: Expected) -> list[str]:
 
 
 def _compare_recipe(run: RunRecord, expected: Expected) -> None:
-    where, fix = str(run.folder), AS_IT_WAS_LEFT
     found = differences(flatten(expected.recipe), _recorded(run), "config.yaml", "results.json", {"device"})
-    _refuse(
-        found, ConfigError("E541", "the recipe is not the one that was run", where=where, why=_listed(found), fix=fix)
-    )
+    _refuse(run.folder, found, ConfigError("E541", "the recipe is not the one that was run", fix=AS_IT_WAS_LEFT))
     found = [f"config.yaml has no {key}" for key in expected.missing] if _same_code(run, expected) else []
-    _refuse(found, ConfigError("E546", "the recipe is not whole", where=where, why=_listed(found), fix=fix))
+    _refuse(run.folder, found, ConfigError("E546", "the recipe is not whole", fix=AS_IT_WAS_LEFT))
     found = _other_hash(run.folder, expected.digest)
-    _refuse(found, ConfigError("E542", OTHER_HASH, where=where, why=_listed(found), fix="the recipe of this run"))
+    _refuse(run.folder, found, ConfigError("E542", OTHER_HASH, fix="the recipe of this run"))
 
 
 def _compare_numbers(run: RunRecord, expected: Expected) -> None:
-    where, same_code = str(run.folder), _same_code(run, expected)
+    same_code = _same_code(run, expected)
     found, fix = _numbers(run, same_code), f"run it again: {command('rerun', run.folder)}"
-    _refuse(found, ConfigError("E543", "numbers of this run do not agree", where=where, why=_listed(found), fix=fix))
+    _refuse(run.folder, found, ConfigError("E543", "numbers of this run do not agree", fix=fix))
     found = _claims(run.raw, _recorded(run).get("method.name"), expected, same_code)
     what = "method, style or guarantee are not those of the recipe"
-    _refuse(found, ConfigError("E547", what, where=where, why=_listed(found), fix=AS_IT_WAS_LEFT))
+    _refuse(run.folder, found, ConfigError("E547", what, fix=AS_IT_WAS_LEFT))
 
 
 def _recorded(run: RunRecord) -> Row:
@@ -435,8 +427,7 @@ def check_images(folder: Path, environment: Mapping[str, Any]) -> None:
         for key, text in words.items()
         if before.get(key) != environment.get(key)
     ]
-    error = ConfigError("E542", OTHER_HASH, where=str(folder), why=_listed(found), fix="the images of this run")
-    _refuse(found, error)
+    _refuse(folder, found, ConfigError("E542", OTHER_HASH, fix="the images of this run"))
 
 
 def check_rounds(folder: Path, held: Sequence[Row], environment: Mapping[str, Any]) -> list[str]:
@@ -457,7 +448,7 @@ def check_rounds(folder: Path, held: Sequence[Row], environment: Mapping[str, An
         else:
             found += _row_differences(before, row, exact=not moved)
     what = "the first rounds held again give other numbers"
-    _refuse(found, ConfigError("E544", what, where=str(folder), why=_listed(found), fix=command("rerun", folder)))
+    _refuse(folder, found, ConfigError("E544", what, fix=command("rerun", folder)))
     return moved
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rescene.core.errors import ConfigError, DataError, ResceneError, did_you_mean, few
+from rescene.core.errors import ConfigError, DataError, ResceneError, few, with_guess
 from rescene.core.json_files import Row
 from rescene.report import figures_accuracy, figures_theory, figures_tradeoffs
 from rescene.report import page_sections as sections
@@ -361,8 +361,7 @@ KINDS: dict[str, tuple[Callable[[Groups], Iterable[Plot | None]], int, str]] = {
 def figure(groups: Groups, kind: str, out: Path) -> list[Path]:
     """Draw one kind into ``out`` (.png, .pdf or .svg), with the numbers behind it as CSV; returns both paths."""
     if kind not in KINDS:
-        close = did_you_mean(kind, KINDS)
-        what = f"unknown kind of figure {kind!r}" + (f"; did you mean {close}?" if close else "")
+        what = with_guess(f"unknown kind of figure {kind!r}", kind, KINDS)
         raise ConfigError("E145", what, where="the first word, or --kind", why=f"known are {', '.join(KINDS)}")
     checked_ending(out)
     panels, across, needs = KINDS[kind]

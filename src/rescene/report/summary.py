@@ -184,8 +184,7 @@ def _simulated(head: RunGroup) -> str:
     if not told:
         return ""
     success = head.mean(lambda run: run.results.attack_success)
-    aimed = "" if success is None else f"{percent_sign(success)} of the test images it aims at."
-    end = f" The attack succeeds on {aimed}" if aimed else ""
+    end = "" if success is None else f" The attack succeeds on {percent_sign(success)} of the test images it aims at."
     return f"Simulated: {'; '.join(told)}.{end}"
 
 

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from typing import Any
 
-from rescene.core.errors import ConfigError, did_you_mean
+from rescene.core.errors import ConfigError, with_guess
 from rescene.core.json_files import Row
 from rescene.report.formatting import (
     NONE,
@@ -115,8 +115,7 @@ def render(grid: TableGrid, kind: str) -> str:
     | ours | **77.00** ± 0.50 |
     """
     if kind not in KINDS:
-        close = did_you_mean(kind, KINDS)
-        what = f"unknown table format {kind!r}" + (f"; did you mean {close}?" if close else "")
+        what = with_guess(f"unknown table format {kind!r}", kind, KINDS)
         raise ConfigError("E140", what, why=f"known are {', '.join(KINDS)}")
     return KINDS[kind](grid).rstrip("\n") + "\n"
 
@@ -453,8 +452,7 @@ def _columns(metrics: str, groups: Sequence[RunGroup]) -> list[Column]:
                 "E143", "these runs have no sites of their own", where="--metric", fix="federation.partition=sites"
             )
         if name not in known and name not in ("tasks", "sites"):
-            close = did_you_mean(name, known)
-            what = f"unknown metric {name!r}" + (f"; did you mean {close}?" if close else "")
+            what = with_guess(f"unknown metric {name!r}", name, known)
             choice = [*METRICS, "tasks", *([f"task1 to task{num_tasks}"] if by_task else []), "sites"]
             raise ConfigError("E143", what, where="--metric", why=f"known are {', '.join(choice)}")
         found += {"tasks": [*by_task.values()], "sites": by_site}.get(name) or [known[name]]

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rescene.core.errors import ConfigError, ResceneError, RunError, did_you_mean
+from rescene.core.errors import ConfigError, ResceneError, RunError, did_you_mean, lines_of
 from rescene.core.files import write_atomically
 from rescene.core.run_state import read_object
 from rescene.sweeps.grid import SweepCell
@@ -76,10 +76,9 @@ def read_settings(texts: Sequence[str]) -> dict[str, Any]:
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals or key not in SETTINGS or (key in NUMBERS and not value.isdigit()):
-            close = did_you_mean(key, SETTINGS)
-            fix = (
-                f"did you mean {close}?" if close and close != key else f"key=value with one of: {', '.join(SETTINGS)}"
-            )
+            fix = f"key=value with one of: {', '.join(SETTINGS)}"
+            if key not in SETTINGS:
+                fix = did_you_mean(key, SETTINGS) or fix
             raise ConfigError("E106", f"cannot read --slurm-set {text!r}", where="--slurm-set", fix=fix)
         found[SETTINGS[key]] = int(value) if key in NUMBERS else value
     return found
@@ -137,9 +136,9 @@ def _asked(executor: Any, job: ClusterJob) -> Any:
     try:
         return executor.submit(job)
     except Exception as error:  # submitit passes on what sbatch says, in classes of its own
-        lines = str(error).strip().splitlines() or [type(error).__name__]
+        said = lines_of(error)[-1][:300]
         fix = "check --slurm-set; partition, account and time must be allowed for you"
-        raise ConfigError("E500", "the cluster refused a job", where="--slurm", why=lines[-1][:300], fix=fix) from None
+        raise ConfigError("E500", "the cluster refused a job", where="--slurm", why=said, fix=fix) from None
 
 
 def _queued(root: Path) -> dict[str, Any]:
@@ -165,6 +164,6 @@ def _outcome(folder: Path, job: Any) -> Any:
     except ResceneError as error:
         return error
     except Exception as error:  # the job itself failed: its node died, or it was cancelled
-        last = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        said = lines_of(error)[-1][:300]
         fix = f"read {job.paths.stderr}; the same command tries again"
-        return RunError("E326", f"job {job.job_id} ended without a result", where=str(folder), why=last[:300], fix=fix)
+        return RunError("E326", f"job {job.job_id} ended without a result", where=str(folder), why=said, fix=fix)

@@ -54,8 +54,7 @@ def export(folder: Path, kinds: Sequence[str], out: Path) -> list[Row]:
 def _check_kinds(kinds: Sequence[str]) -> None:
     for kind in kinds:
         if kind not in WRITERS:
-            close = did_you_mean(kind, WRITERS)
-            fix = f"did you mean {close}?" if close else f"one or more of: {','.join(WRITERS)}"
+            fix = did_you_mean(kind, WRITERS) or f"one or more of: {','.join(WRITERS)}"
             raise ConfigError("E184", f"cannot export to {kind!r}", where="--to", fix=fix)
     if "onnx" in kinds:
         require_onnx()

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rescene.core.errors import ConfigError
+from rescene.core.errors import ConfigError, lines_of
 from rescene.nets.model_file import LENS
 from rescene.nets.weights import KEY, read_weights
 
@@ -143,5 +143,5 @@ def picture_size(about: dict[str, Any]) -> int:
 
 
 def _damaged(path: Path, error: Exception) -> ConfigError:
-    why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    why = lines_of(error)[0]
     return ConfigError("E183", "this model file cannot be read", where=str(path), why=why, fix="export it again")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from rescene import __version__
 from rescene.core.documents import read_text
-from rescene.core.errors import ConfigError, DataError, ResceneWarning
+from rescene.core.errors import ConfigError, DataError, ResceneWarning, lines_of
 from rescene.core.results import Results, read_results
 from rescene.core.run_state import finished_in, is_done, read_object
 from rescene.data.sources.decode import EXTENSIONS, decode, reason, shown
@@ -26,7 +26,6 @@ from rescene.lens import Lens, expect_looks, open_lens, tell_looked
 from rescene.lens.lens import lens_of
 from rescene.nets import Arch, Net, load_weights
 from rescene.nets.model_file import about_of, check_rows, contradiction, parted
-from rescene.nets.timm_networks import first_line
 from rescene.use.formats import CAN_RUN_CODE, READERS, picture_size
 
 NOT_HERE = ("E130", "E168")  # a network of a plug-in that was not loaded, or of another process
@@ -157,7 +156,7 @@ def _lens(path: Path, about: dict[str, Any], tensors: dict[str, Tensor]) -> Lens
     try:
         lens = lens_of((about["lens_file"], tensors), name, str(path)) if about.get("lens_file") else open_lens(name)
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
-        raise contradiction(path, f"its lens: {first_line(error)}") from None
+        raise contradiction(path, f"its lens: {lines_of(error)[0]}") from None
     if wanted not in (None, lens.sha256):
         raise ConfigError(
             "E136",
@@ -176,8 +175,8 @@ def _try(path: Path, about: dict[str, Any], scores: Callable[[Tensor], Tensor]) 
         found = scores(torch.zeros(1, 3, size, size, dtype=torch.uint8))
         num_images, num_outputs = found.shape
     except Exception as error:  # of torch or of onnxruntime, whose exceptions share no public base
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise contradiction(path, f"it gives no answer to a picture of {size}x{size} pixels: {lines[0]}") from None
+        said = lines_of(error)[0]
+        raise contradiction(path, f"it gives no answer to a picture of {size}x{size} pixels: {said}") from None
     if num_images != 1:
         raise contradiction(path, f"it gives {num_images} answers to one picture")
     check_rows(about, num_outputs, path)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rescene.core.documents import parse_json
-from rescene.core.errors import ConfigError, DataError, command, did_you_mean
+from rescene.core.errors import ConfigError, DataError, closest, command, did_you_mean
 from rescene.data.images import Dataset
 from rescene.data.sources.decode import EXTENSIONS, shown
 from rescene.data.sources.image_folder import TEST_NAMES
@@ -237,8 +237,7 @@ def _columns(table: Table, asked: Mapping[str, str]) -> dict[str, str]:
         if role not in ROLES:
             raise _bad(table.file, f"a column cannot be the {role!r}", fix=f"one of: {', '.join(ROLES)}")
         if name not in header:
-            close = did_you_mean(name, header)
-            fix = f"did you mean {close!r}?" if close else f"columns here: {', '.join(map(shown, header))}"
+            fix = did_you_mean(name, header, "{!r}") or f"columns here: {', '.join(map(shown, header))}"
             raise _bad(table.file, f"there is no column {name!r} for the {role}", fix=fix)
     column = {role: name for role, name in _guessed(header).items() if name not in asked.values()} | dict(asked)
     if "path" not in column:
@@ -251,7 +250,7 @@ def _columns(table: Table, asked: Mapping[str, str]) -> dict[str, str]:
 
 
 def _no_column(table: Table, role: str, header: list[str]) -> DataError:
-    close = did_you_mean(role, header)
+    close = closest(role, header)
     hint = f" (is it {close!r}?)" if close else ""
     examples = [f"{shown(name)} ({_shortly(table.columns[name])})" for name in header[:12]]
     told = command("data", "inspect", table.file, "--columns", f"{role}={close or 'NAME'}")

@@ -219,8 +219,7 @@ def _by_name(name: str) -> Observer:
     """Of an installed package: its entry point in ``rescene.observers`` names the class."""
     found = {entry.name: entry for entry in installed("rescene.observers")}
     if name not in found:
-        close = did_you_mean(name, found)
-        fix = f"did you mean {close}?" if close else "install the package that brings it, or give the object itself"
+        fix = did_you_mean(name, found) or "install the package that brings it, or give the object itself"
         raise ConfigError("E504", f"there is no observer {name!r}", where="callbacks", fix=fix)
     made: Observer = found[name].load()()
     return made

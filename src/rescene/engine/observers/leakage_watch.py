@@ -140,10 +140,8 @@ class LeakageWatch(Observer):
         self.rms: list[Tensor] = []
         self.psnr: list[Tensor] = []
         self.starts: list[Tensor] = []  # [m, 2] RMS and PSNR of surrogates against their own start images
-        self.kept, self.kept_from = (
-            torch.zeros(0),
-            torch.zeros(0),
-        )  # uploads to compare with care at the task's end; senders
+        # uploads to compare with care at the task's end; senders
+        self.kept, self.kept_from = torch.zeros(0), torch.zeros(0)
 
     def see_start(self, images: Tensor, start: Tensor) -> None:
         """Shown by the condensation itself, because start images are not on the wire."""

@@ -93,9 +93,8 @@ class TheoryWatch(Observer):
         found = []
         for i, label in enumerate(task.classes):
             own, stored = pool.labels == label, kept.labels == label
-            is_finite = bool(
-                z[own].isfinite().all() and mu[i].isfinite().all()
-            )  # a model that diverged has no features
+            # a model that diverged has no features
+            is_finite = bool(z[own].isfinite().all() and mu[i].isfinite().all())
             if not bool(stored.any()) or not is_finite:
                 continue
             rounds, budget = pool.rounds[own], int(stored.sum())
