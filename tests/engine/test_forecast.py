@@ -11,11 +11,10 @@ from rescene.engine import federation as federation_module
 from rescene.engine import forecast as forecast_module
 from rescene.engine import prepare
 from rescene.engine import transport as transport_module
-from rescene.engine.cost_ledger import nominal_cost
 from rescene.engine.forecast import Exchange, Moment, Rates, forecast, mean_latency, measured_rates, round_latency
 from rescene.methods import method_class, method_names
 from rescene.nets import Arch
-from rescene.paper.costs import client_flops, paper_experiment, server_flops
+from rescene.paper.costs import client_resource_rows, paper_experiment, total_compute_rows
 
 # few and unequal images: sites without any, with a single one, batches of one at the end of an epoch
 SMALL = {"federation.num_clients": 5, "federation.per_round": 3, "federation.num_rounds": 2, "federation.beta": 0.3,
@@ -195,13 +194,14 @@ def test_only_calls_long_enough_to_be_timed_count(monkeypatch):
 
 @pytest.mark.slow
 def test_tables_keep_both_conventions_apart():
-    world = paper_experiment("cifar10", "rescene")
-    nominal, found = nominal_cost(world), forecast(world).measured()
-    assert nominal["uplink_bytes_per_message"] == 245_760
-    assert found["uplink_bytes_per_message"] < 245_760  # half of a small class, absent classes
-    assert found["client_flops"] > 2 * nominal["client_flops"]  # 256 real images where the paper fits 10
+    (row,) = client_resource_rows(["cifar10"], ["rescene"], seeds=[0])
+    assert row["nominal"]["uplink_bytes_per_message"] == 245_760
+    assert row["forecast"]["uplink_bytes_per_message"] < 245_760  # half of a small class, absent classes
+    assert (
+        row["forecast"]["client_flops"] > 2 * row["nominal"]["client_flops"]
+    )  # 256 real images where the paper fits 10
     ipc = paper_experiment("cifar10", "rescene", overrides=["method.real_batch=ipc", "method.literal=true"])
     # 3F a surrogate and step: half of the paper's two passes over synthetic and real, less the weights' gradient
-    assert forecast(ipc).measured()["client_flops"] == pytest.approx(nominal["client_flops"] * 3 / 8, rel=0.05)
-    clients = client_flops(world) / len(world.tasks)
-    assert clients / (clients + server_flops(world, 1)) == pytest.approx(0.026, abs=0.002)
+    assert forecast(ipc).measured()["client_flops"] == pytest.approx(row["nominal"]["client_flops"] * 3 / 8, rel=0.05)
+    (total,) = total_compute_rows(methods=["rescene"], seeds=[0])
+    assert total["nominal"]["client_share"] == pytest.approx(0.026, abs=0.002)

@@ -47,10 +47,9 @@ from rescene.config import resolve
 from rescene.testing.conformance import CHECKS
 from rescene.data import stand_in
 from rescene.engine import prepare_sizes
-from rescene.engine.cost_ledger import nominal_cost
 from rescene.engine.forecast import forecast
 from rescene.methods import method_class, method_names
-from rescene.paper.costs import paper_experiment
+from rescene.paper.costs import client_resource_rows
 from rescene.training import Training
 
 method, fedavg = method_class("half_step"), method_class("fedavg")
@@ -64,9 +63,9 @@ def foreseen(name):
     return forecast(prepare_sizes(recipe, stand_in("fashion-mini"))).measured()
 
 assert foreseen("half_step") == foreseen("fedavg") and foreseen("half_step")["client_flops"] > 0
-mine, theirs = (paper_experiment("cifar10", name) for name in ("half_step", "fedavg"))
-assert forecast(mine).measured() == forecast(theirs).measured()
-assert nominal_cost(mine)["client_state_bytes"] == nominal_cost(theirs)["client_state_bytes"] + 12
+mine, theirs = client_resource_rows(["cifar10"], ["half_step", "fedavg"], seeds=[0])
+assert mine["forecast"] == theirs["forecast"]
+assert mine["nominal"]["client_state_bytes"] == theirs["nominal"]["client_state_bytes"] + 12
 for check in CHECKS:
     check(method(train=Training(local_epochs=1, batch_size=8)))
 """
