@@ -32,7 +32,7 @@ from rescene.use import predict
 from rescene.use.model import Model
 
 LOAD = """
-import resource, sys
+import pathlib, resource, sys
 resource.setrlimit(resource.RLIMIT_AS, (8 * 2**30, 8 * 2**30))  # what goes wrong here shall not take the machine along
 from rescene.data import load
 from rescene.core.errors import DataError
@@ -41,7 +41,11 @@ for path in sys.argv[1:]:
         print("fine", len(load(path=path).train))
     except DataError as error:
         print(error)
-print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024))
+if sys.platform == "linux":  # getrusage would also count what the parent held when it made this process
+    status = pathlib.Path("/proc/self/status").read_text()
+    print("peak", 1024 * int(status.partition("VmHWM:")[2].split()[0]))
+else:
+    print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024))
 """
 
 
