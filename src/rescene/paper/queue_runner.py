@@ -135,7 +135,8 @@ class Queue:
         for experiment, of_seeds in done.runs.items():
             for seed, run in of_seeds.items():
                 if not kept.find(experiment, [seed]):
-                    _keep(run.folder, self.results / run.folder.relative_to(self.work), None)
+                    with suppress(OSError):  # such as a full disk: the next queue tries again
+                        _keep(run.folder, self.results / run.folder.relative_to(self.work), None)
         for row in self.rows:
             if row.state == ELSEWHERE and _is_whole(self.work / row.folder):
                 row.state = "done"
