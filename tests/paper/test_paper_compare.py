@@ -336,18 +336,26 @@ def test_nominal_costs_need_no_run_and_what_is_known_of_a_difference_is_told(tmp
 
 
 @pytest.mark.parametrize(
-    ("aa", "other", "verdict", "why"),
+    ("aa", "cell", "other", "verdict", "why"),
     [
-        (20.0, 51.0, "explained", "another scoring (controls/run-0)"),
-        (20.0, 30.0, "open", "another scoring (controls/run-0)"),  # the run without the cause is outside the band too
-        (20.0, None, "open", "another scoring (controls/run-0)"),  # no run shows it
-        (21.0, 51.0, "open", ""),  # what was explained is another figure
+        (20.0, "cifar10/0.5/refed", 51.0, "explained", "another scoring (controls/run-0)"),
+        (
+            20.0,
+            "cifar10/0.5/refed",
+            30.0,
+            "open",
+            "another scoring (controls/run-0)",
+        ),  # outside the band without the cause too
+        (20.0, "cifar10/0.5/refed", None, "open", "another scoring (controls/run-0)"),  # no run shows it
+        (21.0, "cifar10/0.5/refed", 51.0, "open", ""),  # what was explained is another figure
+        (20.0, "cifar10/0.5/glfc", 51.0, "open", "another scoring (controls/run-0)"),  # the run is of another method
+        (20.0, "cifar10/0.1/refed", 51.0, "open", "another scoring (controls/run-0)"),  # and of another split
     ],
 )
-def test_only_a_cause_that_a_run_shows_explains_a_figure(tmp_path, monkeypatch, aa, other, verdict, why):
+def test_only_a_cause_that_a_run_shows_explains_a_figure(tmp_path, monkeypatch, aa, cell, other, verdict, why):
     write_run(tmp_path, cell_of(MAIN, "cifar10/0.5/refed"), aa=aa)
     if other is not None:
-        write_run(tmp_path / "controls", cell_of(MAIN, "cifar10/0.5/refed").read_as("equal weights"), aa=other)
+        write_run(tmp_path / "controls", cell_of(MAIN, cell).read_as("equal weights"), aa=other)
     row = {"where": "main:cifar10/*/refed", "kind": "accuracy", "metric": "aa", "ours": "20.00", "low": "", "high": ""}
     told = row | {"shown_by": "controls/run-0", "why": "another scoring"}
     monkeypatch.setattr("rescene.paper.compare._registered", lambda: (told,))
