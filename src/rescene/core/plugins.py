@@ -19,9 +19,13 @@ _registered: list[str] = []  # modules outside of this package that registered s
 
 def note_registered(thing: object) -> None:
     """The register functions say here what they took, so that a plug-in that registers nothing is noticed."""
-    module = str(getattr(thing, "__module__", ""))
-    if module.partition(".")[0] != __name__.partition(".")[0]:
-        _registered.append(module)
+    if from_outside(thing):
+        _registered.append(str(thing.__module__))
+
+
+def from_outside(thing: object) -> bool:
+    """Whether a class or function was written outside of this package."""
+    return str(getattr(thing, "__module__", "")).partition(".")[0] != __name__.partition(".")[0]
 
 
 @cache
