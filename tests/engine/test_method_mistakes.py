@@ -3,6 +3,7 @@
 from typing import ClassVar
 
 import pytest
+import torch
 
 from rescene.core import plugins
 from rescene.core.errors import RunError
@@ -64,3 +65,21 @@ def test_a_batched_verb_is_named_too():
     world = make_world()
     with pytest.raises(RunError, match="E328.*client_round_batched of the method batched must return"):
         drive(Batched(), world, federation_of(Batched(), world, form="batched"))
+
+
+@pytest.mark.parametrize("registered", [True, False])
+def test_an_error_in_torch_is_placed_in_the_users_own_file(registered):
+    """``debug`` stops at the first client that fails. Its line is the user's, not that of the library that raised."""
+
+    class Deep(FedAvg):
+        name: ClassVar[str] = "deep"
+
+        def client_round(self, payload, shard, client_state, rng):
+            return {"logits": shard.net(payload["model"])(torch.zeros(1))}, None  # of Deep
+
+    if registered:
+        registry.register(Deep)
+    world = make_world()
+    with pytest.raises(RunError, match="E321.*failed in client_round") as caught:
+        drive(Deep(), world, federation_of(Deep(), world, form="debug"))
+    assert (f"{line_of('# of Deep')} in client_round" in caught.value.where) == registered

@@ -7,13 +7,14 @@ that is not what the contract says is wrong at every site, so it stops the run a
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rescene.core.errors import RunError
-from rescene.core.plugins import from_outside
+from rescene.core.plugins import from_outside, own_frame
 from rescene.methods import Method
 
 
@@ -61,3 +62,9 @@ def _definition(method: Method, verb: str) -> str:
 def first_line(error: BaseException) -> str:
     """The kind of an error and the first line of what it says."""
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+def place_of(error: BaseException) -> str:
+    """The innermost line of a user's own file that an error came through; without one, the line that raised it."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return own_frame(error) or f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"

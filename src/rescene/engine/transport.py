@@ -10,7 +10,6 @@ Behind a mechanism each client has noise and a ledger of its own (``site_at``). 
 from __future__ import annotations
 
 import os
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from rescene.data import Task, Transform
 from rescene.engine.cost_ledger import CostLedger
 from rescene.engine.evaluate import Tally
 from rescene.engine.experiment import Experiment
-from rescene.engine.method_mistakes import checked_answer, first_line
+from rescene.engine.method_mistakes import checked_answer, first_line, place_of
 from rescene.methods import Method, Payload
 from rescene.methods.base import Client
 from rescene.methods.upload_schema import Form
@@ -216,15 +215,10 @@ class InProcess:
         return RunError(
             "E321",
             f"site {client} failed in {call.verb}: {first_line(error)}",
-            where=f"task {call.task.index + 1}, {_last_frame(error)}",
+            where=f"task {call.task.index + 1}, {place_of(error)}",
             why=f"payload {_describe(call.payload)}; images per class {counts}; state {_describe(state)}",
             fix="--debug shows the whole traceback",
         )
-
-
-def _last_frame(error: BaseException) -> str:
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno} in {frame.name}"
 
 
 def _describe(tree: Any) -> str:
