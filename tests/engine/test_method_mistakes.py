@@ -1,15 +1,21 @@
 """A mistake in a method of a user is an error that names the method, the verb and the line; a mistake of ours is none of his."""
 
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
 import torch
 
+import rescene
 from rescene.core import plugins
 from rescene.core.errors import RunError
+from rescene.engine import method_mistakes
 from rescene.methods import registry
+from rescene.methods.base import Method, ModelState
 from rescene.methods.fedavg import FedAvg
 from rescene.testing.conformance import drive, federation_of, make_world
+
+SMALL = {"federation.num_rounds": 1, "tasks.limit": 1, "model.width": 4}
 
 
 @pytest.fixture(autouse=True)
@@ -83,3 +89,65 @@ def test_an_error_in_torch_is_placed_in_the_users_own_file(registered):
     with pytest.raises(RunError, match="E321.*failed in client_round") as caught:
         drive(Deep(), world, federation_of(Deep(), world, form="debug"))
     assert (f"{line_of('# of Deep')} in client_round" in caught.value.where) == registered
+
+
+def test_a_mistake_in_the_server_names_the_method_the_verb_and_the_line(tmp_path):
+    class Server(FedAvg):
+        name: ClassVar[str] = "server"
+
+        def server_round(self, state, uploads, round, federation, rng):
+            return replace(state, model=self.mean(uploads))
+
+        def mean(self, uploads):
+            return torch.nn.functional.pad(uploads["no such site"], (1, 1))  # of mean
+
+    with pytest.raises(
+        RunError, match="E328.*the method server failed in server_round: KeyError: 'no such site'"
+    ) as caught:
+        rescene.run("smoke", method=Server, out=tmp_path / "run", **SMALL)
+    assert caught.value.where == f"{line_of('# of mean')} in mean"
+    assert caught.value.where in caught.value.fix, "the table of a sweep shows no more"
+    assert isinstance(caught.value.__cause__, KeyError), "the traceback is kept"
+
+
+def test_a_verb_that_is_missing_names_the_class(tmp_path):
+    class Missing(Method):
+        name: ClassVar[str] = "missing"
+        client_round = FedAvg.client_round
+        weighting: str = "images"
+        local_ce: str = "all"
+
+    with pytest.raises(RunError, match="failed in server_round: .*does not define server_round") as caught:
+        rescene.run("smoke", method=Missing, out=tmp_path / "run", **SMALL)
+    assert caught.value.where == "test_method_mistakes.py, class Missing"
+
+
+@pytest.mark.parametrize(
+    ("verb", "returned", "told"),
+    [
+        ("init", {"model": {}}, "init of the method odd must return the server's state, it returned a dict"),
+        ("begin_task", None, "begin_task of the method odd must return the server's state, it returned None"),
+        ("broadcast", 7, "broadcast of the method odd must return a dict, it returned an int"),
+        ("server_round", {"model": {}}, "server_round of the method odd must return the server's state, it returned a"),
+        ("server_round", ModelState(None, {}), "must return the server's state, it returned a ModelState"),
+        ("end_task", None, "end_task of the method odd must return the server's state, it returned None"),
+        ("end_task", ModelState({"w": object()}, {}), "the method odd failed in end_task: .*the state.model.w is a"),
+    ],
+)
+def test_what_a_verb_of_the_server_returns_is_checked_at_once(tmp_path, verb, returned, told):
+    class Odd(FedAvg):
+        name: ClassVar[str] = "odd"
+
+    setattr(Odd, verb, lambda self, *given: returned)
+    with pytest.raises(RunError, match=f"E328.*{told}") as caught:
+        rescene.run("smoke", method=Odd, out=tmp_path / "run", **SMALL)
+    assert caught.value.where.startswith("test_method_mistakes.py:")
+
+
+def test_what_is_no_mistake_of_the_method_keeps_its_own_error():
+    ours, own = FedAvg(), Forgetful()
+    bug, memory, sites = KeyError("a bug of ours"), MemoryError(), RunError("E320", "too few sites")
+    for method, error in ((ours, bug), (own, memory), (own, sites)):
+        with pytest.raises(type(error)) as caught, method_mistakes.naming_mistakes(method, "server_round"):
+            raise error
+        assert caught.value is error

@@ -1,21 +1,37 @@
 """Mistakes in the code of a method, told as errors that name the method, the verb and the line in its file (E328).
 
-What goes wrong in a client's verb belongs to that site, and the run may go on without it (E321, ``engine.transport``). An answer
-that is not what the contract says is wrong at every site, so it stops the run at once.
+What goes wrong in a client's verb belongs to that site, and the run may go on without it (E321, ``engine.transport``). An answer or a
+state that is not what the contract says is wrong at every site, so it stops the run at once.
 """
 
 from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from rescene.core.errors import RunError
+from rescene.core.errors import ResceneError, RunError, for_people
 from rescene.core.plugins import from_outside, own_frame
+from rescene.core.record import check_tree
 from rescene.methods import Method
+
+
+@contextmanager
+def naming_mistakes(method: Method, verb: str) -> Iterator[None]:
+    """Inside, the server works as the method says. What this machine refuses, and what goes wrong in our code, is raised as it is."""
+    try:
+        yield
+    except ResceneError:
+        raise
+    except Exception as error:
+        if for_people(error) is not error or not (from_outside(type(method)) or own_frame(error)):
+            raise
+        what, where = f"the method {method.name} failed in {verb}: {first_line(error)}", own_frame(error)
+        where = where or _definition(method, verb)
+        raise RunError("E328", what, where=where, fix=f"{_mend(where)}; --debug shows the traceback") from error
 
 
 def checked_answer(method: Method, verb: str, answer: Any) -> Any:
@@ -24,6 +40,23 @@ def checked_answer(method: Method, verb: str, answer: Any) -> Any:
         return answer
     why = "the answer is a dict, and the memory is what this site is given in its next round (None: nothing)"
     raise _wrong(method, verb, "(answer, memory)", answer, why)
+
+
+def checked_payload(method: Method, verb: str, payload: Any) -> Any:
+    """What a server's verb returned for the sites, if it is a dict."""
+    if isinstance(payload, Mapping):
+        return payload
+    raise _wrong(method, verb, "a dict", payload, "it is what every site of the round receives")
+
+
+def checked_state(method: Method, verb: str, state: Any) -> Any:
+    """What a server's verb returned, if it is a state that can be saved, with the global model."""
+    if not isinstance(getattr(state, "model", None), Mapping):
+        why = "a state is a record whose `model` is a dict of tensors, as in `replace(state, model=...)`"
+        raise _wrong(method, verb, "the server's state", state, why)
+    with naming_mistakes(method, verb):
+        check_tree(state, "the state")
+    return state
 
 
 def _wrong(method: Method, verb: str, wanted: str, found: Any, why: str) -> RunError:
