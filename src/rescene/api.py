@@ -334,8 +334,11 @@ def load(folder: str | Path) -> Result:
     try:
         values = read_object(path / "results.json")
     except OSError:
-        fix = f"{command('resume', path)}, if it was interrupted"
-        raise RunError("E408", "no finished run here", where=str(path), fix=fix) from None
+        if not path.is_dir():
+            why, fix = "there is no such folder", f"{command('runs')} lists the runs"
+        else:
+            why, fix = None, f"{command('resume', path)}, if it was interrupted"
+        raise RunError("E408", "no finished run here", where=str(path), why=why, fix=fix) from None
     except ValueError as error:
         why = f"results.json is damaged: {error}"
         fix = f"remove the damaged {path / 'results.json'}, then {command('resume', path)}"

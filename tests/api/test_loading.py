@@ -12,6 +12,11 @@ def error_of(folder):
     return caught.value
 
 
+def test_a_folder_that_is_not_there_cannot_be_resumed(tmp_path):
+    error = error_of(tmp_path / "nothing")
+    assert error.why == "there is no such folder" and "resume" not in error.fix and "rescene runs" in error.fix
+
+
 def test_a_folder_without_results_may_be_resumed(tmp_path):
     error = error_of(tmp_path)
     assert error.why is None and f"rescene resume {tmp_path}" in error.fix
