@@ -334,10 +334,14 @@ def load(folder: str | Path) -> Result:
     try:
         values = read_object(path / "results.json")
     except OSError:
-        fix = f"{command('resume', path)}, if it was interrupted"
-        raise RunError("E408", "no finished run here", where=str(path), fix=fix) from None
+        if not path.is_dir():
+            why, fix = "there is no such folder", f"{command('runs')} lists the runs"
+        else:
+            why, fix = None, f"{command('resume', path)}, if it was interrupted"
+        raise RunError("E408", "no finished run here", where=str(path), why=why, fix=fix) from None
     except ValueError as error:
-        why, fix = f"results.json is damaged: {error}", f"remove it, then {command('resume', path)}"
+        why = f"results.json is damaged: {error}"
+        fix = f"remove the damaged {path / 'results.json'}, then {command('resume', path)}"
         raise RunError("E408", "no finished run here", where=str(path), why=why, fix=fix) from None
     refuse_newer(values.get("schema"), RESULTS, path / "results.json")
     return Result(path, values)

@@ -16,6 +16,7 @@ from rescene.cli.running import print_plan, run_cells
 from rescene.core.errors import ConfigError, MethodCannot, ResceneWarning, RunError, for_people, is_out_of_memory
 from rescene.methods import method_names
 from rescene.sweeps.grid import grid, read_seeds
+from rescene.sweeps.workers import log_file
 
 invoke = CliRunner().invoke
 
@@ -58,10 +59,45 @@ def test_a_cell_too_large_for_a_cpu_is_listed_and_its_memory_let_go(cells, monke
     assert "train.batch_size" in failure["fix"]
 
 
-def test_a_mistake_in_the_code_still_stops_a_sweep(cells, monkeypatch):
-    monkeypatch.setattr(running, "execute", lambda *args, **options: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        run_cells(cells, quiet=True, as_json=False)
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_mistake_in_the_code_is_listed_with_its_traceback_and_the_others_run(cells, monkeypatch, capsys, debug):
+    def execute(resolved, folder, progress, **options):
+        return 1 / 0 if resolved.recipe.method["name"] == "fedavg" else Result(folder, {})
+
+    if debug:
+        monkeypatch.setenv("RESCENE_DEBUG", "1")
+    monkeypatch.setattr(running, "execute", execute)
+    monkeypatch.setattr(running, "write_report", lambda folders, page: page)
+    results, (failure,) = run_cells(cells, quiet=True, as_json=False)
+    assert [result.folder for result in results] == [cells[1].folder]
+    assert failure["cell"].startswith("method=fedavg")
+    assert failure["error"] == "[E326] a run ended with ZeroDivisionError: division by zero"
+    log = log_file(cells[0].folder)
+    assert str(log) in failure["fix"] and "in execute" in log.read_text()
+    assert ("in execute" in capsys.readouterr().err) == debug
+
+
+def test_an_error_lets_go_what_the_error_behind_it_held(cells, monkeypatch):
+    held = []
+
+    def inner():
+        tensor = torch.zeros(3)
+        held.append(weakref.ref(tensor))
+        raise KeyError("behind")
+
+    def execute(resolved, folder, progress, **options):
+        if resolved.recipe.method["name"] != "fedavg":
+            assert held[0]() is None
+            return Result(folder, {})
+        try:
+            inner()
+        except KeyError as error:
+            raise RunError("E328", "in front") from error
+
+    monkeypatch.setattr(running, "execute", execute)
+    monkeypatch.setattr(running, "write_report", lambda folders, page: page)
+    results, (failure,) = run_cells(cells, quiet=True, as_json=False)
+    assert len(results) == 1 and failure["error"] == "[E328] in front"
 
 
 def test_a_single_run_that_is_too_large_gets_a_message(tmp_path, monkeypatch):

@@ -78,6 +78,7 @@ def test_every_console_is_ours():
 
 def test_a_path_with_spaces_and_quotes_is_quoted_in_the_command(tmp_path):
     folder = tmp_path / "my 'own' run; rm x"
+    folder.mkdir()
     with pytest.raises(RunError, match="E408") as error:
         rescene.load(folder)
     assert shlex.split(error.value.fix.rpartition(",")[0]) == ["rescene", "resume", str(folder)]

@@ -40,6 +40,36 @@ def test_a_method_without_a_colour_gets_a_stable_one():
     )
 
 
+def test_a_method_that_says_nothing_of_itself_is_shown_by_its_name_and_as_not_said():
+    class Own(Method):
+        name: ClassVar[str] = "own"
+
+    assert (Own.title, Own.paper, Own.leaves_site) == ("own", "not said", "not said")
+    assert (Own.leaving(None), Own.leaving_in_short(None), Own.style().sends) == ("not said", "not said", "")
+
+
+def test_a_method_that_extends_another_one_does_not_go_by_its_title():
+    fedavg = method_class("fedavg")
+
+    class Own(fedavg):
+        name: ClassVar[str] = "own"
+
+    class Quicker(fedavg):  # no new name, so not a new method
+        pass
+
+    assert Own.title == "own" and Quicker.title == fedavg.title == "FedAvg"
+    assert Own.leaves_site == fedavg.leaves_site
+
+
+def test_a_method_without_a_name_is_refused_when_it_is_registered():
+    class Own(Method):
+        pass
+
+    with pytest.raises(ConfigError, match="the method Own has no name") as caught:
+        register(Own)
+    assert caught.value.code == "E111" and 'name = "own"' in caught.value.fix
+
+
 @pytest.mark.parametrize(("key", "value"), [("colour", "red"), ("marker", "x"), ("uploads", "pictures")])
 def test_a_style_that_cannot_be_drawn_is_refused_when_the_method_is_registered(key, value):
     class Own(Method):

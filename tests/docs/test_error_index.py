@@ -11,6 +11,7 @@ SHARED = {
     "E104": "a value that is not possible",
     "E105": "settings that cannot be read",
     "E106": "an override or a list on the command line that cannot be read",
+    "E111": "a name that a method cannot have, or none",
     "E119": "more runs at a time, or other GPUs, than this machine has",
     "E140": "a table format that is not known",
     "E145": "a figure whose kind is not named or not known",

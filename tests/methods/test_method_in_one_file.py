@@ -90,3 +90,52 @@ def test_a_sweep_is_planned_with_its_cost(plugin):
     assert done.returncode == 0, done.stderr
     cells = [row for row in json.loads(done.stdout) if "client_flops" in row]
     assert len(cells) == 2 and cells[0]["client_flops"] == cells[1]["client_flops"] > 0
+
+
+BARE = '''"""Two verbs and a name, and not a word about itself."""
+
+from dataclasses import replace
+
+from rescene.methods import register
+from rescene.methods.base import Method
+
+
+@register
+class Bare(Method):
+    name = "bare"
+
+    def client_round(self, payload, shard, client_state, rng):
+        return {"model": payload["model"]}, client_state
+
+    def server_round(self, state, uploads, round, federation, rng):
+        return replace(state, model=next(iter(uploads.values()))["model"])
+'''
+
+COMMANDS = """
+import contextlib
+import sys
+from rescene.cli.app import main
+path, folder = sys.argv[1:]
+for words in (
+    f"run smoke method=bare --out {folder}",
+    "list methods",
+    "list methods --verified",
+    "method explain bare",
+    "privacy smoke method=bare",
+):
+    sys.argv = ["rescene", *words.split(), "--plugin", path]
+    with contextlib.suppress(SystemExit):
+        main()
+"""
+
+
+def test_a_method_that_says_nothing_of_itself_is_run_and_shown(tmp_path):
+    path, folder = tmp_path / "bare.py", tmp_path / "run"
+    path.write_text(BARE)
+    done = subprocess.run(
+        [sys.executable, "-c", COMMANDS, str(path), str(folder)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and "error" not in done.stderr, done.stderr
+    assert "What leaves a site: not said." in done.stdout
+    assert "method: bare (bare)\npaper: not said\nleaves the site: not said" in done.stdout
+    assert json.loads((folder / "results.json").read_text())["style"]["title"] == "bare"

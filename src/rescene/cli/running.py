@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, nullcontext
@@ -12,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from traceback import clear_frames
 from typing import Any
 
 from rescene.accel.cuda_graph import Streams, attempt
@@ -38,7 +38,7 @@ from rescene.sweeps.cluster import on_cluster, read_settings
 from rescene.sweeps.grid import SweepCell, constants, grid, varied
 from rescene.sweeps.one_run import Order
 from rescene.sweeps.search import SUMMARY, read_search, search_settings
-from rescene.sweeps.workers import in_processes, slots
+from rescene.sweeps.workers import in_processes, slots, unexpected
 
 Outcomes = Iterator[tuple[SweepCell, Result | Exception]]
 MOST_TASKS = 10  # with more tasks the table at the end has no column for each of them
@@ -245,22 +245,16 @@ def run_cells(
 
 
 def _sorted_out(cells: Sequence[SweepCell], outcomes: Outcomes) -> tuple[list[Result], list[Row]]:
-    """Results and failures, both in the order of the cells. A mistake in the code ends everything at once."""
+    """Results and failures, both in the order of the cells."""
     results: list[Result] = []
     failures: list[tuple[Path, Row]] = []
     for cell, outcome in outcomes:
-        match outcome:
-            case Result():
-                results.append(outcome)
-            case ResceneError():
-                row = {
-                    "cell": " ".join(cell.overrides),
-                    "error": f"[{outcome.code}] {outcome.what}",
-                    "fix": outcome.fix or "",
-                }
-                failures.append((cell.folder, row))
-            case _:
-                raise outcome
+        if isinstance(outcome, Result):
+            results.append(outcome)
+            continue
+        known = outcome if isinstance(outcome, ResceneError) else unexpected(cell.folder, outcome)
+        error = f"[{known.code}] {known.what}"
+        failures.append((cell.folder, {"cell": " ".join(cell.overrides), "error": error, "fix": known.fix or ""}))
     place = {cell.folder: number for number, cell in enumerate(cells)}
     results.sort(key=lambda result: place[result.folder])
     return results, [row for _, row in sorted(failures, key=lambda pair: place[pair[0]])]
@@ -341,8 +335,14 @@ def _outcome(
     found = attempt(partial(execute, cell.resolved, cell.folder, log=log, elsewhere=elsewhere), progress)
     if isinstance(found, Result):
         return found
-    clear_frames(found.__traceback__)  # an error keeps what its frames held, and so memory that the next cell needs
-    return for_people(found)
+    if os.environ.get("RESCENE_DEBUG"):
+        traceback.print_exception(found)
+    known = for_people(found)
+    link: BaseException | None = found
+    while link is not None:  # an error keeps what its frames held, and so memory that the next cell needs
+        traceback.clear_frames(link.__traceback__)
+        link = link.__cause__ or link.__context__
+    return known
 
 
 def _side_by_side(cells: Sequence[SweepCell], quiet: bool, jobs: int) -> Outcomes:

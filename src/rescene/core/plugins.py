@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import traceback
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,9 +20,20 @@ _registered: list[str] = []  # modules outside of this package that registered s
 
 def note_registered(thing: object) -> None:
     """The register functions say here what they took, so that a plug-in that registers nothing is noticed."""
-    module = str(getattr(thing, "__module__", ""))
-    if module.partition(".")[0] != __name__.partition(".")[0]:
-        _registered.append(module)
+    if from_outside(thing):
+        _registered.append(str(thing.__module__))
+
+
+def from_outside(thing: object) -> bool:
+    """Whether a class or function was written outside of this package."""
+    return str(getattr(thing, "__module__", "")).partition(".")[0] != __name__.partition(".")[0]
+
+
+def own_frame(error: BaseException) -> str:
+    """The innermost line that an error came through in a module that registered something; empty if it came through none."""
+    frames = traceback.walk_tb(error.__traceback__)
+    own = [(frame.f_code, line) for frame, line in frames if frame.f_globals.get("__name__") in _registered]
+    return f"{Path(own[-1][0].co_filename).name}:{own[-1][1]} in {own[-1][0].co_name}" if own else ""
 
 
 @cache

@@ -75,8 +75,9 @@ from rescene.engine import Experiment, use_all_cores
 from rescene.engine import wire as on_wire
 from rescene.engine.checkpoint import save_atomically
 from rescene.engine.evaluate import Tally, noised, tally
+from rescene.engine.method_mistakes import checked_answer, first_line
 from rescene.engine.run_context import warnings_to
-from rescene.engine.transport import first_line, site_at
+from rescene.engine.transport import site_at
 from rescene.lens import FeatureCache
 from rescene.methods import Method
 from rescene.nets import flops_to
@@ -318,7 +319,8 @@ class Site:
         site = site_at(experiment, request.run, request.task, request.round, client, ledger, request.verb)
         drawn = torch_draws_from(rng, experiment.arch.draws)
         with meter.on("client"), flops_to(meter.add), drawn, _heard(hidden) as told:
-            upload, after = verb(payload, experiment.shard(task, client, net, site), state, rng)
+            answer = verb(payload, experiment.shard(task, client, net, site), state, rng)
+        upload, after = checked_answer(experiment.method, request.verb, answer)
         message = on_wire.sent(upload, experiment.recipe.federation.wire)
         message = self._for_sum(request, experiment.recipe, message, files, released=ledger.handed is not None)
         if hidden:

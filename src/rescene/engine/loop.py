@@ -29,6 +29,7 @@ from rescene.core.run_state import FINISHED
 from rescene.data import Task
 from rescene.engine.checkpoint import reach, write_json
 from rescene.engine.evaluate import Evaluation, evaluate
+from rescene.engine.method_mistakes import checked_payload, checked_state, naming_mistakes
 from rescene.engine.observers import Guarded, RunView
 from rescene.engine.results_writer import results_of, save_model, write_tables
 from rescene.engine.run_context import Progress, memory_mb, notes_of, warnings_to
@@ -167,10 +168,15 @@ class Run:
         self.observers.tell("begin_task", self._view())
         with self.context.timer.phase("server"):
             if parts.state is None:
-                parts.state = e.method.init(e.initial_net(), e.rng.at("init"))
+                net = e.initial_net()
+                with naming_mistakes(e.method, "init"):
+                    parts.state = e.method.init(net, e.rng.at("init"))
+                checked_state(e.method, "init", parts.state)
             if told.announced or task is e.tasks[0]:
                 rng = e.rng.at("server", task.index, "begin")
-                parts.state = e.method.begin_task(parts.state, told, self.federation, rng)
+                with naming_mistakes(e.method, "begin_task"):
+                    state = e.method.begin_task(parts.state, told, self.federation, rng)
+                parts.state = checked_state(e.method, "begin_task", state)
 
     def _end_task(self, task: Task, told: Task) -> None:
         e, parts, before = self.context.experiment, self.parts, self.parts.state
@@ -181,7 +187,9 @@ class Run:
         if told.announced or last:
             with self.context.timer.phase("server"):
                 rng = e.rng.at("server", task.index, "end")
-                parts.state = e.method.end_task(before, told, self.federation, rng)
+                with naming_mistakes(e.method, "end_task"):
+                    state = e.method.end_task(before, told, self.federation, rng)
+                parts.state = checked_state(e.method, "end_task", state)
         if last:
             save_model(self.folder, e, parts.state.model)
         row = self.record(task, self.evaluate(task))
@@ -243,11 +251,16 @@ class Run:
         rng = self.context.experiment.rng.at("server", task.index, r)
         self.context.tell("phase", phase="clients")
         with self.context.timer.phase("server"):
-            payload = method.broadcast(state, number, federation, rng.at("broadcast"))
-            uploads = federation.ask(federation.participants, "client_round", payload)
+            with naming_mistakes(method, "broadcast"):
+                payload = method.broadcast(state, number, federation, rng.at("broadcast"))
+            checked_payload(method, "broadcast", payload)
+            with naming_mistakes(method, "client_round"):
+                uploads = federation.ask(federation.participants, "client_round", payload)
             self.context.tell("phase", phase="server")
             uploads = self.observers.filter_uploads(self._view(), uploads)
-            return uploads, method.server_round(state, uploads, number, federation, rng.at("round"))
+            with naming_mistakes(method, "server_round"):
+                after = method.server_round(state, uploads, number, federation, rng.at("round"))
+            return uploads, checked_state(method, "server_round", after)
 
     def _uploads_received(self, uploads: Mapping[int, Payload]) -> None:
         self.observers.tell("uploads_received", self._view(), uploads)

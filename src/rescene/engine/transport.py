@@ -10,7 +10,6 @@ Behind a mechanism each client has noise and a ledger of its own (``site_at``). 
 from __future__ import annotations
 
 import os
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from rescene.data import Task, Transform
 from rescene.engine.cost_ledger import CostLedger
 from rescene.engine.evaluate import Tally
 from rescene.engine.experiment import Experiment
+from rescene.engine.method_mistakes import checked_answer, first_line, place_of
 from rescene.methods import Method, Payload
 from rescene.methods.base import Client
 from rescene.methods.upload_schema import Form
@@ -169,7 +169,8 @@ class InProcess:
                 states, streams = [call.states.get(k) for k in clients], [call.rng.at(k) for k in clients]
                 with torch_draws_from(call.rng, settings.arch.draws):
                     found = batched(call.payload, shards, states, streams)
-                return dict(zip(clients, found, strict=True))
+                told = (checked_answer(settings.method, f"{verb}_batched", answer) for answer in found)
+                return dict(zip(clients, told, strict=True))
             except ResceneError:
                 raise
             except Exception as error:
@@ -180,7 +181,8 @@ class InProcess:
         def work(client: int) -> Answer:
             shard = settings.shard_of(call.task, client)
             with torch_draws_from(call.rng.at(client), settings.arch.draws):
-                answer: Answer = one(call.payload, shard, call.states.get(client), call.rng.at(client))
+                given = one(call.payload, shard, call.states.get(client), call.rng.at(client))
+            answer: Answer = checked_answer(settings.method, verb, given)
             return answer
 
         answers = {}
@@ -213,19 +215,10 @@ class InProcess:
         return RunError(
             "E321",
             f"site {client} failed in {call.verb}: {first_line(error)}",
-            where=f"task {call.task.index + 1}, {_last_frame(error)}",
+            where=f"task {call.task.index + 1}, {place_of(error)}",
             why=f"payload {_describe(call.payload)}; images per class {counts}; state {_describe(state)}",
             fix="--debug shows the whole traceback",
         )
-
-
-def first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-
-
-def _last_frame(error: BaseException) -> str:
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno} in {frame.name}"
 
 
 def _describe(tree: Any) -> str:

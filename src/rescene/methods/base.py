@@ -141,15 +141,15 @@ class Method(Hyperparameters):
     """Base of all methods: hyperparameters as fields, verbs with their defaults."""
 
     name: ClassVar[str]
-    title: ClassVar[str]  # in tables, figures and on pages
+    title: ClassVar[str]  # in tables, figures and on pages; without it the name
     colour: ClassVar[str] = ""  # "#rrggbb"; empty: from the name
     marker: ClassVar[str] = ""  # one of o s ^ v D P X * < >; empty: from the name
     uploads: ClassVar[UploadKind] = "weights"  # the kind of what a site sends (UPLOAD_KINDS)
     reconstructs: ClassVar[bool] = False  # the server can reconstruct images of the sites from what they send
     reference: ClassVar[str] = ""  # what line it draws, e.g. "upper bound"; empty: it competes
     cost_unit: ClassVar[bool] = False  # costs of other methods are also shown as multiples of its own
-    paper: ClassVar[str]
-    leaves_site: ClassVar[str]  # by default; see leaving()
+    paper: ClassVar[str] = NOT_SAID
+    leaves_site: ClassVar[str] = NOT_SAID  # by default; see leaving()
     # the same in two or three words, for tables and filters; see leaving_in_short()
     leaves_in_short: ClassVar[str] = ""
     remembers: ClassVar[str] = "nothing"
@@ -177,14 +177,22 @@ class Method(Hyperparameters):
     train: Training = Training()
 
     @classmethod
+    def __pydantic_init_subclass__(cls, **options: Any) -> None:
+        """A class with a name of its own does not go by the title of the one that it extends: tables would show one row for two."""
+        super().__pydantic_init_subclass__(**options)
+        own = vars(cls)
+        if "name" in own and "title" not in own:
+            cls.title = cls.name
+
+    @classmethod
     def style(cls) -> MethodStyle:
         """How tables and figures show the method; ConfigError E179 if that cannot be drawn."""
         return MethodStyle(
-            title=getattr(cls, "title", cls.name),
+            title=cls.title,
             colour=cls.colour or derived_colour(cls.name),
             marker=cls.marker or derived_marker(cls.name),
             uploads=cls.uploads,
-            sends=getattr(cls, "leaves_site", ""),
+            sends="" if cls.leaves_site == NOT_SAID else cls.leaves_site,
             reference=cls.reference,
             cost_unit=cls.cost_unit,
             reconstructs=cls.reconstructs,

@@ -33,8 +33,16 @@ M = TypeVar("M", bound=type[Method])
 def register(cls: M) -> M:
     """Class decorator that makes a method known under its ``name``; a name can be taken once.
 
-    The style is checked here (E179): a wrong colour is found before a run and not on its page.
+    The name and the style are checked here (E111, E179): a wrong colour is found before a run and not on its page.
     """
+    if not getattr(cls, "name", None):
+        raise ConfigError(
+            "E111",
+            f"the method {cls.__name__} has no name",
+            where=cls.__module__,
+            why="a recipe chooses a method by its name",
+            fix=f'a line in the class, such as name = "{cls.__name__.lower()}"',
+        )
     cls.style()
     _load_shipped(cls.name)
     if _METHODS.setdefault(cls.name, cls) is not cls:

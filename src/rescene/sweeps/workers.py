@@ -12,12 +12,13 @@ import re
 import signal
 import subprocess
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from rescene.api import Result, load
-from rescene.core.errors import ConfigError, ResceneError, RunError, command, error_in
+from rescene.core.errors import ConfigError, ResceneError, RunError, command, error_in, for_people, lines_of
 from rescene.sweeps.grid import SweepCell
 from rescene.sweeps.one_run import Order
 
@@ -170,8 +171,25 @@ def outcome_of(folder: Path, code: int, log: Path) -> Result | Exception:
         return known
     last = next((line for line in reversed(text.splitlines()) if line.strip()), "it said nothing")
     why = f"signal {-code} ended it; 9 often means that memory ran out" if code < 0 else last[:300]
-    fix = f"read {log}; the same command tries again. Only this run: {command('resume', folder)}"
-    return RunError("E326", f"the process of a run ended with code {code}", where=str(folder), why=why, fix=fix)
+    what = f"the process of a run ended with code {code}"
+    return RunError("E326", what, where=str(folder), why=why, fix=_after_reading(log, folder))
+
+
+def unexpected(folder: Path, error: Exception) -> ResceneError:
+    """An error for the table of failures from one that nobody foresaw: a mistake in code. Its traceback is kept in the run's log."""
+    known = for_people(error)
+    if isinstance(known, ResceneError):
+        return known
+    log = log_file(folder)
+    with suppress(OSError):  # a full disk, say: the error is told in any case
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text("".join(traceback.format_exception(error)), "utf-8")
+    what = f"a run ended with {type(error).__name__}: {lines_of(error)[0]}"
+    return RunError("E326", what, where=str(folder), fix=_after_reading(log, folder))
+
+
+def _after_reading(log: Path, folder: Path) -> str:
+    return f"read {log}; the same command tries again. Only this run: {command('resume', folder)}"
 
 
 def loaded(cell: SweepCell) -> Result | Exception:
