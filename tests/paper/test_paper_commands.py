@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from rescene.cli import running
 from rescene.cli.app import app
 from rescene.core.errors import ResceneWarning
-from rescene.paper import Store, compare, known_open, paper_recipe, printed, recipes
+from rescene.paper import Store, compare, known_open, paper_recipe, printed, recipes, store
 from rescene.paper.figures import _final_rows, _mark, task_curves
 from rescene.paper.pages import refreshed, verdicts_grid
 from rescene.paper.paper_tables import ATTACKED
@@ -60,6 +60,20 @@ def test_list_and_table(here):
     printed = (here / "made" / "main.tex").read_text()
     assert "toprule" in printed and "rescene paper run" not in printed and "runs are stored" not in printed
     assert "main-lite" in invoke("list", "--runs", "kept").output
+
+
+def test_where_nothing_is_stored_a_line_says_so(here, monkeypatch):
+    monkeypatch.setattr(store, "default_roots", lambda: [Path("results"), Path("runs")])
+    write_run(here / "runs", cell_of(MAIN, "cifar10/0.5/fedavg"))  # a run of the user's own is no stored result
+    shown = (("list",), ("table", "main"), ("check", "main"), ("figure", "old-recent"))
+    for args in shown:
+        told = invoke(*args).stderr
+        assert "no stored results in results: run this in a checkout of rescene, or give --runs FOLDER" in told, args
+    assert "no stored results in kept:" in invoke("list", "--runs", "kept").stderr
+    write_run(here / "results", cell_of(MAIN, "cifar10/0.5/fedavg"))
+    for args in shown:
+        assert "no stored results" not in invoke(*args).stderr, args
+    assert "no stored results" not in invoke("list", "--runs", "results").stderr
 
 
 def test_a_table_counts_every_stored_seed_or_those_that_are_asked_for(here):
