@@ -41,6 +41,10 @@ from rescene.core.run_state import is_done
 method_app = verb_group("List the methods, explain one, or start one of your own.")
 lens_app = verb_group("List the lenses, make one from procedural pictures, or take a network of your own.")
 LensFile = Annotated[Path, typer.Option("--out", help="safetensors file to write")]
+NOISED = (
+    "This run adds noise for privacy. The noise comes from the operating system on purpose, never from the seed "
+    "(docs/privacy.md), so a repetition has other numbers. With privacy.noise=seeded it has the same, and protects nobody."
+)
 SKELETON = '''"""{title}: one line on the idea.
 
     server: broadcast theta
@@ -310,7 +314,15 @@ def _repeat(folder: Path, out: Path | None, quiet: bool, as_json: bool) -> bool:
         print(json.dumps(facts))
     else:
         _print_differences(numbers, machines)
+        if numbers and _noised(before.record.config):
+            print(f"\n{NOISED}")
     return not numbers
+
+
+def _noised(config: Row) -> bool:
+    """Whether the run drew noise that no seed repeats."""
+    private = config.get("privacy") or {}
+    return private.get("mechanism", "none") != "none" and private.get("noise", "os") == "os"
 
 
 def _print_differences(numbers: list[Row], machines: list[Row]) -> None:
