@@ -31,7 +31,7 @@ from rescene.cli.shared_options import (
     verb_group,
 )
 from rescene.cli.start_verbs import list_things
-from rescene.cli.terminal import interruptible, print_rows
+from rescene.cli.terminal import interruptible, print_rows, teller
 from rescene.core.documents import parse_yaml
 from rescene.core.errors import ConfigError, command
 from rescene.core.json_files import Row, json_object
@@ -41,6 +41,7 @@ from rescene.core.run_state import is_done
 method_app = verb_group("List the methods, explain one, or start one of your own.")
 lens_app = verb_group("List the lenses, make one from procedural pictures, or take a network of your own.")
 LensFile = Annotated[Path, typer.Option("--out", help="safetensors file to write")]
+FOR_OWN_IMAGES = "own"  # the recipe that only makes sense with images of the user's own
 NOISED = (
     "This run adds noise for privacy. The noise comes from the operating system on purpose, never from the seed "
     "(docs/privacy.md), so a repetition has other numbers. With privacy.noise=seeded it has the same, and protects nobody."
@@ -131,6 +132,9 @@ def run(
     if dry_run:
         plan_run(resolved, out, as_json)
         return
+    data = resolved.recipe.data
+    if resolved.name == FOR_OWN_IMAGES and data.path is None and data.name == "auto":
+        teller(quiet)("no data.path: built-in images (fashion-mini). Your own: rescene run own data.path=FOLDER")
     interruptible(lambda: run_one(resolved, out, quiet, as_json, log=log, elsewhere=elsewhere))
 
 
