@@ -326,7 +326,7 @@ def _repeat(folder: Path, out: Path | None, quiet: bool, as_json: bool) -> bool:
 def _noised(config: Row) -> bool:
     """Whether the run drew noise that no seed repeats."""
     private = config.get("privacy") or {}
-    return private.get("mechanism", "none") != "none" and private.get("noise", "os") == "os"
+    return bool(private.get("mechanism", "none") != "none" and private.get("noise", "os") == "os")
 
 
 def _print_differences(numbers: list[Row], machines: list[Row]) -> None:
