@@ -17,7 +17,7 @@ from rescene.core.errors import ResceneWarning
 from rescene.paper import Store, compare, known_open, paper_recipe, printed, recipes, store
 from rescene.paper.figures import _final_rows, _mark, task_curves
 from rescene.paper.pages import refreshed, verdicts_grid
-from rescene.paper.paper_tables import ATTACKED
+from rescene.paper.paper_tables import ATTACKED, table_grid
 
 ROOT = Path(__file__).parents[2]
 MAIN = paper_recipe("main")
@@ -83,6 +83,13 @@ def test_a_table_counts_every_stored_seed_or_those_that_are_asked_for(here):
     for seeds, mean, told in (((), 35.0, "4/4"), (("--seeds", "0,1,2"), 20.0, "3/3")):
         (row,) = json.loads(invoke(*args, *seeds).output)["rows"]
         assert (row["AA"]["mean"], row["seeds"]) == (mean, told)
+
+
+def test_tables_and_figures_by_task_say_which_is_the_first():
+    told = "T0 is the first task, as in the paper; runs and reports call it T1."
+    assert told in table_grid(paper_recipe("per-task"), Store([])).notes
+    assert told not in table_grid(MAIN, Store([])).notes
+    assert told in task_curves(Store([])).caption
 
 
 def test_what_cannot_be_written_gets_an_answer(here):
