@@ -60,6 +60,16 @@ def test_a_finished_run_that_is_asked_for_again_says_so_in_one_line(finished, pr
     assert "W562" in line and "finished before" in line and str(finished.folder) in line and "out=" in line
 
 
+def test_a_quiet_command_too_says_that_nothing_ran(tmp_path):
+    for told in ("", "warning[W562] this run had finished before"):
+        result = CliRunner().invoke(
+            app,
+            ["run", "smoke", *(f"{key}={value}" for key, value in SMALL.items()), "--out", str(tmp_path / "r"), "-q"],
+        )
+        assert result.exit_code == 0 and "AA" in result.stdout and len(result.stderr.splitlines()) == bool(told)
+        assert result.stderr.startswith(told)
+
+
 def test_a_run_says_which_classes_its_limit_leaves_out(tmp_path, capsys):
     with watch(quiet=False) as show:
         rescene.run(
