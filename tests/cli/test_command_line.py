@@ -155,6 +155,14 @@ def test_mistakes_get_an_answer(tmp_path):
     fails("run", str(tmp_path / "bad.yaml"), code=2, says="cannot be read")
 
 
+def test_several_values_are_a_sweep():
+    fails("run", "smoke", "method=fedavg,rescene", code=2, says="rescene sweep smoke method=fedavg,rescene\n")
+    fix = "rescene sweep smoke federation.beta=0.1,0.5 --seeds 0,1\n"
+    fails("run", "smoke", "federation.beta=0.1,0.5", "seed=0,1", code=2, says=fix)
+    other = fails("run", "smoke", "tasks.sizes=[1,2,a]", "federation.num_clients=0", code=2, says="E104")
+    assert "sweep" not in other.output
+
+
 def test_debug_shows_the_traceback():
     done = subprocess.run([sys.executable, "-m", "rescene", "run", "dmeo", "--debug"], capture_output=True, text=True)
     assert "Traceback" in done.stderr and "E101" in done.stderr

@@ -128,7 +128,13 @@ def run(
     from rescene.cli.running import plan_run, run_one
     from rescene.config import resolve
 
-    resolved = resolve(recipe, overrides or [])
+    try:
+        resolved = resolve(recipe, overrides or [])
+    except ConfigError as error:
+        several = [text for text in overrides or [] if "," in text and repr(text.partition("=")[2]) in error.what]
+        if several:
+            error.fix = f"a run for each value: {_as_sweep(recipe, overrides or [])}"
+        raise
     if dry_run:
         plan_run(resolved, out, as_json)
         return
@@ -136,6 +142,12 @@ def run(
     if resolved.name == FOR_OWN_IMAGES and data.path is None and data.name == "auto":
         teller(quiet)("no data.path: built-in images (fashion-mini). Your own: rescene run own data.path=FOLDER")
     interruptible(lambda: run_one(resolved, out, quiet, as_json, log=log, elsewhere=elsewhere))
+
+
+def _as_sweep(recipe: str, overrides: list[str]) -> str:
+    """The command that takes each of several values, for somebody who gave them to ``run``."""
+    seeds = [word for text in overrides if text.startswith("seed=") for word in ("--seeds", text.removeprefix("seed="))]
+    return command("sweep", recipe, *(text for text in overrides if not text.startswith("seed=")), *seeds)
 
 
 def sweep(
