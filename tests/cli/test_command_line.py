@@ -163,6 +163,17 @@ def test_several_values_are_a_sweep():
     assert "sweep" not in other.output
 
 
+def test_what_was_meant_for_another_key_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pics").mkdir()
+    fails("run", "smoke", "data=pics", code=3, says="data.path=pics")
+    assert "data.path" not in fails("run", "smoke", "data=cifarr10", code=3, says="cifar10").output
+    fails("run", "smoke", "--seed", "1", code=2, says="It is a setting, written without dashes: seed=VALUE")
+    fails("sweep", "smoke", "--federation.beta", "1", code=2, says="federation.beta=VALUE")
+    fails("sweep", "smoke", "--seed", "1", code=2, says="--seeds")  # an option that is nearly so
+    assert "setting" not in fails("run", "smoke", "--foo", code=2, says="--foo").output
+
+
 def test_debug_shows_the_traceback():
     done = subprocess.run([sys.executable, "-m", "rescene", "run", "dmeo", "--debug"], capture_output=True, text=True)
     assert "Traceback" in done.stderr and "E101" in done.stderr
