@@ -174,6 +174,12 @@ def test_what_was_meant_for_another_key_is_named(tmp_path, monkeypatch):
     assert "setting" not in fails("run", "smoke", "--foo", code=2, says="--foo").output
 
 
+def test_the_hint_on_a_key_has_the_value_of_the_recipe():
+    fails("run", "smoke", "rounds=3", code=2, says="did you mean federation.num_rounds (2 in recipe smoke)?")
+    fails("run", "smoke", "federation.num_sites=3", "sed=1", code=2, says="did you mean federation.num_clients (4 in")
+    fails("run", "smoke", "federation.quorm=1", code=2, says="did you mean federation.quorum (default ")
+
+
 def test_debug_shows_the_traceback():
     done = subprocess.run([sys.executable, "-m", "rescene", "run", "dmeo", "--debug"], capture_output=True, text=True)
     assert "Traceback" in done.stderr and "E101" in done.stderr

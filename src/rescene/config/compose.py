@@ -107,7 +107,7 @@ def resolve(recipe: str | Path, overrides: Iterable[str] | Mapping[str, Any] = (
                 values.pop(key, None)
                 origins[key] = "default"
         for key, value in chosen.items():
-            _check_key(key, known, origin)
+            _check_key(key, known, origin, {key: (value, origins[key]) for key, value in values.items()})
             values[key] = value
             origins[key] = origin
     try:
@@ -243,7 +243,8 @@ def _known_keys(method: str) -> dict[str, Any]:
     return flatten(Recipe(method={"name": method_class(method).name}).model_dump(mode="json"))
 
 
-def _check_key(key: str, known: Mapping[str, Any], origin: str) -> None:
+def _check_key(key: str, known: Mapping[str, Any], origin: str, given: Mapping[str, tuple[Any, str]]) -> None:
+    """E102 for a key that there is not, with the closest one and its value. ``given``: values with the place they came from."""
     if key in known or any(name.startswith(f"{key}.") for name in known) or key.startswith("sites."):
         return  # a plan is none by default, so its keys are not among the known; the schema checks them
     section, _, leaf = key.rpartition(".")
@@ -254,7 +255,7 @@ def _check_key(key: str, known: Mapping[str, Any], origin: str) -> None:
         close = near if inside else closest(key, known) or near
     else:
         close = leaves.get(key) or closest(key, [*{k.partition(".")[0] for k in known}, "extends"]) or near
-    hint = f"did you mean {close}" + (f" (default {known[close]!r})?" if close in known else "?") if close else None
+    hint = f"did you mean {close}{_has_value(close, known, given)}?" if close else None
     if section == "method" and not close:
         hint = (
             f"{known['method.name']} has no such setting; methods.NAME.{leaf}=VALUE sets it for one method of several"
@@ -263,6 +264,13 @@ def _check_key(key: str, known: Mapping[str, Any], origin: str) -> None:
 
 
 def _nest(flat: Flat) -> dict[str, Any]:
+def _has_value(key: str, known: Mapping[str, Any], given: Mapping[str, tuple[Any, str]]) -> str:
+    if key in given:
+        value, place = given[key]
+        return f" ({value!r} in {place})"
+    return f" (default {known[key]!r})" if key in known else ""
+
+
     tree: dict[str, Any] = {}
     for key, value in flat.items():
         *parents, leaf = key.split(".")
