@@ -191,6 +191,9 @@ def run(
     notebook and nothing elsewhere; True prints a line for each round; a function gets every event.
     """
     _check_arguments(overrides)
+    if out is not None and not isinstance(out, (str, Path)):
+        why = f"{kind_of(out)} is no path"
+        raise ConfigError("E562", "out is no folder", where="rescene.run", why=why, fix='out="runs/mine"')
     if recipe is None:
         fix = 'rescene.run("demo"); rescene list recipes names the others'
         raise ConfigError("E562", "rescene.run needs a recipe", where="rescene.run", fix=fix)
