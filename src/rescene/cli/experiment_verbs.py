@@ -44,7 +44,7 @@ LensFile = Annotated[Path, typer.Option("--out", help="safetensors file to write
 FOR_OWN_IMAGES = "own"  # the recipe that only makes sense with images of the user's own
 NOISED = (
     "This run adds noise for privacy. The noise comes from the operating system on purpose, never from the seed "
-    "(docs/privacy.md), so a repetition has other numbers. With privacy.noise=seeded it has the same, and protects nobody."
+    "(docs/privacy.md), so a repetition has other numbers. Only a run with privacy.noise=seeded repeats, and that protects nobody."
 )
 SKELETON = '''"""{title}: one line on the idea.
 
