@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rescene.config import Recipe, Resolved, resolve
 from rescene.config.compose import SHORTHANDS
-from rescene.core.errors import ConfigError, DataError, ResceneWarning, RunError, closest, command
+from rescene.core.errors import (
+    ConfigError,
+    DataError,
+    ResceneWarning,
+    RunError,
+    closest,
+    command,
+    kind_of,
+    with_article,
+)
 from rescene.core.results import Results, read_metrics, results_of_row
 from rescene.core.run_state import read_object, runs_root
 from rescene.core.versions import RESULTS, refuse_newer
@@ -182,6 +191,9 @@ def run(
     notebook and nothing elsewhere; True prints a line for each round; a function gets every event.
     """
     _check_arguments(overrides)
+    if out is not None and not isinstance(out, (str, Path)):
+        why = f"{kind_of(out)} is no path"
+        raise ConfigError("E562", "out is no folder", where="rescene.run", why=why, fix='out="runs/mine"')
     if recipe is None:
         fix = 'rescene.run("demo"); rescene list recipes names the others'
         raise ConfigError("E562", "rescene.run needs a recipe", where="rescene.run", fix=fix)
@@ -244,7 +256,7 @@ def _method(method: Any) -> dict[str, Any]:
         return {} if method is None else {"method": method}
     kind = method if isinstance(method, type) else type(method)
     if not issubclass(kind, Method):
-        why = f"it is a {kind.__name__}"
+        why = f"it is {with_article(kind.__name__)}"
         raise ConfigError("E103", "this is no method", where="method", why=why, fix="a rescene.Method, or a name")
     register(kind)
     given: dict[str, Any] = {"method": kind.name}
@@ -258,7 +270,7 @@ def _method(method: Any) -> dict[str, Any]:
 def _data(recipe: str | Path, data: Any, transform: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """What a recipe says of data that were handed over, or changed by a transform."""
     if transform is not None and not callable(transform):
-        why = f"a {type(transform).__name__} cannot be called"
+        why = f"{kind_of(transform)} cannot be called"
         raise DataError("E243", "this is no transform", where="transform", why=why, fix="a function of a picture")
     named = {"data.name": data} if isinstance(data, str) else {}
     if transform is None and (data is None or named):

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import rescene
 from rescene.cli.app import app
 from rescene.cli.progress import watch
+from rescene.config import resolve
 from rescene.core.errors import ConfigError, RunError
 from rescene.data import objects
 from rescene.lens import expect_looks, tell_looked
@@ -58,6 +59,26 @@ def test_a_finished_run_that_is_asked_for_again_says_so_in_one_line(finished, pr
     rescene.run("smoke", **same, **SMALL)
     (line,) = capsys.readouterr().err.splitlines()
     assert "W562" in line and "finished before" in line and str(finished.folder) in line and "out=" in line
+
+
+def test_a_wrong_argument_is_named_as_one_of_the_call():
+    for given, code, where in (({"out": 3}, "E562", "rescene.run"), ({"federation.beta": -1}, "E104", "rescene.run")):
+        with pytest.raises(ConfigError, match=code) as caught:
+            rescene.run("smoke", **given)
+        assert caught.value.where == where
+    with pytest.raises(ConfigError, match="E104") as caught:
+        resolve("smoke", ["federation.beta=-1"])
+    assert caught.value.where == "command line"
+
+
+def test_a_quiet_command_too_says_that_nothing_ran(tmp_path):
+    for told in ("", "warning[W562] this run had finished before"):
+        result = CliRunner().invoke(
+            app,
+            ["run", "smoke", *(f"{key}={value}" for key, value in SMALL.items()), "--out", str(tmp_path / "r"), "-q"],
+        )
+        assert result.exit_code == 0 and "AA" in result.stdout and len(result.stderr.splitlines()) == bool(told)
+        assert result.stderr.startswith(told)
 
 
 def test_a_run_says_which_classes_its_limit_leaves_out(tmp_path, capsys):

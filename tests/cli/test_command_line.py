@@ -155,6 +155,31 @@ def test_mistakes_get_an_answer(tmp_path):
     fails("run", str(tmp_path / "bad.yaml"), code=2, says="cannot be read")
 
 
+def test_several_values_are_a_sweep():
+    fails("run", "smoke", "method=fedavg,rescene", code=2, says="rescene sweep smoke method=fedavg,rescene\n")
+    fix = "rescene sweep smoke federation.beta=0.1,0.5 --seeds 0,1\n"
+    fails("run", "smoke", "federation.beta=0.1,0.5", "seed=0,1", code=2, says=fix)
+    other = fails("run", "smoke", "tasks.sizes=[1,2,a]", "federation.num_clients=0", code=2, says="E104")
+    assert "sweep" not in other.output
+
+
+def test_what_was_meant_for_another_key_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pics").mkdir()
+    fails("run", "smoke", "data=pics", code=3, says="data.path=pics")
+    assert "data.path" not in fails("run", "smoke", "data=cifarr10", code=3, says="cifar10").output
+    fails("run", "smoke", "--seed", "1", code=2, says="It is a setting, written without dashes: seed=VALUE")
+    fails("sweep", "smoke", "--federation.beta", "1", code=2, says="federation.beta=VALUE")
+    fails("sweep", "smoke", "--seed", "1", code=2, says="--seeds")  # an option that is nearly so
+    assert "setting" not in fails("run", "smoke", "--foo", code=2, says="--foo").output
+
+
+def test_the_hint_on_a_key_has_the_value_of_the_recipe():
+    fails("run", "smoke", "rounds=3", code=2, says="did you mean federation.num_rounds (2 in recipe smoke)?")
+    fails("run", "smoke", "federation.num_sites=3", "sed=1", code=2, says="did you mean federation.num_clients (4 in")
+    fails("run", "smoke", "federation.quorm=1", code=2, says="did you mean federation.quorum (default ")
+
+
 def test_debug_shows_the_traceback():
     done = subprocess.run([sys.executable, "-m", "rescene", "run", "dmeo", "--debug"], capture_output=True, text=True)
     assert "Traceback" in done.stderr and "E101" in done.stderr

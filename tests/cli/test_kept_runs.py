@@ -141,6 +141,19 @@ def test_a_repetition_comes_out_the_same(finished, tmp_path):
     assert found["folder"].endswith("run-again2")
 
 
+def test_a_repetition_of_a_private_run_says_why_it_differs(finished, tmp_path):
+    private = {"method.start": "noise", "privacy.mechanism": "release", "privacy.epsilon": 8}
+    for noise, code in (("os", 5), ("seeded", 0)):
+        folder = rescene.run("smoke", out=tmp_path / noise, **SMALL, **private, **{"privacy.noise": noise}).folder
+        result = invoke(app, ["rerun", str(folder), "-q"])
+        assert result.exit_code == code, result.output
+        assert ("comes from the operating system on purpose" in result.output) == bool(code)
+    folder = shutil.copytree(finished, tmp_path / "run")
+    path = folder / "results.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"aa": 1.0}))
+    assert "operating system" not in invoke(app, ["rerun", str(folder), "-q"]).output  # no noise explains that
+
+
 def test_a_repetition_needs_a_finished_run_and_another_folder(finished, tmp_path):
     result = invoke(app, ["rerun", str(tmp_path)])
     assert result.exit_code == 4 and "no finished run here" in result.output

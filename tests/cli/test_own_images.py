@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner
 
+from rescene.cli import running
 from rescene.cli.app import app
 from rescene.config import resolve
 from rescene.data.inspection import COLUMNS, GAP, LABEL, SIDE
@@ -35,6 +36,15 @@ def inspected(folder, *options):
     result = invoke(app, ["data", "inspect", str(folder), "--json", *options])
     assert result.exit_code == 0, result.output
     return json.loads(result.output)
+
+
+def test_recipe_own_without_images_of_ones_own_says_so_first(shapes, tmp_path, monkeypatch):
+    monkeypatch.setattr(running, "run_one", lambda *given, **more: print("runs"))
+    line = "no data.path: built-in images (fashion-mini). Your own: rescene run own data.path=FOLDER\n"
+    for words, told in ([], line), ([f"data.path={shapes}"], ""), (["data.name=fashion-mini"], ""), (["-q"], ""):
+        result = invoke(app, ["run", "own", *words])
+        assert (result.stderr, result.stdout) == (told, "runs\n"), words
+    assert invoke(app, ["run", "smoke"]).stderr == ""  # its images are meant to be those
 
 
 def test_the_commands_that_inspect_proposes_run_to_a_report(shapes, tmp_path):

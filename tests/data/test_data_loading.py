@@ -173,8 +173,8 @@ def test_inspect_counts_proposes_and_warns(tmp_path: Path) -> None:
     assert report["warnings"] == [
         "1 tiny classes: bee (3)",
         "1 classes without test image: dog",
-        "1 images repeat another training image",
-        "1 images of the test split are also training images",
+        "1 image repeats another training image",
+        "1 image of the test split is also a training image",
     ]
 
 

@@ -193,7 +193,15 @@ def test_a_finished_folder_is_returned_and_a_changed_recipe_refused(whole, tmp_p
     assert (first.folder / "results.json").stat().st_mtime_ns == before
     with pytest.raises(RunError, match="E405") as caught:
         run(tmp_path / "r", seed=5, method__ipc=2)
+    assert caught.value.why.startswith("method.ipc"), "by their names"
     assert "seed: 0 -> 5" in caught.value.why and "method.ipc: 3 -> 2" in caught.value.why
+
+
+def test_another_method_stands_first_among_what_changed(whole):
+    with pytest.raises(RunError, match="E405") as caught:
+        rescene.run("smoke", out=whole.folder, **{"method": "fedavg", "federation.beta": 0.1})
+    first, *rest = caught.value.why.splitlines()
+    assert first == "method.name: 'rescene' -> 'fedavg'" and rest == sorted(rest) and "federation.beta" in rest[0]
 
 
 def test_a_foreign_folder_is_left_alone(tmp_path):

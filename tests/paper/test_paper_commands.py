@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 from rescene.cli import running
 from rescene.cli.app import app
 from rescene.core.errors import ResceneWarning
-from rescene.paper import Store, compare, known_open, paper_recipe, printed, recipes
+from rescene.paper import Store, compare, known_open, paper_recipe, printed, recipes, store
 from rescene.paper.figures import _final_rows, _mark, task_curves
 from rescene.paper.pages import refreshed, verdicts_grid
-from rescene.paper.paper_tables import ATTACKED
+from rescene.paper.paper_tables import ATTACKED, table_grid
 
 ROOT = Path(__file__).parents[2]
 MAIN = paper_recipe("main")
@@ -62,6 +62,20 @@ def test_list_and_table(here):
     assert "main-lite" in invoke("list", "--runs", "kept").output
 
 
+def test_where_nothing_is_stored_a_line_says_so(here, monkeypatch):
+    monkeypatch.setattr(store, "default_roots", lambda: [Path("results"), Path("runs")])
+    write_run(here / "runs", cell_of(MAIN, "cifar10/0.5/fedavg"))  # a run of the user's own is no stored result
+    shown = (("list",), ("table", "main"), ("check", "main"), ("figure", "old-recent"))
+    for args in shown:
+        told = invoke(*args).stderr
+        assert "no stored results in results: run this in a checkout of rescene, or give --runs FOLDER" in told, args
+    assert "no stored results in kept:" in invoke("list", "--runs", "kept").stderr
+    write_run(here / "results", cell_of(MAIN, "cifar10/0.5/fedavg"))
+    for args in shown:
+        assert "no stored results" not in invoke(*args).stderr, args
+    assert "no stored results" not in invoke("list", "--runs", "results").stderr
+
+
 def test_a_table_counts_every_stored_seed_or_those_that_are_asked_for(here):
     for seed, aa in enumerate((10.0, 20.0, 30.0, 80.0)):
         write_run(here / "kept", cell_of(MAIN, "cifar10/0.5/fedavg"), seed=seed, aa=aa)
@@ -69,6 +83,13 @@ def test_a_table_counts_every_stored_seed_or_those_that_are_asked_for(here):
     for seeds, mean, told in (((), 35.0, "4/4"), (("--seeds", "0,1,2"), 20.0, "3/3")):
         (row,) = json.loads(invoke(*args, *seeds).output)["rows"]
         assert (row["AA"]["mean"], row["seeds"]) == (mean, told)
+
+
+def test_tables_and_figures_by_task_say_which_is_the_first():
+    told = "T0 is the first task, as in the paper; runs and reports call it T1."
+    assert told in table_grid(paper_recipe("per-task"), Store([])).notes
+    assert told not in table_grid(MAIN, Store([])).notes
+    assert told in task_curves(Store([])).caption
 
 
 def test_what_cannot_be_written_gets_an_answer(here):

@@ -440,6 +440,24 @@ def test_the_setting_tells_every_value_where_runs_differ(tmp_path: Path) -> None
     assert told["Skew β"] == "0.1, 0.5" and told["Tasks"] == str(NUM_TASKS)
 
 
+def test_the_time_per_run_is_no_mean_over_methods(tmp_path: Path) -> None:
+    runs = []
+    for seconds in (70.0, 15.04, 15.0):
+        folder = write_run(tmp_path / f"run-{seconds}")
+        timing = json.loads((folder / "timing.json").read_text())
+        (folder / "timing.json").write_text(json.dumps(timing | {"total_s": seconds}))
+        runs.append(load_run(folder))
+    assert dict(setting(runs[0], runs))["Time per run"] == "15.0 s to 1 min 10 s"
+    assert dict(setting(runs[1], runs[1:]))["Time per run"] == "15.0 s"
+
+
+def test_the_page_says_whose_sites_it_shows(two: Path, tmp_path: Path) -> None:
+    told = "Shown for one run, "
+    (words,) = re.findall(rf"{told}<span[^>]*>[^<]*</span>([^;]*);", two.read_text())
+    assert words == "ReSCENE, seed 0"  # the best one, by its label
+    assert told not in write_report([write_run(tmp_path / "run")], tmp_path / "report.html").read_text()
+
+
 def test_classes_are_those_of_the_tasks(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     told = json.loads((folder / "partition.json").read_text())

@@ -53,6 +53,7 @@ GROUPS: Mapping[str, tuple[str, Sequence[str]]] = {  # title: what it is for, it
     "privacy": ("guarantees", ("privacy", "audit", "forget")),
     "paper": ("its tables", ("paper",)),
 }
+SETTINGS = ("seed", "device", "method", "data", "model")  # keys of a recipe without a dot
 NEXT = """\
 First: rescene demo. Then, with your images: rescene run own data.path=./images
 More: rescene help (all verbs), rescene help VERB (one verb)"""
@@ -75,6 +76,18 @@ def main() -> None:
 
 class Verb(TyperCommand):
     """A verb. Its ``--plugin`` is loaded before it begins. Errors meant for people become a message and an exit code."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:  # click's NoSuchOption, which typer does not name
+            word = str(getattr(error, "option_name", "")).lstrip("-")
+            takes_settings = any(one.name == "overrides" for one in self.params)
+            if takes_settings and not getattr(error, "possibilities", None) and (word in SETTINGS or "." in word):
+                ctx.fail(
+                    f"No such option: --{visible(word)}. It is a setting, written without dashes: {visible(word)}=VALUE"
+                )
+            raise
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
         try:

@@ -31,7 +31,7 @@ from rescene.cli.shared_options import (
     verb_group,
 )
 from rescene.cli.start_verbs import list_things
-from rescene.cli.terminal import interruptible, print_rows
+from rescene.cli.terminal import interruptible, print_rows, teller
 from rescene.core.documents import parse_yaml
 from rescene.core.errors import ConfigError, command
 from rescene.core.json_files import Row, json_object
@@ -41,6 +41,11 @@ from rescene.core.run_state import is_done
 method_app = verb_group("List the methods, explain one, or start one of your own.")
 lens_app = verb_group("List the lenses, make one from procedural pictures, or take a network of your own.")
 LensFile = Annotated[Path, typer.Option("--out", help="safetensors file to write")]
+FOR_OWN_IMAGES = "own"  # the recipe that only makes sense with images of the user's own
+NOISED = (
+    "This run adds noise for privacy. The noise comes from the operating system on purpose, never from the seed "
+    "(docs/privacy.md), so a repetition has other numbers. Only a run with privacy.noise=seeded repeats, and that protects nobody."
+)
 SKELETON = '''"""{title}: one line on the idea.
 
     server: broadcast theta
@@ -123,11 +128,26 @@ def run(
     from rescene.cli.running import plan_run, run_one
     from rescene.config import resolve
 
-    resolved = resolve(recipe, overrides or [])
+    try:
+        resolved = resolve(recipe, overrides or [])
+    except ConfigError as error:
+        several = [text for text in overrides or [] if "," in text and repr(text.partition("=")[2]) in error.what]
+        if several:
+            error.fix = f"a run for each value: {_as_sweep(recipe, overrides or [])}"
+        raise
     if dry_run:
         plan_run(resolved, out, as_json)
         return
+    data = resolved.recipe.data
+    if resolved.name == FOR_OWN_IMAGES and data.path is None and data.name == "auto":
+        teller(quiet)("no data.path: built-in images (fashion-mini). Your own: rescene run own data.path=FOLDER")
     interruptible(lambda: run_one(resolved, out, quiet, as_json, log=log, elsewhere=elsewhere))
+
+
+def _as_sweep(recipe: str, overrides: list[str]) -> str:
+    """The command that takes each of several values, for somebody who gave them to ``run``."""
+    seeds = [word for text in overrides if text.startswith("seed=") for word in ("--seeds", text.removeprefix("seed="))]
+    return command("sweep", recipe, *(text for text in overrides if not text.startswith("seed=")), *seeds)
 
 
 def sweep(
@@ -310,7 +330,15 @@ def _repeat(folder: Path, out: Path | None, quiet: bool, as_json: bool) -> bool:
         print(json.dumps(facts))
     else:
         _print_differences(numbers, machines)
+        if numbers and _noised(before.record.config):
+            print(f"\n{NOISED}")
     return not numbers
+
+
+def _noised(config: Row) -> bool:
+    """Whether the run drew noise that no seed repeats."""
+    private = config.get("privacy") or {}
+    return bool(private.get("mechanism", "none") != "none" and private.get("noise", "os") == "os")
 
 
 def _print_differences(numbers: list[Row], machines: list[Row]) -> None:

@@ -50,7 +50,7 @@ def paper_list(
         from rescene.paper.paper_tables import status_grid
         from rescene.report.tables import render
 
-        text = render(status_grid(_store(runs), lite), kind)
+        text = render(status_grid(_results(runs), lite), kind)
     print(text, end="")
 
 
@@ -249,7 +249,7 @@ def paper_table(
         from rescene.report.tables import render
         from rescene.sweeps.grid import read_seeds
 
-        recipe, store = paper_recipe(name), _store(runs)
+        recipe, store = paper_recipe(name), _results(runs)
         if seeds:
             recipe = replace(recipe, seeds=read_seeds(seeds))
             store = store.of_seeds(recipe.seeds)
@@ -287,7 +287,7 @@ def paper_check(
 
         if name not in (also := ("claims", "all")):
             check_name(name.removeprefix("paper/"), also)
-        store = _store(runs)
+        store = _results(runs)
         names = recipe_names(lite=False) if name == "all" else [] if name == "claims" else [name]
         found = findings(names, store)
         verdicts = judge(OurBook(store)) if name in ("all", "claims") else []
@@ -329,7 +329,7 @@ def paper_figure(
         one_file = bool(out.suffix) and not out.is_dir()
         if one_file:
             checked_ending(out)
-        plot = figure(name, _store(runs))
+        plot = figure(name, _results(runs))
         drawn = out if one_file else out / f"{plot.name}.png"
         with writing(drawn):
             save(plot, out) if one_file else render(plot, out)
@@ -421,6 +421,18 @@ def _store(runs: list[Path] | None, out: Path | None = None) -> Store:
     told |= {folder: f"more happened in it than its recipe tells ({what})" for folder, what in store.changed.items()}
     for folder, why in told.items():
         warnings.warn(ResceneWarning("W550", f"{folder} does not count: {why}"), stacklevel=2)
+    return store
+
+
+def _results(runs: list[Path] | None) -> Store:
+    """The same for what only shows results; where none are stored, a line says so, or zeros would look like findings."""
+    from rescene.paper.store import default_roots
+
+    store, searched = _store(runs), runs or default_roots()[:-1]  # the last holds the user's own runs
+    if not any(True for root in searched for _ in root.rglob("results.json")):
+        places = ", ".join(map(str, searched))
+        fix = "run this in a checkout of rescene, or give --runs FOLDER"
+        print(f"no stored results in {places}: {fix}", file=sys.stderr)
     return store
 
 

@@ -27,6 +27,7 @@ from rescene.core.errors import ConfigError
 from rescene.deploy.federation_folder import FederationFolder
 from rescene.lens import looks_to
 from rescene.lens.look_progress import LookLog, LookWords, clock
+from rescene.notebook import FINISHED
 from rescene.report import write_report
 from rescene.report.load import is_run
 
@@ -58,7 +59,7 @@ def watch(quiet: bool) -> Iterator[Callable[[Event], None]]:
     panel = Panel(console(stderr=True))
     take = panel.take if panel.console.is_terminal else Lines().take
     with watch_looks(quiet, panel):
-        yield (lambda event: None) if quiet else take
+        yield _say_if_finished if quiet else take
 
 
 @contextmanager
@@ -129,6 +130,12 @@ def _remark(event: Event) -> str:
         return f"the report follows the run: {event['page']}"
     told = event["event"] == "event" and event["level"] != "info"
     return f"{event['level']}[{event['code']}] {event['message']}" if told else ""
+
+
+def _say_if_finished(event: Event) -> None:
+    """Of a quiet run only that nothing ran, because its table is that of an earlier run."""
+    if event.get("code") == FINISHED:
+        print(_remark(event), file=sys.stderr)
 
 
 class Lines:

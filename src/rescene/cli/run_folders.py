@@ -18,7 +18,7 @@ from rescene.core.errors import ConfigError, command, did_you_mean
 from rescene.core.json_files import Row, json_object
 from rescene.core.results import read_status, results_of_row
 from rescene.core.run_state import Busy, state_of, working_in
-from rescene.report.formatting import bytes_text
+from rescene.report.formatting import bytes_text, count
 from rescene.report.load import is_run
 
 PRUNABLE = ("checkpoints", "interrupted", "failed")
@@ -59,7 +59,7 @@ def show_runs(folder: Path, as_json: bool) -> None:
         if "problem" in row:
             print(f"{row['run']}: {row['problem']}")
     if rows:
-        print(f"{len(rows)} runs, {bytes_text(sum(row['bytes'] for row in rows))}")
+        print(f"{count(len(rows), 'run')}, {bytes_text(sum(row['bytes'] for row in rows))}")
 
 
 def _cells(row: Row) -> Row:

@@ -33,6 +33,7 @@ from rescene.engine.cost_ledger import nominal_cost
 from rescene.engine.run_folder import refuse_others
 from rescene.lens import seconds_to_look
 from rescene.report import write_report
+from rescene.report.formatting import count
 from rescene.report.summary import write_card
 from rescene.sweeps.cluster import on_cluster, read_settings
 from rescene.sweeps.grid import SweepCell, constants, grid, varied
@@ -297,10 +298,10 @@ def _watched(
     names, tell = varied(cells), teller(how.quiet)
     whole = open_page([cell.folder for cell in cells], page) if page else nullcontext()
     with whole as live, closing(outcomes) as ended:  # type: ignore[type-var]
-        for count, (number, outcome) in enumerate(ended, start=1):
+        for num, (number, outcome) in enumerate(ended, start=1):
             words = f"AA {accuracy_text(outcome.record.aa)}" if isinstance(outcome, Result) else "failed"
-            tell(f"[{count}/{len(cells)}] {names[number]}: {words}")
-            if live is not None and count < len(cells):
+            tell(f"[{num}/{len(cells)}] {names[number]}: {words}")
+            if live is not None and num < len(cells):
                 live.perhaps()
             yield cells[number], outcome
 
@@ -380,7 +381,7 @@ def plan_sweep(
     found = read_search(recipe, overrides, seeds, metric, out or Path("search"))
     first = found.cells({key: value[0] for key, value in found.space.items()})
     if not how.as_json:
-        print(f"A search: {search} trials of {len(first)} runs. The first values of the ranges would cost:")
+        print(f"A search: {search} trials of {count(len(first), 'run')}. The first values of the ranges would cost:")
     print_plan(first, how.as_json)
 
 
@@ -443,7 +444,7 @@ def _print_totals(cells: Sequence[SweepCell], to_run: Sequence[dict[str, float]]
     if len(places) == 1:
         print(f"Folder: {places.pop()}")
     left = sum(not cell.done for cell in folders.values())
-    words = f"{len(folders)} runs, {left} not done"
+    words = f"{count(len(folders), 'run')}, {left} not done"
     if to_run:
         seconds, disk = (sum(own.get(key, 0.0) for own in to_run) for key in ("seconds", "disk_bytes"))
         beside = f" with {at_once} at a time" if at_once > 1 else ""

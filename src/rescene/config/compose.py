@@ -36,13 +36,14 @@ RENAMED = {
     "private-dp-baselines": "dp-baselines",
     "private-dp-baselines-cifar10": "dp-baselines-cifar10",
 }
+COMMAND_LINE, CALL = "command line", "rescene.run"  # where a person gave a value: in words, or in Python
 TASK_PLANS = {"tasks.per_task", "tasks.count", "tasks.sizes", "tasks.plan"}
 LONGEST_SHOWN = 200  # characters of a value in a message
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """A recipe, the name it goes by, and the origin of each dotted key (default, recipe NAME, command line)."""
+    """A recipe, the name it goes by, and the origin of each dotted key (default, recipe NAME, command line, rescene.run)."""
 
     name: str
     recipe: Recipe
@@ -94,7 +95,7 @@ def recipe_text(name: str) -> str:
 def resolve(recipe: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Resolved:
     """Read a recipe (shipped name, or YAML / TOML / JSON file), apply ``key=value`` overrides, validate."""
     layers = _layers(str(recipe))
-    layers.append(("command line", _parse(overrides)))
+    layers.append((CALL if isinstance(overrides, Mapping) else COMMAND_LINE, _parse(overrides)))
     layers = [(origin, {SHORTHANDS.get(k, k): v for k, v in values.items()}) for origin, values in layers]
     name = next((v["method.name"] for _, v in reversed(layers) if "method.name" in v), DEFAULT_METHOD)
     known = _known_keys(str(name))
@@ -107,7 +108,7 @@ def resolve(recipe: str | Path, overrides: Iterable[str] | Mapping[str, Any] = (
                 values.pop(key, None)
                 origins[key] = "default"
         for key, value in chosen.items():
-            _check_key(key, known, origin)
+            _check_key(key, known, origin, {key: (value, origins[key]) for key, value in values.items()})
             values[key] = value
             origins[key] = origin
     try:
@@ -127,7 +128,7 @@ def with_sites_of_data(resolved: Resolved) -> Resolved:
         return resolved  # the record of a run whose images are elsewhere; whoever needs the images is told
     names = site_names(data.name, data.path, layout=data.layout, columns=data.columns.given, more=data.more or ())
     asked, origins = recipe.federation.num_clients, dict(resolved.origins)
-    if asked != len(names) and origins["federation.num_clients"] == "command line":
+    if asked != len(names) and origins["federation.num_clients"] in (COMMAND_LINE, CALL):
         raise other_number(asked, names, data.path)
     made = recipe.with_sites(len(names))
     for key in ("num_clients", "per_round"):
@@ -243,7 +244,8 @@ def _known_keys(method: str) -> dict[str, Any]:
     return flatten(Recipe(method={"name": method_class(method).name}).model_dump(mode="json"))
 
 
-def _check_key(key: str, known: Mapping[str, Any], origin: str) -> None:
+def _check_key(key: str, known: Mapping[str, Any], origin: str, given: Mapping[str, tuple[Any, str]]) -> None:
+    """E102 for a key that there is not, with the closest one and its value. ``given``: values with the place they came from."""
     if key in known or any(name.startswith(f"{key}.") for name in known) or key.startswith("sites."):
         return  # a plan is none by default, so its keys are not among the known; the schema checks them
     section, _, leaf = key.rpartition(".")
@@ -254,12 +256,19 @@ def _check_key(key: str, known: Mapping[str, Any], origin: str) -> None:
         close = near if inside else closest(key, known) or near
     else:
         close = leaves.get(key) or closest(key, [*{k.partition(".")[0] for k in known}, "extends"]) or near
-    hint = f"did you mean {close}" + (f" (default {known[close]!r})?" if close in known else "?") if close else None
+    hint = f"did you mean {close}{_has_value(close, known, given)}?" if close else None
     if section == "method" and not close:
         hint = (
             f"{known['method.name']} has no such setting; methods.NAME.{leaf}=VALUE sets it for one method of several"
         )
     raise ConfigError("E102", f"unknown key {key!r}", where=origin, why=hint, fix="rescene show RECIPE lists every key")
+
+
+def _has_value(key: str, known: Mapping[str, Any], given: Mapping[str, tuple[Any, str]]) -> str:
+    if key in given:
+        value, place = given[key]
+        return f" ({value!r} in {place})"
+    return f" (default {known[key]!r})" if key in known else ""
 
 
 def _nest(flat: Flat) -> dict[str, Any]:

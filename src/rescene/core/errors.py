@@ -111,6 +111,23 @@ def lines_of(error: BaseException) -> list[str]:
     return str(error).strip().splitlines() or [type(error).__name__]
 
 
+def with_article(word: str) -> str:
+    """
+    >>> with_article("int"), with_article("dict")
+    ('an int', 'a dict')
+    """
+    return f"{'an' if word[:1].lower() in ('a', 'e', 'i', 'o') else 'a'} {word}"
+
+
+def kind_of(value: object) -> str:
+    """The type of a value, as a message can say it.
+
+    >>> kind_of(3), kind_of([])
+    ('an int', 'a list')
+    """
+    return with_article(type(value).__name__)
+
+
 def shortened(text: str, most: int = 200) -> str:
     """A text that may be very long, such as a path that is too long, as a message can show it.
 

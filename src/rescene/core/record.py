@@ -15,6 +15,8 @@ from typing import Any, TypeVar, dataclass_transform
 import torch
 from torch import Tensor
 
+from rescene.core.errors import kind_of
+
 T = TypeVar("T")
 Tree = Any  # a recursive type that mypy cannot express usefully; `check_tree` states it at run time
 Chunk = dict[str, Tensor]
@@ -98,9 +100,7 @@ def check_tree(tree: Tree, where: str = "value") -> None:
         return
     children = _children(tree)
     if children is None:
-        raise TypeError(
-            f"{where} is a {type(tree).__name__}; allowed: tensors, plain values, dicts, lists, tuples, records"
-        )
+        raise TypeError(f"{where} is {kind_of(tree)}; allowed: tensors, plain values, dicts, lists, tuples, records")
     if isinstance(tree, dict) and not all(isinstance(key, str) for key in tree):
         raise TypeError(f"{where} has a key that is not a string")
     for name, child in children:
@@ -125,7 +125,7 @@ def _packed(value: Any, path: str, chunks: list[Chunk]) -> Any:
     children = _children(value)
     if children is None:
         if not isinstance(value, _PLAIN):
-            raise TypeError(f"{path} is a {type(value).__name__}, which cannot be saved")
+            raise TypeError(f"{path} is {kind_of(value)}, which cannot be saved")
         return value
     named = list(children)
     own = {name: child for name, child in named if isinstance(child, Tensor)}

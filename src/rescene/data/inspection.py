@@ -196,9 +196,9 @@ def content_rows(dataset: Dataset) -> list[Row]:
             "add images or merge classes",
         ),
         _row(TESTED, _listed(untested, "classes without test image"), "add test images"),
-        _row("no repeated training image", _count(repeats[0], "repeat another training image"), "remove the copies"),
-        _row("no repeated test image", _count(repeats[1], "repeat another test image"), "remove the copies"),
-        _row("no test image in training", _count(leaked, "of the test split are also training images"), "remove them"),
+        _row("no repeated training image", _repeated(repeats[0], "training"), "remove the copies"),
+        _row("no repeated test image", _repeated(repeats[1], "test"), "remove the copies"),
+        _row("no test image in training", _in_both(leaked), "remove them"),
     ]
 
 
@@ -277,8 +277,23 @@ def _listed(names: list[str], what: str) -> str:
     return f"{len(names)} {what}: {few(names)}" if names else ""
 
 
-def _count(count: int, what: str) -> str:
-    return f"{count:,} images {what}" if count else ""
+def _repeated(num: int, part: str) -> str:
+    """
+    >>> _repeated(1, "test"), _repeated(2, "test"), _repeated(0, "test")
+    ('1 image repeats another test image', '2 images repeat another test image', '')
+    """
+    words = "1 image repeats" if num == 1 else f"{num:,} images repeat"
+    return f"{words} another {part} image" if num else ""
+
+
+def _in_both(num: int) -> str:
+    """
+    >>> _in_both(1), _in_both(2), _in_both(0)
+    ('1 image of the test split is also a training image', '2 images of the test split are also training images', '')
+    """
+    if num == 1:
+        return "1 image of the test split is also a training image"
+    return f"{num:,} images of the test split are also training images" if num else ""
 
 
 def _counts(images: Images, num_classes: int) -> list[int]:

@@ -199,6 +199,7 @@ def _check_name(name: str, path: AnyPath | None) -> None:
     if name not in NAMES and not is_own_dataset(name):
         known = (*NAMES, *own_datasets())
         fix = did_you_mean(name, known, "{!r}") or f"one of: {', '.join(known)}"
+        fix = f"data.path={name} reads what lies there" if Path(name).exists() else fix
         raise DataError("E201", f"unknown data set {name!r}", fix=fix)
     if name == "fashion-mini" and path is not None:
         raise ConfigError("E208", "fashion-mini is part of the package and takes no path", fix="name=auto")

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rescene.core.errors import DataError, ResceneError, ResceneWarning
+from rescene.core.errors import DataError, ResceneError, ResceneWarning, kind_of
 from rescene.core.plugins import installed, note_registered
 from rescene.data.images import Dataset, Images, measure
 from rescene.data.sources.array_files import dataset_of_pixels
@@ -136,7 +136,7 @@ def items_of(part: Any, where: str) -> tuple[Iterable[tuple[Any, Any]], tuple[st
         found = iter(part)
     else:
         fix = "a torch Dataset of (picture, label) pairs, arrays, a Hugging Face data set, or a frame of paths"
-        raise no_data(where, f"a {type(part).__name__} is no data set", fix)
+        raise no_data(where, f"{kind_of(part)} is no data set", fix)
     if not (isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names)):
         names = None
     return (_pair(item, where, number) for number, item in enumerate(found)), tuple(names) if names else None
@@ -158,7 +158,7 @@ def _pair(item: Any, where: str, number: int) -> tuple[Any, Any]:
         return item[picture], item[label]
     if isinstance(item, (tuple, list)) and len(item) == 2:
         return item[0], item[1]
-    what = f"{len(item)} values" if isinstance(item, (tuple, list)) else f"a {type(item).__name__}"
+    what = f"{len(item)} values" if isinstance(item, (tuple, list)) else kind_of(item)
     raise no_data(f"{where}, item {number}", f"it is {what}", "two values: the picture and its label")
 
 
@@ -179,7 +179,7 @@ def pixels_of(picture: Any, place: str) -> Tensor:
     try:
         values = torch.as_tensor(picture if is_array(picture) else np.asarray(picture)).detach().cpu()
     except Exception:
-        raise no_data(place, f"a {type(picture).__name__} is no picture", "a PIL image, an array or a tensor") from None
+        raise no_data(place, f"{kind_of(picture)} is no picture", "a PIL image, an array or a tensor") from None
     if values.ndim == 2:
         values = values[None]
     elif values.ndim == 3 and values.shape[0] not in (1, 3) and values.shape[2] in (1, 3):

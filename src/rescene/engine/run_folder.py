@@ -269,6 +269,9 @@ class RunFolder:
             rows = difference(before, resolved.flat())
             changed = [row for row in rows if row[0] not in NOT_COMPARED and not _is_growth(*row)]
             if changed:
+                changed.sort(
+                    key=lambda row: row[0] != "method.name"
+                )  # another method changes many keys, so it stands first
                 told = "\n".join(f"{key}: {old!r} -> {new!r}" for key, old, new in changed)
                 raise RunError(
                     "E405",

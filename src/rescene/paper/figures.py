@@ -10,7 +10,7 @@ from rescene.core.json_files import Row
 from rescene.core.method_style import INK, YELLOW, style_of
 from rescene.functional import old_and_recent
 from rescene.paper.compare import compare
-from rescene.paper.paper_tables import DATA
+from rescene.paper.paper_tables import DATA, FIRST_TASK
 from rescene.paper.recipes import FAST_LABEL, paper_recipe
 from rescene.paper.store import Store
 from rescene.report.drawing import CARD, GUIDE, Plot, percent_span, set_percent_limits
@@ -88,7 +88,7 @@ def task_curves(store: Store) -> Plot:
         set_percent_limits([axes.yaxis for axes in panels.flat], *percent_span(min(shown), max(shown)))
         _legend(sheet, finals)
 
-    caption = "Final accuracy of each task; T0 was learned first."
+    caption = f"Final accuracy of each task. {FIRST_TASK}"
     return Plot("paper-task-curves", "Each task, after the last one", caption, rows, draw, height_in=9.0, width_in=11.0)
 
 

@@ -31,6 +31,7 @@ BEST = (
     "Marked (*, bold): our best among the paper's rows that were run in one setting. Methods that the paper's table does not "
     "have, other readings and other server epochs never win."
 )
+FIRST_TASK = "T0 is the first task, as in the paper; runs and reports call it T1."
 BY_FORMULA = "ours, by the paper's formula"
 COSTS_BY_FORMULA = "ours, costs by the paper's formula"
 COPIES = "near-copies: uploaded images with PSNR > 30 dB to a real training image; read accuracy together with it."
@@ -221,6 +222,8 @@ def _notes(recipe: PaperRecipe, lines: Sequence[Line], marked: bool) -> Iterable
     tasks = [
         n for line in lines for n in line.paper.values() if n.metric.startswith("task_") and n.metric[5:].isdigit()
     ]
+    if tasks:
+        yield FIRST_TASK
     domains = dict.fromkeys(f"{label(n.metric)} {n.note}" for n in tasks if n.note)
     if domains:
         yield f"Domains: {', '.join(domains)}."

@@ -89,6 +89,8 @@ def _view(runs: Sequence[RunRecord], plots: Path, printed: Mapping[Path, Mapping
         "groups": groups,
         "head": head,
         "told": told,
+        "told_group": head or groups[0],
+        "num_shown": sum(len(group.runs) for group in groups),
         "verdict": verdict(groups),
         "curve": next((name for name in ("incremental", "rounds", "tasks") if name in figures), ""),
         "figures": figures,

@@ -12,7 +12,7 @@ from typing import Any
 from rescene.core.recipe_keys import experiment_keys
 from rescene.core.results import EventRecord, Forgotten, Leakage, RoundRecord, SiteRecord, WithdrawalCheck
 from rescene.report.formatting import NONE, bytes_text, count, known, percent, plain, seconds_text, short, task_name
-from rescene.report.groups import RunGroup, same, spread
+from rescene.report.groups import RunGroup, same
 from rescene.report.load import RunRecord
 from rescene.report.summary import simulated
 
@@ -26,7 +26,6 @@ def setting(run: RunRecord, runs: Sequence[RunRecord]) -> Pairs:
     """The experiment in a few facts, every value where runs differ; what a folder does not tell is left out."""
     others = [_set_up(other) for other in runs]
     seeds = sorted({other.seed for other in runs if other.seed is not None})
-    seconds = spread(other.timing.total_s for other in runs)
     facts: list[tuple[str, Any]] = [
         *((name, _together([value, *(other[name] for other in others)])) for name, value in _set_up(run).items()),
         ("Order of classes", _own_orders(runs)),
@@ -39,7 +38,7 @@ def setting(run: RunRecord, runs: Sequence[RunRecord]) -> Pairs:
         ("Simulated", "; ".join(dict.fromkeys(words for other in runs for words in simulated(other))) or None),
         ("Late answers", _late_answers(runs)),
         ("Quarantined", _quarantined(runs)),
-        ("Time per run", seconds_text(seconds.mean) if seconds else None),
+        ("Time per run", _times(runs)),
     ]
     return [(name, short(value)) for name, value in facts if value not in (None, "", 0)]
 
@@ -73,6 +72,13 @@ def _together(values: Sequence[Any]) -> str | None:
     sizes = {text: value if isinstance(value, (int, float)) else math.inf for text, value in told.items()}
     ordered = sorted(told, key=lambda text: (sizes[text], text))
     return ", ".join(ordered) or None
+
+
+def _times(runs: Sequence[RunRecord]) -> str | None:
+    """How long the runs took: the shortest and the longest, because methods differ too much for a mean."""
+    seconds = sorted(run.timing.total_s for run in runs if run.timing.total_s is not None)
+    ends = dict.fromkeys(seconds_text(value) for value in (*seconds[:1], *seconds[-1:]))
+    return " to ".join(ends) or None
 
 
 def _objects(runs: Sequence[RunRecord]) -> str | None:
