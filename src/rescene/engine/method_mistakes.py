@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from rescene.core.errors import ResceneError, RunError, for_people
+from rescene.core.errors import ResceneError, RunError, for_people, kind_of
 from rescene.core.plugins import from_outside, own_frame
 from rescene.core.record import check_tree
 from rescene.methods import Method
@@ -75,10 +75,9 @@ def _kind(value: Any) -> str:
     >>> _kind({}), _kind(None), _kind(3), _kind(({}, 2, 3))
     ('a dict', 'None', 'an int', '(dict, int, int)')
     """
-    name = type(value).__name__
     if isinstance(value, tuple):
         return f"({', '.join(type(part).__name__ for part in value)})"
-    return "None" if value is None else f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+    return "None" if value is None else kind_of(value)
 
 
 def _definition(method: Method, verb: str) -> str:

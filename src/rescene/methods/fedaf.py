@@ -51,7 +51,9 @@ class FedAF(SurrogateMethod):
     paper: ClassVar[str] = "Wang et al., CVPR 2024"
     verified: ClassVar[tuple[Verified, ...]] = (
         Verified(
-            "paper figure", "results/cifar10/fedaf-beta0.5-s0", "AA 17.66 against 17.70 (n = 1; server augmentation, n // 2 surrogates)"
+            "paper figure",
+            "results/cifar10/fedaf-beta0.5-s0",
+            "AA 17.66 against 17.70 (n = 1; server augmentation, n // 2 surrogates)",
         ),
         Verified(
             "hand computation",

@@ -36,7 +36,9 @@ class FedDM(SurrogateMethod):
             "1e-5, the features' term (distribution matching)",
         ),
         Verified(
-            "paper figure", "results/cifar10/feddm-beta0.5-s0", "AA 17.60 against 17.72 (n = 1; server augmentation, n // 2 surrogates)"
+            "paper figure",
+            "results/cifar10/feddm-beta0.5-s0",
+            "AA 17.60 against 17.72 (n = 1; server augmentation, n // 2 surrogates)",
         ),
         Verified(
             "hand computation",
