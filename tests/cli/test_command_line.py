@@ -219,7 +219,7 @@ def test_runs_and_reports(tmp_path, blank_figures):
     assert [row["state"] for row in rows] == ["done", "done"] and all(row["aa"] is not None for row in rows)
     assert invoke(app, ["report", str(tmp_path), "--out", str(tmp_path / "page.html")]).exit_code == 0
     assert "ReSCENE" in (tmp_path / "page.html").read_text()
-    values = json.loads(invoke(app, ["run", "smoke", *TINY, "seed=0", "--out", str(tmp_path / "s0"), "--json"]).output)
+    values = json.loads(invoke(app, ["run", "smoke", *TINY, "seed=0", "--out", str(tmp_path / "s0"), "--json"]).stdout)
     assert values["aa"] == rows[0]["aa"]
 
 

@@ -201,7 +201,7 @@ def test_inspect_warns_and_still_answers(shapes, tmp_path):
     assert (
         "broken.png" in text
         and "tiny classes: cross (4)" in text
-        and ("repeat another" in text or "also training" in text)
+        and ("another training image" in text or "a training image" in text)
     )
     assert "data.skip_unreadable=true" in found["command"]
     told = invoke(app, ["data", "inspect", str(folder), "--out", str(tmp_path / "look")]).output

@@ -268,7 +268,7 @@ def test_formulas_are_not_added_to_accuracies(here):
 
 
 def test_check_of_everything_is_one_json_document(here):
-    bands, claims = json.loads(invoke("check", "--runs", "kept", "--format", "json").output)
+    bands, claims = json.loads(invoke("check", "--runs", "kept", "--format", "json").stdout)
     assert "allowed" in bands["columns"] and "claim" in claims["columns"]
 
 
@@ -362,7 +362,7 @@ def test_no_curve_is_cut_off(here):
 
 
 def test_a_figure_as_one_file(here):
-    told = invoke("figure", "old-recent", "--runs", "kept", "--out", "drawn/f.pdf").output.split()
+    told = invoke("figure", "old-recent", "--runs", "kept", "--out", "drawn/f.pdf").stdout.split()
     assert told == ["drawn/f.pdf", "drawn/f.csv"]
     assert (here / "drawn" / "f.pdf").read_bytes().startswith(b"%PDF")
     assert (here / "drawn" / "f.csv").read_text().startswith("data,beta,method,whose")
