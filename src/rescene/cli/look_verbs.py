@@ -19,6 +19,7 @@ from rescene.cli.shared_options import (
     Plugin,
     RecipeOrRun,
     find_runs,
+    plugin_words,
     recipe_of,
     verb_group,
 )
@@ -241,13 +242,14 @@ def sites(
         bool, typer.Option("--tune", help="also let each site tune the head on its own training images, and compare")
     ] = False,
     steps: Annotated[int, typer.Option("--steps", min=1, help="with --tune: gradient steps of a site")] = 100,
+    plugin: Plugin = None,
     as_json: AsJson = False,
 ) -> None:
     """Show accuracy at each site; --tune compares the shared head with a head tuned at the site."""
     rows = tuned_rows(folder, steps) if tune else site_rows(folder)
     print_rows(rows, as_json)
     if not as_json and not tune:
-        print(f"with a head of its own for each site: {command('sites', folder, '--tune')}")
+        print(f"with a head of its own for each site: {command('sites', folder, '--tune', *plugin_words(plugin))}")
 
 
 def site_rows(folder: Path) -> list[Row]:
