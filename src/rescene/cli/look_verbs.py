@@ -19,6 +19,7 @@ from rescene.cli.shared_options import (
     Plugin,
     RecipeOrRun,
     find_runs,
+    name_plugins,
     plugin_words,
     recipe_of,
     verb_group,
@@ -341,6 +342,7 @@ def _takes_part(run: RunRecord, code: str, facts: dict[Path, MethodFacts]) -> bo
         told, recipe = _recorded_recipe(run.folder)
         compare_files(run, _expected(run, told, recipe, code))
     except ResceneError as error:
+        name_plugins(error, {"folder": run.folder, "plugin": None})
         _left_out(run.folder, f"[{error.code}] {error.what}: {'; '.join((error.why or '').splitlines())}")
         return False
     facts[run.folder] = _method_facts(recipe, len(run.tasks))
@@ -423,19 +425,20 @@ def leaderboard_check(
     """
 
     def work() -> int:
-        codes = [_check_one(folder, rounds, minutes, as_json, name=len(folders) > 1) for folder in folders]
+        codes = [_check_one(folder, rounds, minutes, as_json, len(folders) > 1, plugin) for folder in folders]
         return 5 if 5 in codes else max(codes)
 
     interruptible(work)
 
 
-def _check_one(folder: Path, rounds: int, minutes: float, as_json: bool, name: bool) -> int:
+def _check_one(folder: Path, rounds: int, minutes: float, as_json: bool, name: bool, plugin: list[Path] | None) -> int:
     """Tell whether a folder is accepted; returns the exit status: 0, 5 if it is refused, else that of the error."""
     from rescene.report.leaderboard import REFUSALS
 
     try:
         told = check_submission(folder, rounds, minutes)
     except ResceneError as error:
+        name_plugins(error, {"folder": folder, "plugin": plugin})
         row = {"folder": str(folder), "accepted": False, "code": error.code, "what": error.what}
         _tell(row | {"why": (error.why or "").splitlines()}, str(error), as_json, refused=True)
         return 5 if error.code in REFUSALS else error.exit_code
