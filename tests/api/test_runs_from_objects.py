@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from own_things import SMALL, Pairs, arrays, small
+from torch import nn
 from typer.testing import CliRunner
 
 import rescene
@@ -17,6 +18,7 @@ from rescene.cli.progress import watch
 from rescene.config import resolve
 from rescene.core.errors import ConfigError, RunError
 from rescene.data import objects
+from rescene.engine.run_folder import differences
 from rescene.lens import expect_looks, tell_looked
 from rescene.methods.fedavg import FedAvg
 from rescene.nets import own_networks
@@ -128,6 +130,26 @@ def test_other_objects_are_refused_and_what_differs_is_named(finished, change, w
     assert error.value.code == "E428"
 
 
+def test_an_object_whose_class_has_changed_takes_the_place_of_the_one_before(monkeypatch):
+    class Scaled(nn.Module):
+        FACTOR = 1.0
+
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(192, 4)
+
+        def forward(self, x):
+            return self.fc(self.FACTOR * x.flatten(1))
+
+    monkeypatch.setattr(own_networks, "_OWN", {})
+    name, before = own_networks.enter_object(Scaled)
+    told = before.describe(8)
+    Scaled.FACTOR = 0.1  # a cell of a notebook that is run again
+    again, after = own_networks.enter_object(Scaled)
+    assert name == again and own_networks.own_model(name) is after
+    assert differences({"model": told}, {"model": after.describe(8)}) == ["model: other code"]
+
+
 class Stop(Exception):
     pass
 
@@ -219,9 +241,17 @@ def test_a_plug_in_brings_networks_and_data(tmp_path):
     assert found.exit_code == 0, found.output
     kept = json.loads((out / "objects.json").read_text())["objects"]
     assert kept["model"]["name"] == "plugged-net" and kept["data"]["name"] == "plugged-data"
-    (out / "objects.json").write_text(json.dumps({"objects": kept | {"data": {"name": "plugged-data", "code": "old"}}}))
-    changed = CliRunner().invoke(app, [*given, *overrides, "--quiet"])
-    assert "E428" in changed.output and "data: other code" in changed.output
+    for other in ({"name": "plugged-data", "code": "old"}, kept["data"] | {"source": "other"}):
+        (out / "objects.json").write_text(json.dumps({"objects": kept | {"data": other}}))
+        changed = CliRunner().invoke(app, [*given, *overrides, "--quiet"])
+        assert "E428" in changed.output and "data: other code" in changed.output
+    before = {part: {k: v for k, v in told.items() if k != "source"} for part, told in kept.items()}
+    assert before != kept
+    elsewhere = {part: told | {"code": "of another Python"} for part, told in kept.items()}
+    for same in (before, elsewhere):  # a run of an earlier version, and of another Python
+        (out / "objects.json").write_text(json.dumps({"objects": same}))
+        found = CliRunner().invoke(app, [*given, *overrides, "--quiet"])
+        assert found.exit_code == 0, found.output
     for what, name in (("models", "plugged-net"), ("datasets", "plugged-data")):
         assert name in CliRunner().invoke(app, ["list", what, "--plugin", str(file)]).output
     assert rescene.load(out).objects == [], "a command can make it again"

@@ -1,10 +1,14 @@
 """Methods of one's own, sweeps, and the page that explains a method."""
 
+import contextlib
 import json
+import shlex
+import shutil
 import subprocess
 import sys
 
 import pytest
+from PIL import Image
 from typer.testing import CliRunner
 
 from rescene.cli.app import app
@@ -102,6 +106,84 @@ def test_a_run_that_lacks_its_plug_in_names_the_file_and_does_not_load_it(tmp_pa
     (tmp_path / "r" / "results.json").unlink()
     (tmp_path / "other idea.py").rename(tmp_path / "elsewhere.py")
     assert "with the place where the file is now" in rescene("resume", "r").stderr
+
+
+OWN = """
+import rescene
+import torch
+from torch import nn
+
+@rescene.register_model("lacked-net")
+def net(image_size):
+    return nn.Sequential(nn.Flatten(), nn.Linear(3 * image_size**2, 8), nn.ReLU(), nn.Linear(8, 4))
+
+@rescene.register_dataset("lacked-data")
+def grey():
+    y = torch.arange(4).repeat(20)
+    return (60 * y).reshape(-1, 1, 1, 1).expand(-1, 3, 16, 16).to(torch.uint8), y
+"""
+
+
+@pytest.fixture(scope="module")
+def own_runs(tmp_path_factory):
+    """A run with a network of one's own, one with own data, and the exported model, made in this process; and the line that
+    tells how to try the model."""
+    place = tmp_path_factory.mktemp("lacking")
+    (place / "lacked.py").write_text(OWN)
+    Image.new("RGB", (32, 32)).save(place / "a.png")
+    few = ["federation.num_rounds=1", "tasks.limit=1", "--plugin", "lacked.py", "-q"]
+    with contextlib.chdir(place), pytest.MonkeyPatch.context() as patch:
+        for words in (["model=lacked-net", "--out", "net"], ["data=lacked-data", "model.width=2", "--out", "data"]):
+            words = ["run", "smoke", "method=fedavg", *words, *few]
+            patch.setattr(sys, "argv", ["rescene", *words])  # what command.txt keeps
+            made = invoke(app, words)
+            assert made.exit_code == 0, made.output
+        told = invoke(app, ["export", "net", "--plugin", "lacked.py", "--out", "net/export"]).output
+        shutil.copytree("net/export", "lone")
+    return place, told.splitlines()[-1]
+
+
+@pytest.fixture
+def elsewhere(own_runs, monkeypatch):
+    """Beside the runs, in a process that has not loaded the plug-in."""
+    monkeypatch.chdir(own_runs[0])
+    monkeypatch.setattr("rescene.nets.own_networks._OWN", {})
+    monkeypatch.setattr("rescene.data.objects._OWN", {})
+    monkeypatch.delitem(sys.modules, "lacked")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "predict net a.png",
+        "predict net/export/model.safetensors a.png",
+        "export net",
+        "rerun net",
+        "rerun data",
+        "audit net",
+        "leaderboard check net",
+        "leaderboard check data",
+        "run net/config.yaml --out again",
+    ],
+)
+def test_an_own_network_and_own_data_that_are_lacking_are_traced_to_their_file(elsewhere, words):
+    found = invoke(app, words.split())
+    assert found.exit_code in (2, 3) and "fix    the same command with --plugin lacked.py\n" in found.stderr
+    assert ("E201" if "data" in words else "E130") in found.stderr and "lacked" not in sys.modules
+
+
+def test_a_misspelt_network_of_such_a_run_is_told_as_such(elsewhere):
+    found = invoke(app, ["cost", "net/config.yaml", "model.name=lackd-net"])
+    assert "E130" in found.stderr and "--plugin" not in found.stderr
+
+
+def test_a_model_file_alone_says_what_it_lacks_and_its_export_how_to_use_it(own_runs, elsewhere):
+    refused = invoke(app, ["predict", "lone/model.safetensors", "a.png"])
+    assert refused.exit_code == 2 and "E130" in refused.stderr and "fix    --plugin FILE" in refused.stderr
+    assert "resnet18" not in refused.stderr
+    words = shlex.split(own_runs[1].replace("IMAGES", "a.png"))
+    assert words[:4] == ["Try", "it:", "rescene", "predict"]
+    assert invoke(app, words[3:]).exit_code == 0
 
 
 def test_a_plug_in_imports_a_file_beside_it(tmp_path):

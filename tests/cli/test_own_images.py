@@ -121,6 +121,24 @@ def three_sites(shapes, tmp_path_factory):
     return folder
 
 
+def test_a_network_of_ones_own_is_tuned_too(three_sites, tmp_path, monkeypatch):
+    file, out = tmp_path / "tuned_net.py", tmp_path / "run"
+    file.write_text(
+        "import rescene\nfrom torch import nn\n\n\n@rescene.register_model('tuned-net')\ndef net(image_size):\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(3 * image_size**2, 8), nn.ReLU(), nn.Linear(8, 2))\n"
+    )
+    given = ["run", "demo", f"data.path={three_sites}", "federation.partition=sites", "model.name=tuned-net"]
+    few = ["data.layout=sites", "federation.num_rounds=1", "method=fedavg", "tasks.count=1"]
+    made = invoke(app, [*given, *few, "--plugin", str(file), "--out", str(out), "-q"])
+    assert made.exit_code == 0, made.output
+    hint = invoke(app, ["sites", str(out), "--plugin", str(file)]).output.splitlines()[-1]
+    words = shlex.split(hint.partition("rescene ")[2])
+    monkeypatch.setattr("rescene.nets.own_networks._OWN", {})  # as in a process of its own
+    monkeypatch.delitem(sys.modules, "tuned_net")
+    tuned = invoke(app, [*words, "--steps", "1", "--json"])
+    assert tuned.exit_code == 0 and len(json.loads(tuned.output)) == 3, tuned.output
+
+
 def test_sites_as_they_are_from_inspect_to_table_and_tuned_heads(three_sites, tmp_path):
     found = inspected(three_sites, "--layout", "sites")
     assert [row["name"] for row in found["sites"]] == ["Bath", "Hull", "Leeds"]

@@ -22,6 +22,7 @@ from rescene.cli.shared_options import (
     Quiet,
     RecipeName,
     ServerGflops,
+    plugin_words,
     verb_group,
 )
 from rescene.cli.start_verbs import print_verdict
@@ -503,8 +504,8 @@ def export(
         return
     print_rows(rows)
     print(f"Model card: {card}")
-    trust = ["--trust"] if rows[0]["file"].endswith(".pt2") else []
-    print(f"Try it: {command('predict', rows[0]['file'], 'IMAGES', *trust)}")
+    needed = [*(["--trust"] if rows[0]["file"].endswith(".pt2") else []), *plugin_words(plugin)]
+    print(f"Try it: {command('predict', rows[0]['file'], 'IMAGES', *needed)}")
 
 
 def _say_which(model: Path) -> None:

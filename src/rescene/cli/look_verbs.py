@@ -19,6 +19,8 @@ from rescene.cli.shared_options import (
     Plugin,
     RecipeOrRun,
     find_runs,
+    name_plugins,
+    plugin_words,
     recipe_of,
     verb_group,
 )
@@ -241,13 +243,14 @@ def sites(
         bool, typer.Option("--tune", help="also let each site tune the head on its own training images, and compare")
     ] = False,
     steps: Annotated[int, typer.Option("--steps", min=1, help="with --tune: gradient steps of a site")] = 100,
+    plugin: Plugin = None,
     as_json: AsJson = False,
 ) -> None:
     """Show accuracy at each site; --tune compares the shared head with a head tuned at the site."""
     rows = tuned_rows(folder, steps) if tune else site_rows(folder)
     print_rows(rows, as_json)
     if not as_json and not tune:
-        print(f"with a head of its own for each site: {command('sites', folder, '--tune')}")
+        print(f"with a head of its own for each site: {command('sites', folder, '--tune', *plugin_words(plugin))}")
 
 
 def site_rows(folder: Path) -> list[Row]:
@@ -339,6 +342,7 @@ def _takes_part(run: RunRecord, code: str, facts: dict[Path, MethodFacts]) -> bo
         told, recipe = _recorded_recipe(run.folder)
         compare_files(run, _expected(run, told, recipe, code))
     except ResceneError as error:
+        name_plugins(error, {"folder": run.folder, "plugin": None})
         _left_out(run.folder, f"[{error.code}] {error.what}: {'; '.join((error.why or '').splitlines())}")
         return False
     facts[run.folder] = _method_facts(recipe, len(run.tasks))
@@ -421,19 +425,20 @@ def leaderboard_check(
     """
 
     def work() -> int:
-        codes = [_check_one(folder, rounds, minutes, as_json, name=len(folders) > 1) for folder in folders]
+        codes = [_check_one(folder, rounds, minutes, as_json, len(folders) > 1, plugin) for folder in folders]
         return 5 if 5 in codes else max(codes)
 
     interruptible(work)
 
 
-def _check_one(folder: Path, rounds: int, minutes: float, as_json: bool, name: bool) -> int:
+def _check_one(folder: Path, rounds: int, minutes: float, as_json: bool, name: bool, plugin: list[Path] | None) -> int:
     """Tell whether a folder is accepted; returns the exit status: 0, 5 if it is refused, else that of the error."""
     from rescene.report.leaderboard import REFUSALS
 
     try:
         told = check_submission(folder, rounds, minutes)
     except ResceneError as error:
+        name_plugins(error, {"folder": folder, "plugin": plugin})
         row = {"folder": str(folder), "accepted": False, "code": error.code, "what": error.what}
         _tell(row | {"why": (error.why or "").splitlines()}, str(error), as_json, refused=True)
         return 5 if error.code in REFUSALS else error.exit_code

@@ -18,6 +18,7 @@ import typer
 
 import rescene
 from rescene.core.errors import ConfigError, ResceneError
+from rescene.core.json_files import json_object
 from rescene.core.plugins import installed, load_plugin
 
 _CLASS = re.compile(r"^class (\w+)(?:\(([^)]*)\))?:\n(.*?)(?=^\S|\Z)", re.MULTILINE | re.DOTALL)
@@ -122,6 +123,7 @@ def load_plugins(paths: Iterable[Path]) -> None:
 
 
 LACKING = ("E103", "E428")  # what a run says whose method, network or data set came from a plug-in that is not there
+UNKNOWN = ("E130", "E201")  # the same of a network and a data set, if the name is the run's: a word may be misspelt too
 
 
 def name_plugins(error: Exception, given: Mapping[str, Any]) -> Exception:
@@ -129,15 +131,17 @@ def name_plugins(error: Exception, given: Mapping[str, Any]) -> Exception:
 
     They are named and not loaded: a run folder may come from somebody else, and must not start code.
     """
-    if not isinstance(error, ResceneError) or error.code not in LACKING or given.get("plugin", True):
+    if not isinstance(error, ResceneError) or error.code not in LACKING + UNKNOWN or given.get("plugin", True):
         return error
-    folders = [Path(value) for value in given.values() if isinstance(value, (str, Path))]
-    for folder in folders:
-        if files := _plugins_of(folder):
+    paths = [Path(value) for value in given.values() if isinstance(value, (str, Path))]
+    for folder in (one for path in paths for one in (path.parents[:2] if path.is_file() else [path])):
+        files = _plugins_of(folder)
+        if files and (error.code in LACKING or any(repr(name) in error.what for name in _own_names(folder))):
             moved = "" if all(map(os.path.isfile, files)) else " (with the place where the file is now)"
             options = shlex.join(plugin_words(files))
             error.why = f"the run was started with {options}; a run folder loads no plug-in by itself"
             error.fix = f"the same command with {options}{moved}"
+            return error
     return error
 
 
@@ -158,6 +162,13 @@ def _plugins_of(run: Path) -> list[str]:
         return []
     apart = [after for word, after in itertools.pairwise(words) if word == "--plugin"]
     return apart + [word.removeprefix("--plugin=") for word in words if word.startswith("--plugin=")]
+
+
+def _own_names(run: Path) -> list[str]:
+    """What a run calls the network and the data set of one's own that it was made with."""
+    known = json_object(run / "objects.json", []).get("objects")
+    parts = known.values() if isinstance(known, dict) else ()
+    return [str(part["name"]) for part in parts if isinstance(part, dict) and "name" in part]
 
 
 def find_runs(folder: Path) -> list[Path]:

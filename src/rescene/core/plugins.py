@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rescene.core.errors import ConfigError
+from rescene.core.own_code import remember_source
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -58,6 +59,7 @@ def load_plugin(path: Path) -> int:
         return int(getattr(sys.modules[path.stem], _COUNT, 1))
     before, module = len(_registered), importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # records are saved by module name, so a resumed run must find it there
+    remember_source(module)  # now: the file may be edited while runs go on
     beside = str(path.resolve().parent)
     sys.path.append(beside)
     try:

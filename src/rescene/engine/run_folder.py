@@ -45,6 +45,7 @@ from rescene.core.documents import read_yaml
 from rescene.core.errors import ConfigError, ResceneWarning, RunError, few, shortened
 from rescene.core.files import replacing
 from rescene.core.json_files import as_json, json_object
+from rescene.core.own_code import RULES, functions_of, hashes_of, same_code, short_hash
 from rescene.core.recipe_keys import flatten
 from rescene.core.run_state import FINISHED, LOCK, Busy, is_done, working_in
 from rescene.core.versions import FOLDER, refuse_newer, source_hash
@@ -55,7 +56,7 @@ from rescene.engine.checkpoint import Checkpoints, could_not_save, reach, save_a
 from rescene.engine.experiment import Experiment
 from rescene.methods import method_class
 from rescene.nets import is_own, own_model
-from rescene.nets.own_networks import code_hash, functions_of, short_hash, tensor_hash
+from rescene.nets.own_networks import tensor_hash
 from rescene.nets.timm_networks import TIMM
 
 OBJECTS = "objects.json"
@@ -70,11 +71,12 @@ def objects_of(recipe: Recipe) -> dict[str, Any]:
     if recipe.data.name.startswith(OBJECT):
         found["data"] = _data(own_dataset(recipe.data.name, None, Options()))
     elif is_own_dataset(recipe.data.name):
-        found["data"] = {"name": recipe.data.name, "code": code_hash(maker_of(recipe.data.name))}
+        maker = [maker_of(recipe.data.name)]
+        found["data"] = {"name": recipe.data.name, **hashes_of(maker, maker)}
     method = method_class(recipe.method["name"])
     if not method.__module__.startswith("rescene."):
         name = f"{method.__module__}.{method.__qualname__}"
-        found["method"] = {"class": name, "code": code_hash(*functions_of(method))}
+        found["method"] = {"class": name, **hashes_of([method], functions_of(method))}
     return found
 
 
@@ -121,9 +123,9 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         if old is None or new is None:
             found.append(f"{part}: " + ("none then, an object now" if old is None else "an object then, none now"))
             continue
-        for key in sorted(old.keys() | new.keys()):
-            if key == "code" and key not in old:
-                continue  # a record from before it was kept
+        if not same_code(old, new):
+            found.append(f"{part}: other code")
+        for key in sorted((old.keys() | new.keys()) - set(RULES)):
             if key == "weights":
                 found += [f"{part}: {words}" for words in _weights(old[key], new[key])]
             elif old.get(key) != new.get(key):

@@ -78,11 +78,26 @@ def about_of(text: str | None, path: Path) -> dict[str, Any] | None:
     try:
         _About.model_validate(about)
         Arch(**about["arch"])
+    except ConfigError as error:
+        raise _not_here(error, about["arch"].get("name"), path) from None
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
         raise contradiction(path, f"{place}: {first['msg']}".removeprefix(": Value error, ")) from None
     return about
+
+
+def _not_here(error: ConfigError, name: Any, path: Path) -> ConfigError:
+    """The error for a model whose network this process does not know; any other error as it is."""
+    if error.code != "E130" or repr(name) not in error.what:
+        return error
+    return ConfigError(
+        "E130",
+        f"no network is called {name!r} here",
+        where=str(path),
+        why="it holds the weights of a network that does not come with this program (of a plug-in), and not its code",
+        fix="--plugin FILE, with the file that registers the network",
+    )
 
 
 def check_rows(about: Mapping[str, Any], num_outputs: int, path: Path) -> None:

@@ -13,7 +13,6 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import CodeType
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from rescene.core.errors import ConfigError, lines_of
+from rescene.core.own_code import RULES, functions_of, hashes_of, short_hash
 from rescene.core.plugins import installed, note_registered
 from rescene.core.rng import seeded_generator
 from rescene.nets.timm_networks import TIMM, own_look, timm_network
@@ -133,11 +133,13 @@ class OwnModel:
     def describe(self, image_size: int = 32) -> dict[str, Any]:
         """What a run keeps of it, to know it again: class, code, and a hash of each tensor."""
         made = self.make(self.size or image_size)
-        classes = {type(m) for m in made.modules() if not type(m).__module__.startswith("torch.")}
+        used = {type(m) for m in made.modules() if not type(m).__module__.startswith("torch.")}
+        classes = sorted(used, key=lambda kind: kind.__qualname__)
+        maker = [self.network] if self.is_made and self.network not in used else []
         return {
             "name": self.name,
             "class": f"{type(made).__module__}.{type(made).__qualname__}",
-            "code": code_hash(*(f for c in sorted(classes, key=lambda c: c.__qualname__) for f in functions_of(c))),
+            **hashes_of([*classes, *maker], [f for kind in classes for f in functions_of(kind)]),
             "structure": short_hash(re.sub("0x[0-9a-f]+", "", repr(made)).encode()),
             "made for each seed": self.is_made,
             "head": self.head,
@@ -146,8 +148,9 @@ class OwnModel:
         }
 
     def fingerprint(self) -> str:
-        """SHA-256 of :meth:`describe`."""
-        return hashlib.sha256(repr(self.describe()).encode()).hexdigest()
+        """SHA-256 of :meth:`describe`, with the code as earlier versions hashed it: names of objects in their runs hold it."""
+        told = {key: value for key, value in self.describe().items() if key not in RULES or key == "code"}
+        return hashlib.sha256(repr(told).encode()).hexdigest()
 
 
 @dataclass(frozen=True, eq=False)
@@ -378,7 +381,7 @@ def enter(model: OwnModel, name: str | None = None) -> str:
     """Make a network known by its name, or under another; a name can be taken once."""
     name = name or model.name
     known = _OWN.setdefault(name, model)
-    if known is not model and known.fingerprint() != model.fingerprint():
+    if known is not model and known.describe() != model.describe():
         raise ConfigError("E169", f"two networks are called {name!r}", where="model.name", fix="another name for one")
     return name
 
@@ -386,7 +389,9 @@ def enter(model: OwnModel, name: str | None = None) -> str:
 def enter_object(network: Any) -> tuple[str, OwnModel]:
     """A network that was handed over as an object, under a name that holds its fingerprint."""
     model = network if isinstance(network, OwnModel) else OwnModel(network)
-    return enter(model, f"{OBJECT}{model.name}-{model.fingerprint()[:8]}"), model
+    name = f"{OBJECT}{model.name}-{model.fingerprint()[:8]}"
+    _OWN[name] = model  # in the place of an earlier one of this name, whose code may be another
+    return name, model
 
 
 def own_names() -> list[str]:
@@ -434,24 +439,3 @@ def timm_model(name: str) -> OwnModel:
 def tensor_hash(value: Tensor) -> str:
     values = value.detach().cpu().contiguous().reshape(-1)
     return short_hash(f"{value.dtype} {list(value.shape)}".encode() + values.view(torch.uint8).numpy().tobytes())
-
-
-def short_hash(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:16]
-
-
-def code_hash(*functions: Any) -> str:
-    """A hash of what functions do, whatever file they stand in; comments do not count."""
-    return short_hash(repr([_code(getattr(f, "__code__", None)) for f in functions]).encode())
-
-
-def functions_of(kind: type) -> list[Any]:
-    """The functions that a class defines itself, in the order of their names."""
-    return [value for _, value in sorted(vars(kind).items()) if hasattr(value, "__code__")]
-
-
-def _code(code: CodeType | None) -> Any:
-    if code is None:
-        return None
-    constants = [_code(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts[1:]]
-    return code.co_code, code.co_names, constants
