@@ -77,6 +77,20 @@ def test_unknown_name_and_missing_path() -> None:
         data.load("fashion-mini", "/tmp")
 
 
+@pytest.mark.parametrize("name", ["./birds", "pictures/birds", "../birds", "birds.csv", "~/no-such-birds"])
+def test_a_path_in_the_place_of_a_name_is_taken_for_a_path(name: str, tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match="there is nothing at") as caught:
+        data.load(name)
+    assert caught.value.code == "E201" and caught.value.fix == "check the path"
+
+
+def test_a_path_that_exists_in_the_place_of_a_name(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is a path, not the name") as caught:
+        data.load(str(tmp_path))
+    assert caught.value.code == "E201" and caught.value.fix == f"data.path={tmp_path}"
+
+
 def test_a_file_of_unknown_kind(tmp_path: Path) -> None:
     (tmp_path / "x.docx").write_text("hello")
     with pytest.raises(DataError, match="x.docx") as caught:

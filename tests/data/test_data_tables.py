@@ -70,6 +70,20 @@ def test_bad_csv_is_explained(tmp_path: Path, text: str, words: str) -> None:
     assert code_of(caught) == ("E206", 3) and words in str(caught.value) and "list.csv" in str(caught.value)
 
 
+@pytest.mark.parametrize("skip", [False, True])
+def test_a_short_csv_with_a_missing_file_names_the_file_first(tmp_path: Path, skip: bool) -> None:
+    for name in ("a", "b"):
+        write_picture(tmp_path / f"{name}.png", 0)
+    table = write_csv(tmp_path / "t.csv", "path,label\na.png,a\nlost.png,b\n")
+    with pytest.raises(DataError, match="lost.png") as caught:
+        load(path=table, skip_unreadable=skip)
+    assert caught.value.code == "E203" and caught.value.where == str(tmp_path / "lost.png")
+    write_csv(tmp_path / "t.csv", "path,label\na.png,a\nb.png,b\n")
+    with pytest.raises(DataError, match="no test image") as caught:
+        load(path=table, skip_unreadable=skip)
+    assert caught.value.code == "E202" and caught.value.where == str(table)
+
+
 def test_csv_naming_a_missing_file(tmp_path: Path) -> None:
     write_picture(tmp_path / "0.png", 0)
     text = "path,label,split\n0.png,a,train\ngone.png,a,test\n"

@@ -70,6 +70,29 @@ def test_sites_with_their_own_train_and_test_folders_and_domains_below(tmp_path:
     assert (tmp_path / "deep").is_dir() and deep.notes[0] == "read as <site>/<domain>/<class>/*"
 
 
+@pytest.mark.parametrize(
+    ("layout", "form", "setting"),
+    [
+        ("sites", "<site>/<class>/*", "federation.partition=sites"),
+        ("domains", "<domain>/<class>/*", "tasks.scenario=domain"),
+        ("sites-domains", "<site>/<domain>/<class>/*", "federation.partition=sites"),
+    ],
+)
+def test_a_plain_folder_of_classes_is_told_what_its_layout_lacks(tmp_path: Path, layout, form, setting) -> None:  # type: ignore[no-untyped-def]
+    write_classes(tmp_path / "plain", {"cat": 2, "dog": 2})
+    with pytest.raises(DataError, match="are not arranged as") as caught:
+        load(path=tmp_path / "plain", layout=layout)
+    error = caught.value
+    assert error.code == "E205" and error.what.endswith(form) and error.where == str(tmp_path / "plain")
+    assert error.why == "images lie directly in cat, dog, as in <class>/*" and f"leave out {setting}" in error.fix
+    write_classes(tmp_path / "half" / "north", {"cat": 2, "dog": 2})
+    write_picture(tmp_path / "half" / "south" / "0.png", 0)
+    if layout == "sites":
+        with pytest.raises(DataError, match="are not arranged as") as caught:
+            load(path=tmp_path / "half", layout=layout)
+        assert "move the images of south into folders of classes" in caught.value.fix
+
+
 def test_a_prepared_file_keeps_the_sites(tmp_path: Path) -> None:
     root = write_sites(tmp_path / "images", north=CLASSES, south=CLASSES)
     file = prepare("mine", root, tmp_path, layout="sites")

@@ -198,11 +198,24 @@ def prepare(
 def _check_name(name: str, path: AnyPath | None) -> None:
     if name not in NAMES and not is_own_dataset(name):
         known = (*NAMES, *own_datasets())
+        if looks_like_path(name):
+            there = existing(name)
+            raise DataError("E201", f"{name!r} is a path, not the name of a data set", fix=f"data.path={there}")
         fix = did_you_mean(name, known, "{!r}") or f"one of: {', '.join(known)}"
         fix = f"data.path={name} reads what lies there" if Path(name).exists() else fix
         raise DataError("E201", f"unknown data set {name!r}", fix=fix)
     if name == "fashion-mini" and path is not None:
         raise ConfigError("E208", "fashion-mini is part of the package and takes no path", fix="name=auto")
+
+
+def looks_like_path(name: str) -> bool:
+    """Whether somebody means a place on the disk, and not the name of a data set.
+
+    >>> [looks_like_path(name) for name in ("./images", "images/birds", "birds.csv", "images", "cifar-10")]
+    [True, True, True, False, False]
+    """
+    separators = filter(None, (os.sep, os.altsep))
+    return name.startswith((".", "~")) or any(map(name.__contains__, separators)) or Path(name).suffix[1:] in READERS
 
 
 def existing(path: AnyPath) -> Path:

@@ -178,6 +178,9 @@ def _list_split(place: Folder, split: str, layout: str) -> list[File]:
         layout = _tell_layout(place)
     if layout == "classes":
         return _list_classes(place, split)
+    bare = [part for part in place.folders if (inner := part.inner()).images and not inner.folders]
+    if bare:
+        raise _no_class_folders(place, bare, layout)
     if layout == "domains":
         names = [{folder.name for folder in _training_part(domain.inner()).folders} for domain in place.folders]
         if len(names) > 1 and split != "test" and not set.intersection(*names):
@@ -280,7 +283,28 @@ def _list_classes(place: Folder, split: str) -> list[File]:
     return files
 
 
+def _no_class_folders(place: Folder, bare: Sequence[Folder], layout: str) -> DataError:
+    """Images where folders of classes were expected, because somebody or the names of the folders asked for sites or domains."""
+    form, names = _READ_AS[layout], _few([part.name for part in bare], 3)
+    (what, setting), whole = _ASKED_BY[layout], len(bare) == len(place.folders)
+    wrap = f"put the folders of classes into a folder for each {what}; or, if there is none, leave out {setting}"
+    fix = wrap if whole else f"move the images of {names} into folders of classes"
+    return DataError(
+        "E205",
+        f"the images are not arranged as {form}",
+        where=shown(place.path),
+        why=f"images lie directly in {names}" + (", as in <class>/*" if whole else ", without a folder of their class"),
+        fix=f"{setting} or data.layout={layout} expects {form}:\n{fix}",
+    )
+
+
 _READ_AS = {"domains": "<domain>/<class>/*", "sites": "<site>/<class>/*", "sites-domains": "<site>/<domain>/<class>/*"}
+
+_ASKED_BY = {
+    "domains": ("domain", "tasks.scenario=domain"),
+    "sites": ("site", "federation.partition=sites"),
+    "sites-domains": ("site and domain", "federation.partition=sites, tasks.scenario=domain"),
+}
 
 
 def _reading(files: Sequence[File], why: str = "") -> tuple[str, ...]:

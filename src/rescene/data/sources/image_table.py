@@ -208,8 +208,8 @@ def _dataset(path: Path, tables: Sequence[Table], options: Options) -> Dataset:
             path, "some training rows have a site and some have none", fix="fill the column of sites in every row"
         )
     check_inside(path if path.is_dir() else path.parent, files, options)
-    classes = _named_classes(tables[0], found[0], files)
-    dataset = assemble(path.stem, files, options, classes=classes, domains=domains, sites=class_order(sites))
+    classes, sites = _named_classes(tables[0], found[0], files), class_order(sites)
+    dataset = assemble(path.stem, files, options, classes=classes, domains=domains, sites=sites, where=shown(path))
     return replace(dataset, notes=(*_mapping(found[0]), *dataset.notes))
 
 

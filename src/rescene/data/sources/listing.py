@@ -86,25 +86,29 @@ def assemble(
     sites: tuple[str, ...] = (),
     size: int | None = None,
     statistics: tuple[Channels, Channels] | None = None,
+    where: str | None = None,
 ) -> Dataset:
-    """Decode the files into a data set.
+    """Decode the files into a data set. ``where`` stands in errors, by default its name.
 
     ``classes``, ``domains`` and ``sites`` fix the order (classes otherwise: :func:`class_order`); ``size`` and ``statistics``
     (mean, std) are a named set's own, otherwise guessed and measured.
     """
+    where = where or name
     if classes is None:
         classes = class_order(file.label for file in files)
-        check_names("class", classes, name)
-        check_names("domain", domains, name)
-        check_names("site", sites, name)
+        for what, names in (("class", classes), ("domain", domains), ("site", sites)):
+            check_names(what, names, where)
     drawn = any(not file.split for file in files)
     files = hold_out(files, options) if drawn else files
-    check_classes(name, classes, files)
+    try:
+        check_classes(where, classes, files)
+    except DataError as problem:
+        raise _not_there(files) or problem from None
     sources = [file.source for file in files]
     size = options.image_size or size or guess_size(sources)
     decoded = decode(sources, [shown(file.path) for file in files], size, skip_unreadable=options.skip_unreadable)
     files = [files[i] for i in decoded.kept]
-    check_classes(name, classes, files)
+    check_classes(where, classes, files)
     train, test = (_images(files, decoded.pixels, s, classes, domains, sites) for s in ("train", "test"))
     transform = Transform(*statistics, size // 8) if statistics else measure(train.pixels)
     split = options.split if drawn else "given"
@@ -221,7 +225,17 @@ def draw_test(groups: Sequence[tuple[str, ...]], options: Options) -> set[int]:
     return test
 
 
-def check_classes(name: str, classes: tuple[str, ...], files: Sequence[File]) -> None:
+def _not_there(files: Sequence[File]) -> DataError | None:
+    """The error for files that a table names and that do not exist; None if all are there."""
+    missing = [shown(file.path) for file in files if file.content is None and not file.path.exists()]
+    if not missing:
+        return None
+    others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+    why, fix = "there is no such file", "correct the path, or copy the file there"
+    return DataError("E203", f"cannot read image {missing[0]}{others}", where="\n".join(missing[:5]), why=why, fix=fix)
+
+
+def check_classes(where: str, classes: tuple[str, ...], files: Sequence[File]) -> None:
     """Every class has a training image (E204) and there is something to test on (E202)."""
     trained = {file.label for file in files if file.split == "train"}
     missing = [c for c in classes if c not in trained]
@@ -229,12 +243,12 @@ def check_classes(name: str, classes: tuple[str, ...], files: Sequence[File]) ->
         raise DataError(
             "E204",
             f"no training image of class {few(missing)}",
-            where=name,
+            where=where,
             fix="add images to the class, or remove its folder or rows",
         )
     if not any(file.split == "test" for file in files):
         raise DataError(
-            "E202", "there is no test image", where=name, fix="add a test split or raise data.test_fraction"
+            "E202", "there is no test image", where=where, fix="add a test split or raise data.test_fraction"
         )
 
 
