@@ -1,6 +1,6 @@
 """How many surrogates and kept images the paper's splits allow, counted on our splits: no data and no run is needed.
 
-    python benchmarks/memory_sizes.py             (writes the two tables of results/cost/README.md, about a minute)
+    python benchmarks/memory_sizes.py             (writes the two tables of results/cost/README.md, ten seconds)
 
 The first table has the surrogates that arrive in a run and those that stay in the buffers, beside Table 4b. The second has the images
 of earlier tasks that a client of GLFC, FedCBDR or Re-Fed keeps while it learns the last task, as a share of all that it ever held.
@@ -15,10 +15,12 @@ from pathlib import Path
 
 from cells import fill
 
+from rescene.core.method_style import style_of
 from rescene.engine.cost_ledger import setting_of
 from rescene.engine.experiment import Experiment
 from rescene.methods.refed import ReFed
-from rescene.paper.costs import paper_experiment
+from rescene.paper import printed
+from rescene.paper.costs import DATA, paper_experiment
 
 PAGE = Path(__file__).parents[1] / "results" / "cost" / "README.md"
 SEEDS = range(10)
@@ -27,7 +29,6 @@ RULES: dict[str, Callable[[int], int]] = {
     "min(IPC, n)": lambda n: min(IPC, n),
     "n // 2 at most": lambda n: min(IPC, n // 2),
 }
-TABLE_4B = {"cifar10": (16_763, 10_000), "cifar100": (123_738, 98_087), "tinyimagenet": (250_528, 194_355)}
 KEPT = {"glfc": (20, 50), "fedcbdr": (50, 150)}  # images of a class on a client: Table 1 and Table 8
 
 
@@ -58,30 +59,38 @@ def refed_share(world: Experiment) -> float:
     return 100 * world.method.nominal_replayed(setting, last) * setting.num_clients / old
 
 
-def told(values: Sequence[float], digits: int = 0) -> str:
-    return f"{statistics.fmean(values):,.{digits}f} ± {statistics.stdev(values):,.{digits}f}"
+def told(values: Sequence[float]) -> str:
+    return f"{statistics.fmean(values):,.0f} ± {statistics.stdev(values):,.0f}"
 
 
 def surrogate_rows() -> Iterator[str]:
     heads = ("data, beta 0.5", "rule", "arrive", "paper", "in the buffers", "paper", "of classes that fit into IPC")
     yield f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}"
-    for data, (arrive, hold) in TABLE_4B.items():
+    paper = {(n.data, n.setting): f"{n.mean:,.0f}" for n in printed("full-accumulation") if n.metric == "samples"}
+    for data in DATA:
         worlds = [paper_experiment(data, "rescene", seed) for seed in SEEDS]
         for name, rule in RULES.items():
             arrived, held, small = zip(*(surrogates(world, rule) for world in worlds), strict=True)
-            row = (data, name, told(arrived), f"{arrive:,}", told(held), f"{hold:,}", told(small) + " %")
+            row = (
+                data,
+                name,
+                told(arrived),
+                paper[data, "keep-all"],
+                told(held),
+                paper[data, "temporal"],
+                told(small) + " %",
+            )
             yield f"| {' | '.join(row)} |"
 
 
 def kept_rows() -> Iterator[str]:
     budgets = [(method, budget) for method, several in KEPT.items() for budget in several]
-    heads = [f"{'GLFC' if method == 'glfc' else 'FedCBDR'}, {budget} of a class" for method, budget in budgets]
+    heads = [f"{style_of(method).label}, {budget} of a class" for method, budget in budgets]
     yield f"| data | clients | beta | {' | '.join(heads)} | Re-Fed |\n|---|---|---|{'---|' * (len(heads) + 1)}"
     for data, clients in (("cifar10", 20), ("cifar10", 100), ("cifar100", 20), ("tinyimagenet", 20)):
         for beta in (0.1, 0.5, 1.0) if clients == 20 else (0.5,):
             changed = [f"federation.beta={beta}", f"federation.num_clients={clients}"]
-            stored = ["method.storage=2000"] if data == "tinyimagenet" else []
-            worlds = [paper_experiment(data, "refed", seed, [*changed, *stored]) for seed in SEEDS]
+            worlds = [paper_experiment(data, "refed", seed, changed) for seed in SEEDS]
             shares = [told([kept_share(world, budget) for world in worlds]) for _, budget in budgets]
             cached = told([refed_share(world) for world in worlds])
             yield f"| {data} | {clients} | {beta} | {' | '.join(shares)} | {cached} |"

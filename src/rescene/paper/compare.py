@@ -103,9 +103,8 @@ def compare(recipe: PaperRecipe, store: Store, only: Iterable[str] = (), costs: 
             lines.append(Line(cell, False, "", (), recipe.seeds, {}, {}, numbers))
             continue
         lines.append(_line(recipe, cell, False, "", store, numbers, costs))
-        has_fast_cell = (
-            cell.fast is not None and cell.fast.experiment in own
-        )  # such as in Table 5: that cell has its own forms
+        # such as in Table 5: that cell has its own forms
+        has_fast_cell = cell.fast is not None and cell.fast.experiment in own
         for fast, reading, form in _beside(recipe, cell):
             if not (fast and has_fast_cell) and form.experiment not in own and store.find(form.experiment):
                 exact = _printed_for(cell.fast.experiment) if cell.fast and fast else {}

@@ -288,11 +288,9 @@ def summary_grid(store: Store) -> TableGrid:
 
 def _is_summed(line: Line) -> bool:
     """The reading taken, beside it the one in which kept pictures are augmented too; one row for each E_srv printed."""
-    known = (
-        line.reading in ("", "kept pictures augmented too", "server augmentation, n // 2 surrogates")
-        and line.cell.data == SHOWN[0]
-    )
-    return known and not line.other_epochs and not line.cell.setting and not style_of(line.cell.method).reference
+    told = line.reading in ("", "kept pictures augmented too", "server augmentation, n // 2 surrogates")
+    other = line.other_epochs or line.cell.setting or style_of(line.cell.method).reference
+    return told and line.cell.data == SHOWN[0] and not other
 
 
 def _summed(line: Line, mark: str) -> tuple[TableEntry, ...]:

@@ -30,10 +30,8 @@ from rescene.paper.store import Store
 
 KEPT = ("results.json", "config.yaml", "env.json", "timing.json", "metrics.jsonl", "command.txt", "origin.json")
 ELSEWHERE = "running elsewhere"
-ENDING = (
-    signal.SIGTERM,
-    *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []),
-)  # beside Ctrl-C; SIGHUP: the terminal is closed
+# beside Ctrl-C; SIGHUP: the terminal is closed
+ENDING = (signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
 GRACE_S = 60.0  # for a run to stop: it ends within the round that it is in or is killed; finished rounds are saved
 LOOK_S = 0.5
 Command = Callable[[Missing, Path], list[str]]
@@ -125,7 +123,8 @@ class Queue:
                         break
             finally:
                 self._stop()
-        self._catch_up()
+        if any(row.state == ELSEWHERE for row in self.rows):
+            self._catch_up()
         return self.rows
 
     def _catch_up(self) -> None:
@@ -277,8 +276,8 @@ def _keep(folder: Path, kept: Path, at_a_time: int | None) -> None:
 
     What is there already, because another queue has copied it, stays as it is.
     """
-    results = folder / "results.json", kept / "results.json"
-    if results[1].is_file() and results[0].read_bytes() == results[1].read_bytes():
+    made, copied = folder / "results.json", kept / "results.json"
+    if copied.is_file() and copied.read_bytes() == made.read_bytes():
         return
     kept.mkdir(parents=True, exist_ok=True)
     for name in reversed(KEPT):

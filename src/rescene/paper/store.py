@@ -68,12 +68,12 @@ CHANGED_BY = ("filtered_by", "made_from_objects", "forgotten", "continued", "eva
 
 
 class Store:
-    """All finished runs below some folders that are the experiment of their recipe. Of the others
+    """The finished runs below some folders, as long as they are the experiment of their recipe.
 
-    ``unreadable`` has those whose results are damaged or of a newer version, ``foreign`` those of a method or network of the
-    user's own, ``contradicting`` those whose figures do not follow from their own accuracy matrix or whose images are not those
-    of the recipe, and ``changed`` those in which something happened that the recipe does not tell, such as uploads that a user's
-    observer filtered.
+    The others are named and do not count. ``unreadable`` has those whose results are damaged or of a newer version, ``foreign``
+    those of a method or network of the user's own, ``contradicting`` those whose figures do not follow from their own accuracy
+    matrix or whose images are not those of the recipe, and ``changed`` those in which something happened that the recipe does
+    not tell, such as uploads that a user's observer filtered.
 
     ``loaded``: runs of these folders that need not be read again.
     """
@@ -136,12 +136,9 @@ class Store:
 
 def _other_experiment(results: Results, recipe: Recipe) -> list[str]:
     """What results.json says of method and images against the recipe."""
-    method, data = recipe.method["name"], recipe.data.name
-    found = (
-        []
-        if results.method == method
-        else [f"method: results.json says {results.method!r}, the recipe says {method!r}"]
-    )
+    method, data, found = recipe.method["name"], recipe.data.name, list[str]()
+    if results.method != method:
+        found.append(f"method: results.json says {results.method!r}, the recipe says {method!r}")
     whole = recipe.tasks.limit is None and recipe.data.validation is None
     if whole and recipe.tasks.scenario == "class" and not has_images_of(data, results):
         found.append(f"images: the tasks do not have those of {data}")

@@ -544,9 +544,8 @@ def contradictions(results: Results, raw: Row, settings: Mapping[str, Any]) -> l
     sizes = None if settings.get("tasks.scenario") == "domain" else [task.test_size or 0 for task in results.tasks]
     old, recent = fn.old_and_recent(matrix)
     after = [value for value in results.incremental_accuracy if value is not None]
-    own_orders = settings.get("tasks.order") == "per-site" and bool(
-        after
-    )  # AA is then over the classes that anybody has met
+    # AA is then over the classes that anybody has met
+    own_orders = settings.get("tasks.order") == "per-site" and bool(after)
     given = {
         "aa": after[-1] if own_orders else fn.average_accuracy(matrix, sizes),
         "aia": sum(after) / len(after) if own_orders else fn.average_incremental_accuracy(matrix, sizes),
