@@ -276,7 +276,9 @@ def _data(recipe: str | Path, data: Any, transform: Any, given: Mapping[str, Any
     if transform is None and (data is None or named):
         return named
     section = resolve(recipe, {**given, **named}).recipe.images
-    options = Options(section.image_size, section.test_fraction, section.seed, section.skip_unreadable)
+    options = Options(
+        section.image_size, section.test_fraction, section.seed, section.skip_unreadable, held_out=section.held_out
+    )
     source = load_data(section) if data is None or named else data
     dataset = dataset_of(source, transform, _name_of(data, source), options)
     return {"data.name": enter_dataset(dataset), "data.path": None}

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from rescene.cli import running
 from rescene.cli.app import app
 from rescene.config import resolve
+from rescene.data import load
 from rescene.data.inspection import COLUMNS, GAP, LABEL, SIDE
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_images.py"
@@ -291,6 +292,35 @@ def test_a_run_tells_that_test_images_are_nearly_training_images(shapes, tmp_pat
     assert result.exit_code == 0, result.output
     assert told in (tmp_path / "r" / "report.html").read_text().split("<nav")[0]
     assert told in (tmp_path / "r" / "MODEL_CARD.md").read_text().split("## Accuracy")[1].split("##")[0]
+
+
+def test_pictures_in_a_row_are_noticed_and_the_last_of_them_can_be_held_out(tmp_path):
+    """Eight objects a class with five views each, one after the other; then the same views in any order."""
+    draw = np.random.default_rng(0)
+    order, seen = draw.permutation(40), {}
+    for c, name in enumerate(("cup", "pen")):
+        for i in range(8 * 5):
+            if i % 5 == 0:
+                thing = draw.integers(40, 200, (8, 8, 3))
+            view = np.clip(thing + draw.integers(-30, 31, (8, 8, 3)), 0, 255).astype(np.uint8).repeat(4, 0).repeat(4, 1)
+            for folder, place in (("rows", i), ("mixed", order[i])):
+                (tmp_path / folder / name).mkdir(parents=True, exist_ok=True)
+                Image.fromarray(view).save(tmp_path / folder / name / f"{place:02}.png")
+            seen[view.tobytes()] = (c, i // 5)
+    told = "images that follow each other are more alike than others of their class"
+    assert any(told in words and "W563" in words for words in inspected(tmp_path / "rows")["warnings"])
+    assert not any("W563" in words for words in inspected(tmp_path / "mixed")["warnings"])
+    quick = f"run own data.path={tmp_path / 'rows'} model.lens=waves -q"
+    for held_out in ("drawn", "last"):
+        out = tmp_path / held_out
+        result = invoke(app, [*quick.split(), f"data.held_out={held_out}", "--out", str(out)])
+        assert result.exit_code == 0, result.output
+        assert (told[1:] in (out / "report.html").read_text().split("<nav")[0]) == (held_out == "drawn")
+    last = load(path=tmp_path / "rows", held_out="last")
+    train, test = (
+        {seen[view.permute(1, 2, 0).numpy().tobytes()] for view in images.pixels} for images in (last.train, last.test)
+    )
+    assert len(test) == 4 and len(train & test) == 2  # a fifth of forty cuts through one object of a class
 
 
 def test_a_run_by_domain_has_said_what_the_first_folders_are(shapes, tmp_path):

@@ -14,7 +14,7 @@ from picture_files import picture, write_classes, write_picture
 from PIL import Image
 
 from rescene.core.errors import ConfigError, DataError, ResceneWarning
-from rescene.data import load
+from rescene.data import load, prepare
 from rescene.data.sources.decode import decode, fit_pixels, guess_size
 
 
@@ -49,6 +49,20 @@ def test_class_folders_get_a_seeded_hold_out(tmp_path: Path) -> None:
     assert torch.bincount(half.train.labels).tolist() == [1, 1, 1]  # one picture always stays for training
     pictures = torch.cat([dataset.train.pixels, dataset.test.pixels]).flatten(1)
     assert len(torch.unique(pictures, dim=0)) == 14  # nothing lost, nothing twice
+
+
+def test_the_last_of_each_class_can_be_held_out(tmp_path: Path) -> None:
+    write_classes(tmp_path, {"a": 10, "b": 3, "c": 1})
+    dataset, drawn = load(path=tmp_path, held_out="last"), load(path=tmp_path)
+    assert dataset.split == "fraction=0.2 last"
+    assert torch.equal(dataset.test.labels, drawn.test.labels)  # as many of each class
+    expected = np.stack([picture(i).transpose(2, 0, 1) for i in (8, 9, 12)])  # a has 0 to 9, b 10 to 12, c 13
+    assert np.array_equal(dataset.test.pixels.numpy(), expected)
+    assert load(path=tmp_path, held_out="last", seed=1).fingerprint() == dataset.fingerprint()  # nothing is drawn
+    file = prepare("folder", tmp_path, tmp_path / "out", held_out="last")
+    assert load(path=file, held_out="last").fingerprint() == dataset.fingerprint()
+    with pytest.raises(DataError, match="asked for fraction=0.2 seed=0"):
+        load(path=file)
 
 
 def test_hold_out_of_a_class_does_not_depend_on_the_others(tmp_path: Path) -> None:
@@ -225,7 +239,9 @@ def test_default_size_follows_the_median_shorter_side(tmp_path: Path, sides: tup
     assert guess_size(paths) == expected
 
 
-@pytest.mark.parametrize("options", [{"image_size": 4}, {"test_fraction": 1.0}, {"test_fraction": -0.1}])
+@pytest.mark.parametrize(
+    "options", [{"image_size": 4}, {"test_fraction": 1.0}, {"test_fraction": -0.1}, {"held_out": "first"}]
+)
 def test_options_out_of_range(tmp_path: Path, options: dict) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         load(path=tmp_path, **options)

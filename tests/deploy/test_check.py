@@ -17,7 +17,8 @@ import pytest
 import torch
 import yaml
 from local_sites import sites
-from own_sites import own_sites, plan_of
+from own_sites import NAMES, own_sites, plan_of
+from PIL import Image
 from typer.testing import CliRunner
 
 from rescene.cli.app import app
@@ -407,3 +408,22 @@ def test_the_check_describes_the_split_that_the_site_uses(tmp_path, hold_out):
     accuracy = of(rows, "accuracy")["result"]
     assert "holds out no image" in accuracy if hold_out == 0 else "measured on images held out here" in accuracy
     assert "test images of every class" not in problems(rows)
+
+
+def test_the_check_tells_of_pictures_in_a_row(tmp_path):
+    """Each picture four times, a little darker each time; a site with a test split of its own draws none."""
+    folder = own_sites(tmp_path, count=40)[0]
+    assert "series [W563]" not in {row["check"] for row in data_rows(Site.open(folder))}
+    for name in ("ant", "bee"):
+        files = sorted((tmp_path / "images-0" / name).iterdir())
+        for i, file in enumerate(files):
+            with Image.open(files[i - i % 4]) as first:
+                shown = first.point(lambda value, i=i: value - i % 4)
+            shown.save(file)
+    (row,) = (row for row in data_rows(Site.open(folder)) if row["check"] == "series [W563]")
+    assert "put them into train/ and test/ yourself" in row["result"] and not row["problem"]
+    for split in ("train", "test"):
+        shutil.copytree(tmp_path / "images-0" / "ant", tmp_path / "images-0" / split / "ant")
+    for name in NAMES:
+        shutil.rmtree(tmp_path / "images-0" / name)
+    assert "series [W563]" not in {row["check"] for row in data_rows(Site.open(folder))}

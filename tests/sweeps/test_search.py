@@ -32,6 +32,10 @@ def test_a_validation_part_is_drawn_from_training_images_alone():
     assert not torch.equal(validation_part(whole, 0.25, seed=4).test.pixels, part.test.pixels)
     recipe = resolve("smoke", ["data.validation=0.25", "data.seed=3"]).recipe
     assert torch.equal(load_data(recipe.images).test.pixels, part.test.pixels)
+    last = load_data(resolve("smoke", ["data.validation=0.25", "data.held_out=last"]).recipe.images)
+    assert last.split == "validation=0.25 last"
+    for c, n in enumerate(counts.tolist()):
+        assert torch.equal(last.test.pixels[last.test.labels == c], whole.train.pixels[whole.train.labels == c][-n:])
 
 
 def test_a_validation_part_keeps_domains_apart_and_refuses_a_class_of_one():

@@ -58,6 +58,11 @@ class DataSection(Section):
     seed: int = Field(
         0, ge=0, description="chooses the held-out images; runs with different seeds still share one test set"
     )
+    held_out: Literal["drawn", "last"] = Field(
+        "drawn",
+        description="which images are held out: drawn at random, or the last of each class in the order of their names; "
+        "last suits photographs that were taken in a row and resemble their neighbours",
+    )
     skip_unreadable: bool = Field(
         False, description="true leaves out images that cannot be read; false stops at the first one"
     )

@@ -25,6 +25,7 @@ NEWER = {
     ("data", "layout"): "auto",
     ("data", "outside"): "warn",
     ("data", "validation"): None,
+    ("data", "held_out"): "drawn",
     ("data", "more"): None,
     ("data", "mean"): None,
     ("data", "std"): None,

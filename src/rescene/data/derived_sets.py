@@ -123,11 +123,12 @@ def _stacked(first: Images, later: Images) -> Images:
 VALIDATION_WORDS = "on a validation part of the training images; the test images were not looked at"
 
 
-def validation_part(dataset: Dataset, share: float, seed: int) -> Dataset:
+def validation_part(dataset: Dataset, share: float, seed: int, held_out: str = "drawn") -> Dataset:
     """The data set with ``share`` of each class's training images as its test images. Its own test images are gone.
 
-    Drawn per class and domain with ``seed``: the same call gives the same images. Settings that are chosen on this part were
-    not chosen on the test images. E229 if a class has a single training image.
+    Drawn per class and domain with ``seed``, or with ``held_out`` "last" the last ones of each: the same call gives the same
+    images. Settings that are chosen on this part were not chosen on the test images. E229 if a class has a single training
+    image.
     """
     group = dataset.train.labels.cpu()
     if dataset.train.domains is not None:
@@ -136,18 +137,20 @@ def validation_part(dataset: Dataset, share: float, seed: int) -> Dataset:
     generator = torch.Generator().manual_seed(seed)
     for value in group.unique().tolist():
         places = (group == value).nonzero().flatten()
-        kept[_drawn(places, share, generator, dataset)] = True
+        count = _num_held_back(places, share, dataset)
+        last = held_out == "last"
+        kept[places[-count:] if last else places[torch.randperm(len(places), generator=generator)[:count]]] = True
     note = f"evaluated {VALIDATION_WORDS} ({int(kept.sum())} of {len(kept)} training images, data.validation={share:g})"
     return replace(
         dataset,
         train=dataset.train.select(~kept),
         test=dataset.train.select(kept),
         notes=(*dataset.notes, note),
-        split=f"validation={share:g} seed={seed}",
+        split=f"validation={share:g} " + (f"seed={seed}" if held_out == "drawn" else "last"),
     )
 
 
-def _drawn(places: Tensor, share: float, generator: torch.Generator, dataset: Dataset) -> Tensor:
+def _num_held_back(places: Tensor, share: float, dataset: Dataset) -> int:
     if len(places) < 2:
         name = dataset.classes[int(dataset.train.labels[places[0]])]
         raise DataError(
@@ -156,8 +159,7 @@ def _drawn(places: Tensor, share: float, generator: torch.Generator, dataset: Da
             where="data.validation",
             fix="add images of this class or leave it out",
         )
-    count = min(len(places) - 1, max(1, round(share * len(places))))
-    return places[torch.randperm(len(places), generator=generator)[:count]]
+    return min(len(places) - 1, max(1, round(share * len(places))))
 
 
 def adopt(

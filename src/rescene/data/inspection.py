@@ -34,9 +34,14 @@ _NEAR = 0.999  # correlation of two thumbnails above which pictures are nearly t
 _THUMBNAIL = 16
 _MOST_PAIRS = 10**8  # of a test and a training image, compared at the start of a run: about a second
 _SERIES = (
-    "keep pictures of one series together: put them into train/ and test/ yourself, by object, day or camera "
-    "(docs/own-images.md)"
+    "keep pictures of one series together: data.held_out=last, if their names are in the order of the series, or put them "
+    "into train/ and test/ yourself, by object, day or camera (docs/own-images.md)"
 )
+SERIES_AT_A_SITE = (
+    "put them into train/ and test/ yourself, by object, day or camera; hold_out is not used then (docs/own-images.md)"
+)
+_ALIKE = 0.05  # more than pictures of a class; in published sets that are in no order it is below 0.01
+_SURELY = 4  # standard errors
 # images of a class: enough for recipe own; from here on its lens is better than a smaller one; the least (docs/own-images.md)
 _MANY, _LEAVES, _FEW = 150, 100, 50
 
@@ -67,7 +72,7 @@ def inspect(dataset: Dataset, told: Sequence[ResceneWarning] = ()) -> Row:
         "warnings": [
             *(warning.what for warning in told),
             *(row["problem"] for row in content_rows(dataset) if row["problem"]),
-            *([f"{near.what} [{near.code}]"] if (near := nearly_trained(dataset)) else []),
+            *(f"{told.what} [{told.code}]" for told in (nearly_trained(dataset), in_series(dataset)) if told),
             *(["all images come from one site"] if len(dataset.sites) == 1 else []),
         ],
         "fingerprint": dataset.fingerprint(),
@@ -225,6 +230,55 @@ def near_copies(train: torch.Tensor, test: torch.Tensor) -> int:
     return sum(int(((part @ known.T).amax(dim=1) > _NEAR).sum()) for part in asked.split(1024))
 
 
+def in_series(dataset: Dataset, advice: str = _SERIES) -> ResceneWarning | None:
+    """W563, if test images were drawn at random although the images seem to be series: those next to each other are alike.
+
+    Pictures of one object in a row come on both sides of such a split, so the test does not ask about new objects.
+    """
+    if "seed=" not in dataset.split:
+        return None
+    found = [(name, *likeness) for name, part in _parts(dataset) if (likeness := neighbour_likeness(part))[2]]
+    if not found:
+        return None
+    where = f" of {few([name for name, *_ in found])}" if len(dataset.domains) > 1 else ""
+    _, beside, within, _ = max(found, key=lambda row: row[1] - row[2])
+    what = (
+        f"images{where} that follow each other are more alike than others of their class (correlation {beside:.2f} against "
+        f"{within:.2f}), as in a series of one object; test images drawn from a series flatter the accuracy"
+    )
+    return ResceneWarning("W563", f"{what}; {advice}")
+
+
+def _parts(dataset: Dataset) -> list[tuple[str, Images]]:
+    """The training images, of each domain apart."""
+    train = dataset.train
+    if train.domains is None or len(dataset.domains) < 2:
+        return [("", train)]
+    return [(name, train.select(train.domains == i)) for i, name in enumerate(dataset.domains)]
+
+
+def neighbour_likeness(images: Images) -> tuple[float, float, bool]:
+    """Mean correlation of thumbnails of neighbours, of all pairs of a class, and whether the first is surely larger."""
+    group = images.labels.cpu()
+    if images.sites is not None and len(group):
+        group = group * (1 + int(images.sites.max())) + images.sites.cpu()
+    thumbnails = _thumbnails(images.pixels)
+    beside, within = [], []
+    for value in group.unique():
+        own = thumbnails[group == value]
+        n = len(own)
+        if n > 1:
+            pairs = (own.sum(dim=0).square().sum() - own.square().sum()) / (n * (n - 1))
+            beside.append((own[1:] * own[:-1]).sum(dim=1))
+            within.append(pairs.expand(n - 1))
+    if not beside:
+        return 0.0, 0.0, False
+    near, far = torch.cat(beside), torch.cat(within)
+    more = near - far
+    error = more.std(correction=0) / math.sqrt(len(more))
+    return float(near.mean()), float(far.mean()), bool(more.mean() > max(_ALIKE, _SURELY * float(error)))
+
+
 def _thumbnails(pixels: torch.Tensor) -> torch.Tensor:
     """Grey 16 x 16 pictures as vectors of length 1 with mean 0, [n, 256]; of a flat picture all 0, which is like no other."""
     parts = [
@@ -252,10 +306,11 @@ def warn_of_leaks(dataset: Dataset) -> None:
         warnings.warn(ResceneWarning("W217", what, fix="remove them; rescene data inspect counts them"), stacklevel=2)
 
 
-def warn_of_near_copies(dataset: Dataset) -> None:
-    """Say that test images are nearly training images (W561)."""
-    if warning := nearly_trained(dataset, _MOST_PAIRS):
-        warnings.warn(warning, stacklevel=2)
+def warn_of_series(dataset: Dataset) -> None:
+    """Say that test images are nearly training images (W561), or come from series of which others are trained on (W563)."""
+    for warning in (nearly_trained(dataset, _MOST_PAIRS), in_series(dataset)):
+        if warning:
+            warnings.warn(warning, stacklevel=2)
 
 
 def warn_of_repeats(dataset: Dataset) -> None:

@@ -138,6 +138,7 @@ def load(
     image_size: int | None = None,
     test_fraction: float = 0.2,
     seed: int = 0,
+    held_out: str = "drawn",
     skip_unreadable: bool = False,
     layout: str = "auto",
     outside: str = "warn",
@@ -147,7 +148,8 @@ def load(
 
     ``auto`` without a path is the embedded fashion-mini, with one the layout is detected; ``folder``, ``csv`` and
     ``npz`` need a path; the paper's sets are looked for in ./data, $RESCENE_DATA and the user cache if none is given. A
-    prepared file (:func:`prepare`) is preferred, unless its test split was drawn with another fraction or seed.
+    prepared file (:func:`prepare`) is preferred, unless its test split was chosen with other options. Without a test split
+    of its own the data set gets one: of each class a share is drawn, or with ``held_out="last"`` its last images.
     ``layout`` (classes, domains, sites or sites-domains) says what the first folders are where they do not tell;
     ``outside="refuse"`` takes no image that a link or a table names outside of the folder; ``columns`` says what the columns
     of a table are called: ``{"label": "species", "site": "ward"}``.
@@ -156,7 +158,7 @@ def load(
     ('T-shirt', 'Trouser', 'Pullover')
     """
     pairs = tuple(sorted((columns or {}).items()))
-    options = Options(image_size, test_fraction, seed, skip_unreadable, layout, outside, pairs)
+    options = Options(image_size, test_fraction, seed, skip_unreadable, layout, outside, held_out, pairs)
     _check_name(name, path)
     if is_own_dataset(name):
         dataset = own_dataset(name, path, options)
@@ -177,6 +179,7 @@ def prepare(
     image_size: int | None = None,
     test_fraction: float = 0.2,
     seed: int = 0,
+    held_out: str = "drawn",
     skip_unreadable: bool = False,
     layout: str = "auto",
     columns: Mapping[str, str] | None = None,
@@ -187,7 +190,7 @@ def prepare(
     the one in the user cache in which ``load(name)`` looks. A set of your own is loaded by the path of that file.
     """
     pairs = tuple(sorted((columns or {}).items()))
-    options = Options(image_size, test_fraction, seed, skip_unreadable, layout, columns=pairs)
+    options = Options(image_size, test_fraction, seed, skip_unreadable, layout, held_out=held_out, columns=pairs)
     source = _storable(source)
     kind = name if name in READERS else detect(source)
     dataset = replace(fit_dataset(_read_source(kind, source, options), image_size), name=name)
@@ -271,7 +274,7 @@ def _read_source(name: str, path: Path, options: Options) -> Dataset:
 
 
 def _fits(file: Path, options: Options) -> bool:
-    """Whether a prepared file's test split is the data's own or was drawn with these options."""
+    """Whether a prepared file's test split is the data's own or was chosen with these options."""
     return split_of(file) in ("given", options.split)
 
 
@@ -282,7 +285,7 @@ def _read_same_split(file: Path, options: Options) -> Dataset:
             "a prepared data file has another test split",
             where=str(file),
             why=f"prepared with {split_of(file)}, asked for {options.split}",
-            fix="use the same test_fraction and seed, or prepare it again with these",
+            fix="use the same test_fraction, seed and held_out, or prepare it again with these",
         )
     return read_prepared(file)
 

@@ -31,7 +31,7 @@ import torch
 from rescene.config import Recipe
 from rescene.core.errors import ConfigError, ResceneError, ResceneWarning, command
 from rescene.data import Dataset, content_rows
-from rescene.data.inspection import TESTED
+from rescene.data.inspection import SERIES_AT_A_SITE, TESTED, in_series
 from rescene.deploy.federation_folder import FederationFolder, broken_apps
 from rescene.deploy.node_key import key_fault, number_fault
 from rescene.deploy.plan_file import read_plan
@@ -387,7 +387,7 @@ def _images(site: Site) -> tuple[list[CheckRow], int | None]:
     """The rows of the images, split as the site splits them in a run, and how many it tests with; none if they cannot be read."""
     data = site.section.data.model_copy(update={"skip_unreadable": True})
     section, own = site.section.model_copy(update={"data": data}), site.section.holds == "own"
-    split = ""
+    split, series = "", None
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", ResceneWarning)
@@ -396,6 +396,7 @@ def _images(site: Site) -> tuple[list[CheckRow], int | None]:
                 dataset = held_by(section, plan, found)
                 how = "a test split of their own" if found.split == "given" else f"hold_out {section.hold_out:g}"
                 split = f" ({how}, pictures of {plan.image_size} pixels; the plan says their size)"
+                series = in_series(found, SERIES_AT_A_SITE) if section.hold_out else None
             else:
                 dataset = load_data(data)
     except ResceneError as error:
@@ -409,6 +410,7 @@ def _images(site: Site) -> tuple[list[CheckRow], int | None]:
         row("classes", _counts(dataset)),
         _readable(damaged, site.section.data.skip_unreadable),
         *odd,
+        *([row(f"series [{series.code}]", series.what)] if series else []),
         *(row(c["check"], "" if c["problem"] else "yes", c["problem"], c["fix"]) for c in _content(section, dataset)),
     ], len(dataset.test)
 

@@ -21,7 +21,7 @@ from rescene.core.errors import ConfigError
 from rescene.core.rng import Rng
 from rescene.data import Dataset, LazySplit, SiteOrders, Task, Transform, load, partition, plan_tasks
 from rescene.data.derived_sets import away, joined, validation_part
-from rescene.data.inspection import warn_of_leaks, warn_of_near_copies, warn_of_one_class, warn_of_repeats
+from rescene.data.inspection import warn_of_leaks, warn_of_one_class, warn_of_repeats, warn_of_series
 from rescene.data.partition import by_site, warn_of_unused_sites
 from rescene.data.tasks import cut, in_own_orders, tested
 from rescene.lens import FeatureCache, sized, through, users_own
@@ -326,7 +326,7 @@ def _warn_of_copies(recipe: Recipe, used: Dataset) -> None:
     """Of the images that the tasks use; those of classes that a plan leaves out do not count."""
     warn_of_leaks(used)
     if recipe.images.path is not None:  # published sets are what they are
-        warn_of_near_copies(used)
+        warn_of_series(used)
         if recipe.privacy.mechanism != "none":
             warn_of_repeats(used)
 
@@ -371,12 +371,15 @@ def _load_one(data: DataSection) -> Dataset:
         image_size=data.image_size,
         test_fraction=data.test_fraction,
         seed=data.seed,
+        held_out=data.held_out,
         skip_unreadable=data.skip_unreadable,
         layout=data.layout,
         outside=data.outside,
         columns=data.columns.given,
     )
-    return dataset if data.validation is None else validation_part(dataset, data.validation, data.seed)
+    if data.validation is None:
+        return dataset
+    return validation_part(dataset, data.validation, data.seed, data.held_out)
 
 
 def pick_device(name: str) -> torch.device:

@@ -24,12 +24,13 @@ from rescene.data.sources.decode import decode, guess_size, shown
 
 LAYOUTS = ("auto", "classes", "domains", "sites", "sites-domains")
 OUTSIDE = ("warn", "refuse")
+HELD_OUT = ("drawn", "last")
 
 
 @dataclass(frozen=True)
 class Options:
-    """``image_size``: None keeps or guesses the size. ``test_fraction`` and ``seed`` matter only where the data has no
-    test set of its own. ``skip_unreadable``: leave damaged images out (counted in a warning) instead of refusing.
+    """``image_size``: None keeps or guesses the size. ``test_fraction``, ``seed`` and ``held_out`` matter only where the data
+    has no test set of its own. ``skip_unreadable``: leave damaged images out (counted in a warning) instead of refusing.
     ``layout`` says what the first folders are, classes, domains or sites, where nothing else tells; ``outside``: warn of
     files that lie outside of the folder, or refuse them. ``columns``: pairs that say what the columns of a table
     are called, such as ("label", "species")."""
@@ -40,6 +41,7 @@ class Options:
     skip_unreadable: bool = False
     layout: str = "auto"
     outside: str = "warn"
+    held_out: str = "drawn"
     columns: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
@@ -49,14 +51,18 @@ class Options:
             )
         if self.image_size is not None and not 8 <= self.image_size <= 1024:
             raise ConfigError("E208", f"image_size is {self.image_size}", fix="a size in pixels from 8 to 1024")
-        for key, value, possible in (("layout", self.layout, LAYOUTS), ("outside", self.outside, OUTSIDE)):
+        for key, value, possible in (
+            ("layout", self.layout, LAYOUTS),
+            ("outside", self.outside, OUTSIDE),
+            ("held_out", self.held_out, HELD_OUT),
+        ):
             if value not in possible:
                 raise ConfigError("E208", f"{key} is {value!r}", fix=f"one of: {', '.join(possible)}")
 
     @property
     def split(self) -> str:
-        """How a data set says that its test images were drawn with these options."""
-        return f"fraction={self.test_fraction:g} seed={self.seed}"
+        """How a data set says that its test images were chosen with these options."""
+        return f"fraction={self.test_fraction:g} " + (f"seed={self.seed}" if self.held_out == "drawn" else "last")
 
 
 @dataclass(frozen=True)
@@ -201,7 +207,7 @@ def _outside(root: Path, paths: Sequence[Path]) -> list[Path]:
 
 
 def hold_out(files: Sequence[File], options: Options) -> list[File]:
-    """Mark the drawn files of each site, domain and class as test; a file that has a split keeps it."""
+    """Mark the held-out files of each site, domain and class as test; a file that has a split keeps it."""
     open_files = [i for i, file in enumerate(files) if not file.split]
     groups = [(files[i].domain, files[i].label, *filter(None, [files[i].site])) for i in open_files]
     drawn = draw_test(groups, options)
@@ -212,7 +218,8 @@ def hold_out(files: Sequence[File], options: Options) -> list[File]:
 def draw_test(groups: Sequence[tuple[str, ...]], options: Options) -> set[int]:
     """Positions that go to the test split: nearest(fraction * n) of each group (domain, class, site), never all of it.
 
-    The choice in a group depends on the seed, its names and its size, not on the other groups.
+    The choice in a group depends on the seed, its names and its size, not on the other groups. With ``held_out`` "last" it is
+    the end of each group: of pictures taken in a row none lies on both sides, except at the cut.
     """
     members: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for i, group in enumerate(groups):
@@ -220,6 +227,9 @@ def draw_test(groups: Sequence[tuple[str, ...]], options: Options) -> set[int]:
     test: set[int] = set()
     for group, places in members.items():
         num_test = min(int(options.test_fraction * len(places) + 0.5), len(places) - 1)
+        if options.held_out == "last":
+            test.update(places[len(places) - num_test :])
+            continue
         order = torch.randperm(len(places), generator=Rng(options.seed).at("hold-out", *group).generator())
         test.update(places[i] for i in order[:num_test].tolist())
     return test
