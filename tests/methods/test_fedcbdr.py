@@ -195,7 +195,8 @@ def test_the_first_task_is_fedavg_bit_for_bit(tiny_world):
         assert all(torch.equal(ours["model"][key], value) for key, value in theirs["model"].items())
 
 
-def test_one_step_of_a_later_task_by_hand(tiny_world):
+@pytest.mark.parametrize("temperatures", ["classes", "classes and images"])
+def test_one_step_of_a_later_task_by_hand(tiny_world, temperatures):
     """Full batch, plain SGD, no batch statistics: w - lr * gradient of Eq. 7, written out once more."""
     arch = rescene.nets.Arch("convnet", 16, "group", 4)
     shards, _ = grown(tiny_world)
@@ -204,12 +205,17 @@ def test_one_step_of_a_later_task_by_hand(tiny_world):
     pixels, labels = tiny_world["shards"][0].images.pixels[20:40], tiny_world["shards"][0].images.labels[20:40]
     memory = Memory(pixels, labels, torch.linspace(0.5, 2.0, 20), {})
     settings = Training(local_epochs=1, batch_size=64, lr=0.5, momentum=0.0, weight_decay=0.0, augment=False)
-    upload, _ = FedCBDR(train=settings).client_round({"model": model}, current, memory, Rng(0))
+    method = FedCBDR(train=settings, temperatures=temperatures)
+    upload, _ = method.client_round({"model": model}, current, memory, Rng(0))
     net = arch.restore(model)
     scale = torch.tensor([0.8, 0.8, 1.2, 1.2])  # two old and two new outputs
-    new = F.cross_entropy(net(current.pictures(current.index)) / scale, current.labels)
-    old = F.cross_entropy(net(TRANSFORM.normalise(pixels)) / scale, labels, reduction="none")
-    (1.2 * (memory.weights * old).mean() + 0.8 * new).backward()
+    again = (0.8, 1.2) if temperatures == "classes and images" else (1.0, 1.0)
+    new = F.cross_entropy(net(current.pictures(current.index)) / scale / again[1], current.labels, reduction="none")
+    old = F.cross_entropy(net(TRANSFORM.normalise(pixels)) / scale / again[0], labels, reduction="none")
+    if temperatures == "classes":
+        (1.2 * (memory.weights * old).mean() + 0.8 * new.mean()).backward()
+    else:  # one mean over the 20 exemplars and 16 current images
+        ((1.2 * (memory.weights * old).sum() + 0.8 * new.sum()) / 36).backward()
     for name, parameter in net.named_parameters():
         expected = parameter.detach() - 0.5 * parameter.grad
         torch.testing.assert_close(upload["model"][name], expected, rtol=1e-4, atol=1e-6)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rescene.functional.balance import grouped_cross_entropy, task_aware_logits
+from rescene.functional.balance import grouped_cross_entropy, image_temperature_cross_entropy, task_aware_logits
 from rescene.functional.exemplars import (
     class_cut,
     draw_keys,
@@ -118,6 +118,18 @@ def test_task_aware_loss_by_hand():
         tempered, torch.tensor([2, 1]), torch.tensor([False, True]), 1.2, 0.8, torch.tensor([1.0, 3.0])
     )
     assert weighted.item() == pytest.approx(3 * 1.2 * old + 0.8 * new, rel=1e-6)
+
+
+def test_temperatures_of_images_by_hand():
+    """Each image's outputs over its group's temperature; one mean over both images."""
+    logits, labels, old = torch.tensor([[0.8, 0.0], [0.0, 1.2]]), torch.tensor([0, 1]), torch.tensor([True, False])
+    right = math.log(math.e + 1) - 1  # of both: outputs 1 and 0
+    loss = image_temperature_cross_entropy(logits, labels, old, (0.8, 1.2), (1.2, 0.8))
+    assert loss.item() == pytest.approx((1.2 * right + 0.8 * right) / 2, rel=1e-6)
+    weighted = image_temperature_cross_entropy(logits, labels, old, (0.8, 1.2), (1.2, 0.8), torch.tensor([3.0, 1.0]))
+    assert weighted.item() == pytest.approx((3 * 1.2 * right + 0.8 * right) / 2, rel=1e-6)
+    plain = image_temperature_cross_entropy(logits, labels, old, (1.0, 1.0), (1.0, 1.0))
+    torch.testing.assert_close(plain, F.cross_entropy(logits, labels))
 
 
 def test_with_all_ones_it_is_the_sum_of_the_groups_cross_entropies():

@@ -35,6 +35,7 @@ NEWER = {
     ("federation", "staleness"): None,
     ("federation", "staleness_exponent"): 0.5,
     ("method", "close_after"): None,
+    ("method", "temperatures"): "classes",
     ("privacy", "send"): None,
     ("privacy", "centre"): None,
     ("privacy", "covariance_colour"): None,

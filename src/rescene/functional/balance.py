@@ -83,3 +83,23 @@ def grouped_cross_entropy(
     num_old = share.sum()
     factors = torch.where(old, w_old / num_old.clamp(min=1), w_new / (len(old) - num_old).clamp(min=1))
     return (factors * losses).sum()
+
+
+def image_temperature_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    old: Tensor,
+    tau: tuple[float, float],
+    w: tuple[float, float],
+    weights: Tensor | None = None,
+) -> Tensor:
+    """Mean over the batch of w CE(f / tau, y), where each image has the temperature and the weight of its group (old, new).
+
+    logits [n, C], labels [n], old BoolTensor [n], weights [n] multiply single images (None: all 1). n is at least 1.
+    """
+    share = old.to(logits)
+    temperatures, factors = (pair[1] + (pair[0] - pair[1]) * share for pair in (tau, w))
+    losses = F.cross_entropy(logits / temperatures.unsqueeze(1), labels, reduction="none")
+    if weights is not None:
+        losses = losses * weights.to(losses)
+    return (factors * losses).mean()

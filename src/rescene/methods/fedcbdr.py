@@ -27,7 +27,7 @@ from rescene.core.record import Tree, record
 from rescene.core.rng import Rng, seeded_generator
 from rescene.core.verification import Verified
 from rescene.data import Task
-from rescene.functional.balance import grouped_cross_entropy, task_aware_logits
+from rescene.functional.balance import grouped_cross_entropy, image_temperature_cross_entropy, task_aware_logits
 from rescene.functional.exemplars import (
     Cut,
     class_cut,
@@ -102,6 +102,12 @@ class FedCBDR(AveragingMethod):
     )
     old_temperature: float = hyper(0.8, "tau_old", "App. A", "divides the outputs of earlier classes", gt=0)
     new_temperature: float = hyper(1.2, "tau_new", "App. A", "divides the outputs of this task's classes", gt=0)
+    temperatures: Literal["classes", "classes and images"] = hyper(
+        "classes",
+        "-",
+        "[public code]",
+        "Eq. 7; or an image's outputs are divided by its own temperature too, one mean for all",
+    )
     old_weight: float = hyper(1.2, "w_old", "App. A", "weight of the exemplars' mean loss", ge=0)
     new_weight: float = hyper(0.8, "w_new", "App. A", "weight of the current images' mean loss", ge=0)
     form: Literal["gram", "svd"] = hyper("gram", "-", "[ours]", "second moments, or features and singular vectors")
@@ -133,6 +139,9 @@ class FedCBDR(AveragingMethod):
             if task.domain is None:  # domains share all outputs: nothing to tell old from new by
                 logits = task_aware_logits(logits, min(task.classes), self.old_temperature, self.new_temperature)
             old = batch.index >= num_current  # exemplars, which are all images of old classes (or domains)
+            if self.temperatures == "classes and images" and task.domain is None:
+                tau, w = (self.old_temperature, self.new_temperature), (self.old_weight, self.new_weight)
+                return image_temperature_cross_entropy(logits, batch.y, old, tau, w, weights[batch.index])
             # Eq. 7
             return grouped_cross_entropy(logits, batch.y, old, self.old_weight, self.new_weight, weights[batch.index])
 

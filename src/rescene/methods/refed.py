@@ -137,7 +137,7 @@ class ReFed(AveragingMethod):
         return importance
 
     def _pim_training(self) -> Training:
-        """The update rule is plain gradient descent; pictures are augmented as in local training."""
+        """The update rule is plain gradient descent. Pictures are augmented as remembered ones are in local training."""
         return Training(
             local_epochs=self.pim_epochs,
             batch_size=self.pim_batch_size,
