@@ -309,7 +309,9 @@ def test_pictures_in_a_row_are_noticed_and_the_last_of_them_can_be_held_out(tmp_
             seen[view.tobytes()] = (c, i // 5)
     told = "images that follow each other are more alike than others of their class"
     assert any(told in words and "W563" in words for words in inspected(tmp_path / "rows")["warnings"])
-    assert not any("W563" in words for words in inspected(tmp_path / "mixed")["warnings"])
+    assert inspected(tmp_path / "rows")["apart"].endswith(" data.held_out=last")
+    mixed = inspected(tmp_path / "mixed")
+    assert not any("W563" in words for words in mixed["warnings"]) and not mixed["apart"]
     quick = f"run own data.path={tmp_path / 'rows'} model.lens=waves -q"
     for held_out in ("drawn", "last"):
         out = tmp_path / held_out

@@ -315,6 +315,7 @@ def test_a_site_file_that_makes_no_sense_is_one_row(tmp_path):
         ("{client: 0, zzz: 1}", "zzz: there is no such key", "the keys are client, server"),
         ("{client: 0, hold_out: 2}", "hold_out: Input should be less than 1", "correct hold_out in site.yaml"),
         ("{client: 0, holds: own}", "holds: own needs data", "docs/deploy.md"),
+        ("{client: 0, holds: own, data: {path: x, held_out: last}}", "data.held_out has no meaning", "docs/deploy.md"),
     ],
 )
 def test_a_mistake_in_site_yaml_has_a_fix(tmp_path, text, why, fix):
@@ -422,6 +423,9 @@ def test_the_check_tells_of_pictures_in_a_row(tmp_path):
             shown.save(file)
     (row,) = (row for row in data_rows(Site.open(folder)) if row["check"] == "series [W563]")
     assert "put them into train/ and test/ yourself" in row["result"] and not row["problem"]
+    (none,) = own_sites(tmp_path, count=40, hold_out=0.0)[:1]
+    assert "series [W563]" not in {row["check"] for row in data_rows(Site.open(none))}
+    own_sites(tmp_path, count=0, hold_out=0.3)
     for split in ("train", "test"):
         shutil.copytree(tmp_path / "images-0" / "ant", tmp_path / "images-0" / split / "ant")
     for name in NAMES:

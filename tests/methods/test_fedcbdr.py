@@ -195,7 +195,7 @@ def test_the_first_task_is_fedavg_bit_for_bit(tiny_world):
         assert all(torch.equal(ours["model"][key], value) for key, value in theirs["model"].items())
 
 
-@pytest.mark.parametrize("temperatures", ["classes", "classes and images"])
+@pytest.mark.parametrize("temperatures", ["classes", "both"])
 def test_one_step_of_a_later_task_by_hand(tiny_world, temperatures):
     """Full batch, plain SGD, no batch statistics: w - lr * gradient of Eq. 7, written out once more."""
     arch = rescene.nets.Arch("convnet", 16, "group", 4)
@@ -209,7 +209,7 @@ def test_one_step_of_a_later_task_by_hand(tiny_world, temperatures):
     upload, _ = method.client_round({"model": model}, current, memory, Rng(0))
     net = arch.restore(model)
     scale = torch.tensor([0.8, 0.8, 1.2, 1.2])  # two old and two new outputs
-    again = (0.8, 1.2) if temperatures == "classes and images" else (1.0, 1.0)
+    again = (0.8, 1.2) if temperatures == "both" else (1.0, 1.0)
     new = F.cross_entropy(net(current.pictures(current.index)) / scale / again[1], current.labels, reduction="none")
     old = F.cross_entropy(net(TRANSFORM.normalise(pixels)) / scale / again[0], labels, reduction="none")
     if temperatures == "classes":
@@ -246,8 +246,8 @@ def test_temperatures_are_not_used_when_tasks_are_domains(tiny_world):
     shard = tiny_world["shards"][1]
     shard = replace(shard, task=Task(1, (0, 1), 2, 1, shard.task.train, shard.task.test))
     memory, *models = None, weights_of(tiny_world["net"])
-    for old, new in ((0.8, 1.2), (0.5, 3.0)):
-        method = FedCBDR(train=QUICK, old_temperature=old, new_temperature=new)
+    for old, new, of in ((0.8, 1.2, "classes"), (0.5, 3.0, "both")):
+        method = FedCBDR(train=QUICK, old_temperature=old, new_temperature=new, temperatures=of)
         _, memory = method.share_features({"model": models[0], "rotation_seed": 1}, shard, None, Rng(0))
         _, memory = method.score_images({"inverse": torch.eye(16).double()}, shard, memory, Rng(0))
         models.append(method.client_round({"model": models[0]}, shard, memory, Rng(0))[0]["model"])

@@ -27,6 +27,7 @@ def put_run(root, name, aa, seed=0, *, finished=True, **more):
         "tasks": {"scenario": "class"},
         "federation": {"beta": more.get("beta", 0.5), "num_clients": 2, "per_round": 2, "num_rounds": 3},
         "model": {"name": "convnet", "lens": None},
+        "data": {"held_out": more.get("held_out", "drawn")},
         "train": {"lr": more.get("lr", 0.1), "server_epochs": 1},
     }
     results = {
@@ -87,6 +88,12 @@ def test_problems_are_kept_apart_and_other_settings_are_other_rows(kept):
     assert [row.problem.split for row in rows] == ["beta 0.5", "beta 0.5", "beta 0.5", "beta 0.1"]  # most methods first
     inside = [(row.label, row.n) for row in rows if row.method == "fedavg"]
     assert [n for _, n in inside] == [1, 2] and inside[0][0] != inside[1][0]
+
+
+def test_runs_with_other_test_images_are_another_problem(kept):
+    put_run(kept, "last", 90.0, 0, held_out="last")
+    told = {row.aa.mean: row.problem.tasks for row in rows_of(kept) if row.method == "fedavg"}
+    assert told == {42.0: "2 class tasks", 90.0: "2 class tasks, the last images as test"}
 
 
 def test_the_papers_reading_and_the_verification_come_from_outside(kept):

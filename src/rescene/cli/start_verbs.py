@@ -254,19 +254,22 @@ def _given(path: str, here: bool, layout: str, columns: Mapping[str, str], skip:
 def _advice(dataset: Dataset, given: Sequence[str]) -> Row:
     """The command that suits the images and why, and the same with a guarantee; no command where none makes sense."""
     from rescene.config import resolve
-    from rescene.data.inspection import propose_settings, why_not
+    from rescene.data.inspection import in_series, propose_settings, why_not
     from rescene.engine import pick_device
     from rescene.lens import seconds_to_look
 
     problem = why_not(dataset)
     if problem:
-        return {"reason": problem, "command": "", "guarantee": "", "run_image_size": None, "looking_s": 0.0}
+        nothing = dict.fromkeys(("command", "apart", "guarantee"), "")
+        return {"reason": problem, **nothing, "run_image_size": None, "looking_s": 0.0}
     exact, private = (command("run", "own", *given, *propose_settings(dataset, exact)) for exact in (True, False))
     own = resolve("own").recipe
     side = own.images.image_size or dataset.image_size
     num = len(dataset.train) + len(dataset.test)
     seconds = round(seconds_to_look(str(own.model.lens), side, num, pick_device("auto")), 2)
-    return {"reason": REASON, "command": exact, "guarantee": private, "run_image_size": side, "looking_s": seconds}
+    apart = f"{exact} data.held_out=last" if in_series(dataset) else ""
+    commands = {"command": exact, "apart": apart, "guarantee": private}
+    return {"reason": REASON, **commands, "run_image_size": side, "looking_s": seconds}
 
 
 def _file_facts(found: Row) -> list[str]:
@@ -333,6 +336,8 @@ def _print_inspection(found: Row) -> None:
     print(f"\n{found['reason']}")
     if found["command"]:
         print(f"run it: {found['command']}")
+        if found["apart"]:
+            print(f"the same with new objects in the test, if names are in the order of the series: {found['apart']}")
         print(
             f"looking at all images through the lens takes about {duration(found['looking_s'])} on this machine, once"
         )
@@ -371,11 +376,14 @@ def data_prepare(
     ] = None,
     layout: Layout = "auto",
     columns: Columns = "",
+    held_out: Annotated[
+        str, typer.Option("--held-out", help="drawn or last: as data.held_out of the runs that will read the file")
+    ] = "drawn",
 ) -> None:
     """Decode a data set once, so that later runs start at once."""
     from rescene.data import prepare
 
-    print(prepare(name, source, out, layout=layout, columns=columns_of(columns)))
+    print(prepare(name, source, out, held_out=held_out, layout=layout, columns=columns_of(columns)))
 
 
 @data_app.command("verify")

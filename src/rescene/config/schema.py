@@ -60,8 +60,8 @@ class DataSection(Section):
     )
     held_out: Literal["drawn", "last"] = Field(
         "drawn",
-        description="which images are held out: drawn at random, or the last of each class in the order of their names; "
-        "last suits photographs that were taken in a row and resemble their neighbours",
+        description="which images are held out: drawn at random, or the last of each class, files in the order of their names "
+        "and arrays by position; last suits photographs that were taken in a row and resemble their neighbours",
     )
     skip_unreadable: bool = Field(
         False, description="true leaves out images that cannot be read; false stops at the first one"

@@ -75,9 +75,13 @@ CATALOG = {
 }
 
 
-def prepared_name(name: str) -> str:
-    """File that ``prepare`` writes and ``load`` prefers."""
-    return f"{name}.safetensors"
+def prepared_name(name: str, held_out: str = "drawn") -> str:
+    """File that ``prepare`` writes and ``load`` prefers.
+
+    >>> prepared_name("office31"), prepared_name("office31", "last")
+    ('office31.safetensors', 'office31-last.safetensors')
+    """
+    return f"{name}.safetensors" if held_out == "drawn" else f"{name}-{held_out}.safetensors"
 
 
 def cache_folder() -> Path:

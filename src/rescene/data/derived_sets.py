@@ -126,13 +126,17 @@ VALIDATION_WORDS = "on a validation part of the training images; the test images
 def validation_part(dataset: Dataset, share: float, seed: int, held_out: str = "drawn") -> Dataset:
     """The data set with ``share`` of each class's training images as its test images. Its own test images are gone.
 
-    Drawn per class and domain with ``seed``, or with ``held_out`` "last" the last ones of each: the same call gives the same
-    images. Settings that are chosen on this part were not chosen on the test images. E229 if a class has a single training
+    Drawn per class and domain with ``seed``, or with ``held_out`` "last" the last ones of each, and of each site: the same call
+    gives the same images. Settings that are chosen on this part were not chosen on the test images. E229 if a class has a single training
     image.
     """
     group = dataset.train.labels.cpu()
     if dataset.train.domains is not None:
         group = group * (int(dataset.train.domains.max()) + 1) + dataset.train.domains.cpu()
+    if (
+        dataset.train.sites is not None and held_out == "last"
+    ):  # images come site by site: the last ones would be one site's
+        group = group * (int(dataset.train.sites.max()) + 1) + dataset.train.sites.cpu()
     kept = torch.zeros(len(group), dtype=torch.bool)
     generator = torch.Generator().manual_seed(seed)
     for value in group.unique().tolist():

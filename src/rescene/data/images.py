@@ -156,6 +156,11 @@ class Dataset:
     sites: tuple[str, ...] = ()
 
     @property
+    def is_drawn(self) -> bool:
+        """Whether the test images were drawn at random."""
+        return "seed=" in self.split
+
+    @property
     def image_size(self) -> int:
         """Side of the pictures in pixels."""
         return int(self.train.pixels.shape[-1])

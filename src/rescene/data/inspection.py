@@ -33,15 +33,10 @@ _TINY_CLASS = 10  # images; below it condensation and a hold-out have little to 
 _NEAR = 0.999  # correlation of two thumbnails above which pictures are nearly the same
 _THUMBNAIL = 16
 _MOST_PAIRS = 10**8  # of a test and a training image, compared at the start of a run: about a second
-_SERIES = (
-    "keep pictures of one series together: data.held_out=last, if their names are in the order of the series, or put them "
-    "into train/ and test/ yourself, by object, day or camera (docs/own-images.md)"
-)
-SERIES_AT_A_SITE = (
-    "put them into train/ and test/ yourself, by object, day or camera; hold_out is not used then (docs/own-images.md)"
-)
-_ALIKE = 0.05  # more than pictures of a class; in published sets that are in no order it is below 0.01
-_SURELY = 4  # standard errors
+_APART = "put pictures of one series into train/ or test/ together, by object, day or camera (docs/own-images.md)"
+_LAST = "data.held_out=last, if their names are in the order of the series; or "
+_ALIKE = 0.1  # of what pictures of a class leave to a correlation of 1; sets in no order stay below 0.02
+_SURELY, _PAIRS = 4, 10  # standard errors, and neighbours at least
 # images of a class: enough for recipe own; from here on its lens is better than a smaller one; the least (docs/own-images.md)
 _MANY, _LEAVES, _FEW = 150, 100, 50
 
@@ -72,7 +67,7 @@ def inspect(dataset: Dataset, told: Sequence[ResceneWarning] = ()) -> Row:
         "warnings": [
             *(warning.what for warning in told),
             *(row["problem"] for row in content_rows(dataset) if row["problem"]),
-            *(f"{told.what} [{told.code}]" for told in (nearly_trained(dataset), in_series(dataset)) if told),
+            *(f"{one.what} [{one.code}]" for one in (nearly_trained(dataset), in_series(dataset)) if one),
             *(["all images come from one site"] if len(dataset.sites) == 1 else []),
         ],
         "fingerprint": dataset.fingerprint(),
@@ -219,7 +214,7 @@ def nearly_trained(dataset: Dataset, most_pairs: int | None = None) -> ResceneWa
         return None
     looked = f"{len(pixels):,} test images" + (" that were looked at" if step > 1 else "")
     what = f"{near:,} of {looked} are nearly the same as a training image, which flatters the accuracy"
-    return ResceneWarning("W561", f"{what}; {_SERIES}")
+    return ResceneWarning("W561", f"{what}; {_LAST if dataset.is_drawn else ''}{_APART}")
 
 
 def near_copies(train: torch.Tensor, test: torch.Tensor) -> int:
@@ -230,21 +225,22 @@ def near_copies(train: torch.Tensor, test: torch.Tensor) -> int:
     return sum(int(((part @ known.T).amax(dim=1) > _NEAR).sum()) for part in asked.split(1024))
 
 
-def in_series(dataset: Dataset, advice: str = _SERIES) -> ResceneWarning | None:
+def in_series(dataset: Dataset, advice: str = _LAST + _APART) -> ResceneWarning | None:
     """W563, if test images were drawn at random although the images seem to be series: those next to each other are alike.
 
     Pictures of one object in a row come on both sides of such a split, so the test does not ask about new objects.
     """
-    if "seed=" not in dataset.split:
+    if not dataset.is_drawn:
         return None
-    found = [(name, *likeness) for name, part in _parts(dataset) if (likeness := neighbour_likeness(part))[2]]
+    found = {name: likeness for name, part in _parts(dataset) if (likeness := neighbour_likeness(part))}
     if not found:
         return None
-    where = f" of {few([name for name, *_ in found])}" if len(dataset.domains) > 1 else ""
-    _, beside, within, _ = max(found, key=lambda row: row[1] - row[2])
+    where = f" of {few(list(found))}" if "" not in found else ""
+    name, (beside, within) = max(found.items(), key=lambda item: item[1][0] - item[1][1])
+    told = f"{name}: " if name and len(found) > 1 else ""
     what = (
-        f"images{where} that follow each other are more alike than others of their class (correlation {beside:.2f} against "
-        f"{within:.2f}), as in a series of one object; test images drawn from a series flatter the accuracy"
+        f"images{where} that follow each other are more alike than others of their class ({told}correlation {beside:.2f} against "
+        f"{within:.2f}), as in a series of one object or in a subfolder; test images drawn from a series flatter the accuracy"
     )
     return ResceneWarning("W563", f"{what}; {advice}")
 
@@ -257,26 +253,26 @@ def _parts(dataset: Dataset) -> list[tuple[str, Images]]:
     return [(name, train.select(train.domains == i)) for i, name in enumerate(dataset.domains)]
 
 
-def neighbour_likeness(images: Images) -> tuple[float, float, bool]:
-    """Mean correlation of thumbnails of neighbours, of all pairs of a class, and whether the first is surely larger."""
+def neighbour_likeness(images: Images) -> tuple[float, float] | None:
+    """Mean correlation of thumbnails of neighbours, and of all pairs of a class at a site; None unless the first is surely
+    larger."""
     group = images.labels.cpu()
     if images.sites is not None and len(group):
         group = group * (1 + int(images.sites.max())) + images.sites.cpu()
-    thumbnails = _thumbnails(images.pixels)
-    beside, within = [], []
-    for value in group.unique():
-        own = thumbnails[group == value]
-        n = len(own)
-        if n > 1:
-            pairs = (own.sum(dim=0).square().sum() - own.square().sum()) / (n * (n - 1))
-            beside.append((own[1:] * own[:-1]).sum(dim=1))
-            within.append(pairs.expand(n - 1))
-    if not beside:
-        return 0.0, 0.0, False
-    near, far = torch.cat(beside), torch.cat(within)
-    more = near - far
-    error = more.std(correction=0) / math.sqrt(len(more))
-    return float(near.mean()), float(far.mean()), bool(more.mean() > max(_ALIKE, _SURELY * float(error)))
+    order = group.argsort(stable=True)
+    _, group, sizes = group[order].unique_consecutive(return_inverse=True, return_counts=True)
+    z = _thumbnails(images.pixels)[order]
+    sums = torch.zeros(len(sizes), z.shape[1]).index_add_(0, group, z)
+    own = torch.zeros(len(sizes)).index_add_(0, group, z.square().sum(dim=1))
+    pairs = (sums.square().sum(dim=1) - own) / (sizes * (sizes - 1)).clamp(min=1)
+    together = group[1:] == group[:-1]
+    beside, within = (z[1:] * z[:-1]).sum(dim=1)[together], pairs[group[1:][together]]
+    if len(beside) < _PAIRS:
+        return None
+    more = beside - within
+    error = float(more.std()) / math.sqrt(len(more))
+    near, far = float(beside.mean()), float(within.mean())
+    return (near, far) if near - far > max(_ALIKE * (1 - far), _SURELY * error) else None
 
 
 def _thumbnails(pixels: torch.Tensor) -> torch.Tensor:

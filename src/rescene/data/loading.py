@@ -195,7 +195,7 @@ def prepare(
     kind = name if name in READERS else detect(source)
     dataset = replace(fit_dataset(_read_source(kind, source, options), image_size), name=name)
     folder = Path(out).expanduser() if out is not None else cache_folder() / name
-    return write_prepared(dataset, folder / prepared_name(name))
+    return write_prepared(dataset, folder / prepared_name(name, "drawn" if dataset.split == "given" else held_out))
 
 
 def _check_name(name: str, path: AnyPath | None) -> None:
@@ -248,16 +248,17 @@ def _load_path(name: str, path: Path, options: Options) -> Dataset:
     name = detect(path) if name == "auto" or path.suffix == f".{PREPARED}" else name
     if name == PREPARED:
         return _read_same_split(single_file(path, name), options)
-    ready = path / prepared_name(name)
-    if ready.is_file() and _fits(ready, options):
-        return read_prepared(ready)
+    for ready in (path / file for file in _prepared_names(name, options)):
+        if ready.is_file() and _fits(ready, options):
+            return read_prepared(ready)
     return _read_source(name, path, options)
 
 
 def _load_named(name: str, options: Options) -> Dataset:
     if name not in CATALOG:
         raise DataError("E201", f"data of kind {name!r} needs a path", fix="give path (data.path=...)")
-    ready = [folder / prepared_name(name) for folder in places(name) if (folder / prepared_name(name)).is_file()]
+    known = [folder / file for folder in places(name) for file in _prepared_names(name, options)]
+    ready = [file for file in known if file.is_file()]
     fitting = [file for file in ready if _fits(file, options)]
     if fitting:
         return read_prepared(fitting[0])
@@ -273,6 +274,11 @@ def _read_source(name: str, path: Path, options: Options) -> Dataset:
     return READERS[name](single_file(path, name) if name in ("csv", "npz") else path, options)
 
 
+def _prepared_names(name: str, options: Options) -> tuple[str, ...]:
+    """Prepared files that may have this split, the likeliest first."""
+    return tuple(dict.fromkeys((prepared_name(name, options.held_out), prepared_name(name))))
+
+
 def _fits(file: Path, options: Options) -> bool:
     """Whether a prepared file's test split is the data's own or was chosen with these options."""
     return split_of(file) in ("given", options.split)
@@ -285,7 +291,7 @@ def _read_same_split(file: Path, options: Options) -> Dataset:
             "a prepared data file has another test split",
             where=str(file),
             why=f"prepared with {split_of(file)}, asked for {options.split}",
-            fix="use the same test_fraction, seed and held_out, or prepare it again with these",
+            fix="use the same test_fraction, seed and held_out, or prepare it again (rescene data prepare has --held-out)",
         )
     return read_prepared(file)
 

@@ -61,6 +61,10 @@ class SiteSection(Section):
     def _own_needs_a_folder(self) -> SiteSection:
         if self.holds == "own" and self.data.path is None:
             raise ValueError("holds: own needs data: {path: FOLDER}, one folder of images per class")
+        if self.holds == "own" and self.data.held_out != "drawn":
+            raise ValueError(
+                "data.held_out has no meaning with holds: own, where hold_out chooses; or make train/ and test/"
+            )
         if self.holds == "share" and self.labels:
             raise ValueError("labels has no meaning with holds: share; holds: own")
         return self

@@ -22,6 +22,7 @@ from rescene.core.rng import Rng
 from rescene.data import Dataset, LazySplit, SiteOrders, Task, Transform, load, partition, plan_tasks
 from rescene.data.derived_sets import away, joined, validation_part
 from rescene.data.inspection import warn_of_leaks, warn_of_one_class, warn_of_repeats, warn_of_series
+from rescene.data.objects import is_own_dataset
 from rescene.data.partition import by_site, warn_of_unused_sites
 from rescene.data.tasks import cut, in_own_orders, tested
 from rescene.lens import FeatureCache, sized, through, users_own
@@ -325,7 +326,7 @@ def _split(task: Task, labels: Tensor, federation: FederationSection, rng: Rng) 
 def _warn_of_copies(recipe: Recipe, used: Dataset) -> None:
     """Of the images that the tasks use; those of classes that a plan leaves out do not count."""
     warn_of_leaks(used)
-    if recipe.images.path is not None:  # published sets are what they are
+    if recipe.images.path is not None or is_own_dataset(recipe.images.name):  # published sets are what they are
         warn_of_series(used)
         if recipe.privacy.mechanism != "none":
             warn_of_repeats(used)

@@ -102,11 +102,8 @@ class FedCBDR(AveragingMethod):
     )
     old_temperature: float = hyper(0.8, "tau_old", "App. A", "divides the outputs of earlier classes", gt=0)
     new_temperature: float = hyper(1.2, "tau_new", "App. A", "divides the outputs of this task's classes", gt=0)
-    temperatures: Literal["classes", "classes and images"] = hyper(
-        "classes",
-        "-",
-        "[public code]",
-        "Eq. 7; or an image's outputs are divided by its own temperature too, one mean for all",
+    temperatures: Literal["classes", "both"] = hyper(
+        "classes", "-", "[ours]", "of classes, as in Eq. 7; both: of the image as well, and one mean over the batch"
     )
     old_weight: float = hyper(1.2, "w_old", "App. A", "weight of the exemplars' mean loss", ge=0)
     new_weight: float = hyper(0.8, "w_new", "App. A", "weight of the current images' mean loss", ge=0)
@@ -139,7 +136,7 @@ class FedCBDR(AveragingMethod):
             if task.domain is None:  # domains share all outputs: nothing to tell old from new by
                 logits = task_aware_logits(logits, min(task.classes), self.old_temperature, self.new_temperature)
             old = batch.index >= num_current  # exemplars, which are all images of old classes (or domains)
-            if self.temperatures == "classes and images" and task.domain is None:
+            if self.temperatures == "both" and task.domain is None:
                 tau, w = (self.old_temperature, self.new_temperature), (self.old_weight, self.new_weight)
                 return image_temperature_cross_entropy(logits, batch.y, old, tau, w, weights[batch.index])
             # Eq. 7

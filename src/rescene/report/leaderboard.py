@@ -170,10 +170,11 @@ def _problem(run: RunRecord) -> Problem:
     beta, partition = (told.get(f"federation.{key}") for key in ("beta", "partition"))
     drift = f", drift {told['tasks.drift']}" if told.get("tasks.drift") else ""
     orders = ", an order for each site" if told.get("tasks.order") == "per-site" else ""
+    test = ", the last images as test" if told.get("data.held_out") == "last" else ""
     seen = told.get("model.lens")
     return Problem(
         data=plain(run.data or told.get("data.name") or "unknown", 40),
-        tasks=count(len(run.tasks), f"{scenario} task") + drift + orders,
+        tasks=count(len(run.tasks), f"{scenario} task") + drift + orders + test,
         split=str(partition) if beta is None or partition in ("sites", "iid") else f"beta {beta}",
         sites=f"{told.get('federation.per_round')} of {told.get('federation.num_clients')} sites",
         rounds=count(int(told.get("federation.num_rounds") or 0), "round"),

@@ -399,13 +399,19 @@ def _cost(run: RunRecord) -> str:
     return "## Cost\n\n" + _table(("", ""), rows) + f"\n\n{left_out}"
 
 
+def _last_of_each(run: RunRecord) -> str:
+    """That the last images of each class are the test, where the data had no test images of their own."""
+    held_out = run.settings.get("data.held_out") == "last"
+    return ", the last ones of each class unless the data have a test set of their own" if held_out else ""
+
+
 def _limits(run: RunRecord) -> str:
     num = sum(len(task.classes) for task in run.tasks)
     lines = [
         f"- It knows the {count(num, 'class')} above and names one of them for any picture, also of something else."
         if not any(task.domain for task in run.tasks)
         else "- It names one of its classes for any picture, also of something else.",
-        "- Accuracy was measured on test images like the training images; on other cameras or places expect less."
+        f"- Accuracy was measured on test images like the training images{_last_of_each(run)}; on other cameras or places expect less."
         if run.results.aa is not None
         else "- Nobody has measured how accurate it is.",
         "- Sites were simulated from one data set."

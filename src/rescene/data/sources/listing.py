@@ -210,9 +210,23 @@ def hold_out(files: Sequence[File], options: Options) -> list[File]:
     """Mark the held-out files of each site, domain and class as test; a file that has a split keeps it."""
     open_files = [i for i, file in enumerate(files) if not file.split]
     groups = [(files[i].domain, files[i].label, *filter(None, [files[i].site])) for i in open_files]
-    drawn = draw_test(groups, options)
+    if options.held_out == "last":  # in the order of their names, also where a table has another
+        ranks = sorted(range(len(open_files)), key=lambda place: by_name(shown(files[open_files[place]].path)))
+        drawn = {ranks[place] for place in draw_test([groups[rank] for rank in ranks], options)}
+    else:
+        drawn = draw_test(groups, options)
     split = {i: "test" if place in drawn else "train" for place, i in enumerate(open_files)}
     return [replace(file, split=split[i]) if i in split else file for i, file in enumerate(files)]
+
+
+def by_name(name: str) -> tuple[tuple[bool, int, str], ...]:
+    """A key to sort names by, with numbers in them by value.
+
+    >>> sorted(["img10.jpg", "img9.jpg", "IMG.jpg"], key=by_name)
+    ['IMG.jpg', 'img9.jpg', 'img10.jpg']
+    """
+    parts = re.split(r"([0-9]+)", name)
+    return tuple((part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts)
 
 
 def draw_test(groups: Sequence[tuple[str, ...]], options: Options) -> set[int]:
