@@ -7,12 +7,15 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from paper_runs import cell_of, write_run
+from PIL import Image
 from typer.testing import CliRunner
 
 from rescene.cli.app import app
 from rescene.cli.paper_verbs import _print_plan
+from rescene.data import load, prepare
 from rescene.paper import PaperCell, Store, missing_runs, paper_recipe, queue_runner
 from rescene.paper.missing_runs import Missing, _queue, missing_cells, predictor
 from rescene.paper.queue_runner import Queue, _share_done, rescene_run
@@ -215,6 +218,25 @@ def test_what_is_stored_is_not_missing(tmp_path):
     assert [one.name for one in after] == [
         one.name for one in before if one.name != "main:cifar10/0.5/rescene, E_srv=10" or one.seed
     ]
+
+
+def test_a_set_prepared_with_another_test_split_is_told_before_the_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("RESCENE_DATA", str(tmp_path))
+    for name in ("a", "b"):
+        for i in range(10):
+            pixels = np.random.default_rng([i, *name.encode()]).integers(0, 256, (16, 16, 3), dtype=np.uint8)
+            (tmp_path / "images" / name).mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels).save(tmp_path / "images" / name / f"{i}.png")
+    (cell,) = (
+        one.cell
+        for one in missing_cells(Store([tmp_path]))
+        if one.name == "office31:office31/1.0/fedavg, last images held out"
+    )
+    for held_out, words in (("drawn", "--held-out last"), ("last", "")):
+        made = prepare("folder", tmp_path / "images", tmp_path / "office31", held_out=held_out)
+        made.rename(made.with_name(made.name.replace("folder", "office31")))
+        assert (cell.obstacle is None) == (held_out == "last") and words in (cell.obstacle.fix if cell.obstacle else "")
+        assert load("office31", held_out=held_out).split.endswith("last") == (held_out == "last")
 
 
 def test_minutes_are_predicted_from_runs_on_the_same_device_only(tmp_path):

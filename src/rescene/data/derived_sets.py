@@ -127,15 +127,13 @@ def validation_part(dataset: Dataset, share: float, seed: int, held_out: str = "
     """The data set with ``share`` of each class's training images as its test images. Its own test images are gone.
 
     Drawn per class and domain with ``seed``, or with ``held_out`` "last" the last ones of each, and of each site: the same call
-    gives the same images. Settings that are chosen on this part were not chosen on the test images. E229 if a class has a single training
-    image.
+    gives the same images. Settings that are chosen on this part were not chosen on the test images. E229 if a class has a
+    single training image.
     """
     group = dataset.train.labels.cpu()
     if dataset.train.domains is not None:
         group = group * (int(dataset.train.domains.max()) + 1) + dataset.train.domains.cpu()
-    if (
-        dataset.train.sites is not None and held_out == "last"
-    ):  # images come site by site: the last ones would be one site's
+    if dataset.train.sites is not None and held_out == "last":  # images come site by site
         group = group * (int(dataset.train.sites.max()) + 1) + dataset.train.sites.cpu()
     kept = torch.zeros(len(group), dtype=torch.bool)
     generator = torch.Generator().manual_seed(seed)

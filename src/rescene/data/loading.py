@@ -21,7 +21,7 @@ from rescene.data.sources.array_files import PREPARED, is_prepared, read_prepare
 from rescene.data.sources.cifar import CIFAR10, CIFAR100
 from rescene.data.sources.decode import fit_dataset, shown
 from rescene.data.sources.image_folder import subfolders
-from rescene.data.sources.listing import Options
+from rescene.data.sources.listing import HELD_OUT, Options
 
 READERS: dict[str, Callable[[Path, Options], Dataset]] = {  # one for each form of data
     "fashion-mini": published_sets.read_fashion_mini,
@@ -257,17 +257,31 @@ def _load_path(name: str, path: Path, options: Options) -> Dataset:
 def _load_named(name: str, options: Options) -> Dataset:
     if name not in CATALOG:
         raise DataError("E201", f"data of kind {name!r} needs a path", fix="give path (data.path=...)")
-    known = [folder / file for folder in places(name) for file in _prepared_names(name, options)]
-    ready = [file for file in known if file.is_file()]
+    ready, raw = _copies(name, options)
     fitting = [file for file in ready if _fits(file, options)]
     if fitting:
         return read_prepared(fitting[0])
-    raw = [folder for folder in places(name) if folder.is_dir() and any(f not in ready for f in folder.iterdir())]
     if raw:
         return _read_source(name, raw[0], options)
     if ready:
         return _read_same_split(ready[0], options)
     raise _not_found(name)
+
+
+def has_split(name: str, held_out: str) -> bool:
+    """Whether a named data set lies on this machine with this hold-out, or as it was published."""
+    options = Options(held_out=held_out)
+    ready, raw = _copies(name, options)
+    return bool(raw) or any(_fits(file, options) for file in ready)
+
+
+def _copies(name: str, options: Options) -> tuple[list[Path], list[Path]]:
+    """Prepared files that may have this split, and folders with anything else in them."""
+    known = [folder / file for folder in places(name) for file in _prepared_names(name, options)]
+    ready = [file for file in known if file.is_file()]
+    prepared = [folder / prepared_name(name, one) for folder in places(name) for one in HELD_OUT]
+    raw = [folder for folder in places(name) if folder.is_dir() and any(f not in prepared for f in folder.iterdir())]
+    return ready, raw
 
 
 def _read_source(name: str, path: Path, options: Options) -> Dataset:

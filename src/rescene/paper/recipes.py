@@ -12,6 +12,7 @@ from typing import Any
 from rescene.config import Resolved, resolve
 from rescene.core.errors import ConfigError, ResceneError, with_guess
 from rescene.data import available
+from rescene.data.loading import has_split
 from rescene.methods import method_class
 from rescene.methods.surrogates import SurrogateMethod
 from rescene.paper.numbers import cell_name, packaged, printed
@@ -110,6 +111,11 @@ class PaperCell:
         if row and not row["found"] and data.path is None:
             fix = f"rescene data prepare {data.name} --from SOURCE; SOURCE is {row['source']}"
             return Obstacle(f"data set {data.name!r} is not on this machine", fix)
+        if row and data.held_out != "drawn" and data.path is None and not has_split(data.name, data.held_out):
+            fix = (
+                f"rescene data prepare {data.name} --from SOURCE --held-out {data.held_out}; SOURCE is {row['source']}"
+            )
+            return Obstacle(f"data set {data.name!r} was prepared with another test split", fix)
         return None
 
 

@@ -219,14 +219,14 @@ def hold_out(files: Sequence[File], options: Options) -> list[File]:
     return [replace(file, split=split[i]) if i in split else file for i, file in enumerate(files)]
 
 
-def by_name(name: str) -> tuple[tuple[bool, int, str], ...]:
+def by_name(name: str) -> list[tuple[int, str]]:
     """A key to sort names by, with numbers in them by value.
 
     >>> sorted(["img10.jpg", "img9.jpg", "IMG.jpg"], key=by_name)
     ['IMG.jpg', 'img9.jpg', 'img10.jpg']
     """
-    parts = re.split(r"([0-9]+)", name)
-    return tuple((part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts)
+    parts = re.split(r"([0-9]+)", name)  # text, number, text, ...
+    return [(int(part) if i % 2 else 0, part) for i, part in enumerate(parts)]
 
 
 def draw_test(groups: Sequence[tuple[str, ...]], options: Options) -> set[int]:
