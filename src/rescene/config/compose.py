@@ -216,7 +216,7 @@ def _parse(overrides: Iterable[str] | Mapping[str, Any]) -> Flat:
                 "E106",
                 f"cannot read the override {text!r}",
                 why="overrides look like key=value",
-                fix="federation.beta=0.1",
+                fix="for example federation.beta=0.1; quote a value that has spaces",
             )
         try:
             values[key] = parse_yaml(value, f"the override {key}")
