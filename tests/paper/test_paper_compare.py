@@ -96,6 +96,16 @@ def test_the_last_ten_rounds_stand_beside_aa(tmp_path, rounds, shown):
     assert dict(zip(grid.columns, grid.rows[0], strict=True))["AA, last ten rounds"] == shown
 
 
+@pytest.mark.parametrize("pooled", [50.0, 47.0])  # 47: domains of unequal size, where AA is the mean over them
+def test_the_tasks_over_the_last_ten_rounds_stand_there_too(tmp_path, pooled):
+    folder = write_run(tmp_path, cell_of(MAIN, "cifar10/0.5/fedavg"), aa=50.0)
+    late = [{"by_task": [40.0, 80.0], "accuracy": 60.0}] * 9 + [{"by_task": [20.0, 80.0], "accuracy": pooled}]
+    lines = [{"kind": "round", "task": 1, "round": r, **row} for r, row in enumerate(late)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    grid = readings_grid(Store([tmp_path]))
+    assert dict(zip(grid.columns, grid.rows[0], strict=True))["AA, last ten rounds"] == "59.0 ± 3.2 (38 80)"
+
+
 @pytest.mark.parametrize(
     ("grid", "treatment", "setting"),
     [(augmentation_grid, "none", "train.augment=false"), (weights_grid, "equally", "method.weighting=uniform")],

@@ -447,12 +447,16 @@ class Origin:
 
 @dataclass(frozen=True)
 class RoundRecord:
-    """A round in metrics.jsonl. ``sites``: bytes up and down of each client. ``summed``: who is in its sums, where it has some."""
+    """A round in metrics.jsonl. ``sites``: bytes up and down of each client. ``summed``: who is in its sums, where it has some.
+
+    ``by_task``: accuracy on each task so far; nothing in records of earlier versions.
+    """
 
     task: int
     round: int
     participants: tuple[int, ...] = ()
     accuracy: float | None = None
+    by_task: tuple[float | None, ...] = ()
     uplink_bytes: float | None = None
     downlink_bytes: float | None = None
     notes: dict[str, Any] = field(default_factory=dict)

@@ -199,14 +199,15 @@ class Run:
     def _round(self, task: Task, r: int) -> None:
         before, every = self.parts.state, self.context.experiment.recipe.federation.evaluate_every
         uploads, self.parts.state = self._held(task, r)
-        accuracy = self.evaluate(task).overall if every and (r + 1) % every == 0 else None
+        found = self.evaluate(task) if every and (r + 1) % every == 0 else None
         up, down = self.federation.traffic
         row = {
             "kind": "round",
             "task": task.index,
             "round": r,
             "participants": list(self.federation.participants),
-            "accuracy": accuracy,
+            "accuracy": found.overall if found else None,
+            "by_task": found.per_task if found else [],
             "uplink_bytes": up,
             "downlink_bytes": down,
             "sites": self.federation.traffic_by_site(),

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
+from statistics import fmean
 
 from rescene.core.errors import ConfigError
 from rescene.core.method_style import style_of
@@ -23,7 +24,7 @@ from rescene.paper.missing_runs import Missing, missing_cells, predictor
 from rescene.paper.numbers import printed
 from rescene.paper.paper_tables import DATA, OURS, copies, folders, results_grid, status_grid, table_grid
 from rescene.paper.recipes import paper_recipe, recipe_names
-from rescene.paper.store import Store, label, last_rounds, over_seeds
+from rescene.paper.store import Store, label, last_rounds, last_tasks, over_seeds
 from rescene.report.figures_theory import nearer_level_further
 from rescene.report.groups import Spread, spread
 from rescene.report.tables import TableCell, TableEntry, TableGrid, render
@@ -352,7 +353,9 @@ def _over_last_rounds(line: Line) -> Spread | None:
 
 def _late(line: Line) -> str:
     found = _over_last_rounds(line)
-    return "–" if found is None else f"{found.mean:.1f} ± {found.std or 0.0:.1f}"
+    rounds = [row for run in line.runs for row in last_tasks(run)]
+    tasks = f" ({_per_task([fmean(column) for column in zip(*rounds, strict=True)])})" if rounds else ""
+    return "–" if found is None else f"{found.mean:.1f} ± {found.std or 0.0:.1f}{tasks}"
 
 
 def _papers_pair(line: Line) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 
 from pydantic import ValidationError
 
@@ -244,11 +245,27 @@ LAST_ROUNDS = 10  # rounds of which the mean says how much AA depends on the sit
 
 
 def last_rounds(run: Stored) -> list[float]:
-    """AA after each of the last ten rounds; nothing where rounds were not evaluated, or not by AA (test sets of unequal size)."""
-    rounds = [row for row in run.recorded[0] if row.task == len(run.results.tasks) - 1]
-    found = [row.accuracy for row in rounds[-LAST_ROUNDS:] if row.accuracy is not None]
-    aa = read(run, "aa")
-    return found if len(found) == LAST_ROUNDS and aa is not None and abs(found[-1] - aa) < 0.01 else []
+    """AA after each of the last ten rounds; nothing where rounds were not evaluated, or not by AA.
+
+    AA is the accuracy on all test images, or where tasks are domains the mean over them.
+    """
+    aa, by_task = read(run, "aa"), last_tasks(run)
+    pooled = [row.accuracy for row in _last_of(run) if row.accuracy is not None]
+    for found in (pooled, [fmean(row) for row in by_task]):
+        if len(found) == LAST_ROUNDS and aa is not None and abs(found[-1] - aa) < 0.01:
+            return found
+    return []
+
+
+def last_tasks(run: Stored) -> list[list[float]]:
+    """Accuracy on each task after each of the last ten rounds; nothing in records of earlier versions."""
+    rounds = [[value for value in row.by_task if value is not None] for row in _last_of(run)]
+    return rounds if all(len(row) == len(run.results.tasks) for row in rounds) else []
+
+
+def _last_of(run: Stored) -> list[RoundRecord]:
+    """The last ten rounds of the last task."""
+    return [row for row in run.recorded[0] if row.task == len(run.results.tasks) - 1][-LAST_ROUNDS:]
 
 
 def relative(metric: str, value: float, reference: float) -> float | None:
