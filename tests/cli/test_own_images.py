@@ -282,7 +282,9 @@ def test_a_run_tells_that_test_images_are_nearly_training_images(shapes, tmp_pat
                     brighter = picture.point(lambda value: min(255, value + 2)) if split == "test" else picture
                     brighter.save(folder / split / name / path.name)
     told, found = "6 of 6 test images are nearly the same as a training image", inspected(folder)
-    assert any(told in words and "W561" in words and "by object, day or camera" in words for words in found["warnings"])
+    assert any(
+        told in words and "W561" in words and "of one object, day or camera" in words for words in found["warnings"]
+    )
     assert found["image_size"] == 64 and found["run_image_size"] == 32
     assert any("the recommended run reads them at 32x32 pixels: " in line for line in found["lines"])
     words = shlex.split(found["command"])[1:]

@@ -33,8 +33,9 @@ _TINY_CLASS = 10  # images; below it condensation and a hold-out have little to 
 _NEAR = 0.999  # correlation of two thumbnails above which pictures are nearly the same
 _THUMBNAIL = 16
 _MOST_PAIRS = 10**8  # of a test and a training image, compared at the start of a run: about a second
-_APART = "put pictures of one series into train/ or test/ together, by object, day or camera (docs/own-images.md)"
-_LAST = "data.held_out=last, if their names are in the order of the series; or "
+APART = "put each series of one object, day or camera into train/ or test/ as a whole"
+_MORE = " (docs/own-images.md)"
+_LAST = "set data.held_out=last if names are in the order of the series, or "
 _ALIKE = 0.1  # of what pictures of a class leave to a correlation of 1; sets in no order stay below 0.02
 _SURELY, _PAIRS = 4, 10  # standard errors, and neighbours at least
 # images of a class: enough for recipe own; from here on its lens is better than a smaller one; the least (docs/own-images.md)
@@ -214,7 +215,7 @@ def nearly_trained(dataset: Dataset, most_pairs: int | None = None) -> ResceneWa
         return None
     looked = f"{len(pixels):,} test images" + (" that were looked at" if step > 1 else "")
     what = f"{near:,} of {looked} are nearly the same as a training image, which flatters the accuracy"
-    return ResceneWarning("W561", f"{what}; {_LAST if dataset.is_drawn else ''}{_APART}")
+    return ResceneWarning("W561", f"{what}; {_LAST if dataset.is_drawn else ''}{APART}{_MORE}")
 
 
 def near_copies(train: torch.Tensor, test: torch.Tensor) -> int:
@@ -225,7 +226,7 @@ def near_copies(train: torch.Tensor, test: torch.Tensor) -> int:
     return sum(int(((part @ known.T).amax(dim=1) > _NEAR).sum()) for part in asked.split(1024))
 
 
-def in_series(dataset: Dataset, advice: str = _LAST + _APART) -> ResceneWarning | None:
+def in_series(dataset: Dataset, advice: str = _LAST + APART) -> ResceneWarning | None:
     """W563, if test images were drawn at random although the images seem to be series: those next to each other are alike.
 
     Pictures of one object in a row come on both sides of such a split, so the test does not ask about new objects.
@@ -240,9 +241,10 @@ def in_series(dataset: Dataset, advice: str = _LAST + _APART) -> ResceneWarning 
     told = f"{name}: " if name and len(found) > 1 else ""
     what = (
         f"images{where} that follow each other are more alike than others of their class ({told}correlation {beside:.2f} against "
-        f"{within:.2f}), as in a series of one object or in a subfolder; test images drawn from a series flatter the accuracy"
+        f"{within:.2f}), as in a series of one object or in a subfolder; if test images are drawn from a series, the accuracy "
+        "looks better than it is"
     )
-    return ResceneWarning("W563", f"{what}; {advice}")
+    return ResceneWarning("W563", f"{what}; {advice}{_MORE}")
 
 
 def _parts(dataset: Dataset) -> list[tuple[str, Images]]:

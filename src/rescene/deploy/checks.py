@@ -31,7 +31,7 @@ import torch
 from rescene.config import Recipe
 from rescene.core.errors import ConfigError, ResceneError, ResceneWarning, command
 from rescene.data import Dataset, content_rows
-from rescene.data.inspection import TESTED, in_series
+from rescene.data.inspection import APART, TESTED, in_series
 from rescene.deploy.federation_folder import FederationFolder, broken_apps
 from rescene.deploy.node_key import key_fault, number_fault
 from rescene.deploy.plan_file import read_plan
@@ -43,9 +43,6 @@ from rescene.lens import open_lens
 from rescene.methods import method_class
 from rescene.privacy.promise import HOW_TO_MEASURE, NO_COUNTS, limit
 
-SERIES = (
-    "put them into train/ and test/ yourself, by object, day or camera; hold_out is not used then (docs/own-images.md)"
-)
 FLOWER = ("1.41.", "1.42.")  # those that were tried; server and sites must share major.minor
 ENOUGH_DISK_GB = 2.0
 ENOUGH_TEMPORARY_GB = 0.1  # Flower unpacks the app there
@@ -399,7 +396,7 @@ def _images(site: Site) -> tuple[list[CheckRow], int | None]:
                 dataset = held_by(section, plan, found)
                 how = "a test split of their own" if found.split == "given" else f"hold_out {section.hold_out:g}"
                 split = f" ({how}, pictures of {plan.image_size} pixels; the plan says their size)"
-                series = in_series(found, SERIES) if section.hold_out else None
+                series = in_series(found, f"{APART}; hold_out is not used then") if section.hold_out else None
             else:
                 dataset = load_data(data)
     except ResceneError as error:
