@@ -308,9 +308,27 @@ def test_the_command_line_plans_and_refuses(tmp_path, monkeypatch):
     assert not Path("runs").exists()
     said = invoke("--queue", "--plan", "--runs", "kept", "--minutes", "30", "--parallel", "2").output
     assert f"In 30 minutes, 2 at a time: no run would start, {len(plan)} cannot run." in said
-    for words in (("--queue",), ("main", "--queue", "--minutes", "5"), (), ("--queue", "--minutes", "0")):
+    idle = (("--queue", "--minutes", "5", "--fast"), ("main", "--minutes", "5"), ("main", "--plan", "--parallel", "2"))
+    for words in (("--queue",), ("main", "--queue", "--minutes", "5"), (), ("--queue", "--minutes", "0"), *idle):
         result = invoke(*words, "--runs", "kept")
         assert result.exit_code == 2 and "E501" in result.output, result.output
+
+
+def test_a_part_of_the_queue_can_be_picked(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "kept").mkdir()
+
+    def planned(*words):
+        told = CliRunner().invoke(app, ["paper", "run", "--queue", "--plan", "--runs", "kept", "--json", *words])
+        return json.loads(told.output) if told.exit_code == 0 else told.output
+
+    everything, last = planned(), planned("--only", "last images held out")
+    assert len(last) == 10 and {row["cell"].partition(":")[0] for row in last} == {"office31"}
+    group = planned("--only", "c")
+    assert [row["cell"] for row in group] == [row["cell"] for row in everything if row["group"].startswith("c.")]
+    both = planned("--only", "c", "--only", "office31:*/fedavg, last*")
+    assert len(both) == len(group) + 1 and both[0]["cell"] == "office31:office31/1.0/fedavg, last images held out"
+    assert "E151" in planned("--only", "nothing")
 
 
 def test_a_plan_says_what_the_minutes_are_enough_for(tmp_path, capsys):

@@ -29,7 +29,11 @@ if TYPE_CHECKING:
 paper_app = verb_group("Run the tables and figures of the paper, and see our numbers beside them.")
 TABLE = typer.Argument(help="table of the paper (rescene paper list), with -lite for the small form")
 Only = Annotated[
-    list[str] | None, typer.Option("--only", help="cells by name or pattern, e.g. 'cifar10/*/rescene'; may be repeated")
+    list[str] | None,
+    typer.Option(
+        "--only",
+        help="cells by name or pattern, e.g. 'cifar10/*/rescene' (of a queue also a group's letter); may be repeated",
+    ),
 ]
 Runs = Annotated[
     list[Path] | None,
@@ -83,9 +87,21 @@ def paper_run(
 ) -> None:
     """Run the cells that are not done yet. Cells that cannot run here are listed with a fix (exit code 4)."""
     if queue or name is None:
-        _run_queue(name, minutes, parallel, plan, out, runs, as_json)
+        idle = {"--seeds": seeds is not None, "--fast": fast, "--jobs": jobs != 1}
+        _refuse_idle(
+            idle, "a queue knows seeds and epochs; --only picks from it, and --parallel runs several at a time"
+        )
+        _run_queue(name, only or [], minutes, parallel, plan, out, runs, as_json)
     else:
+        _refuse_idle({"--minutes": minutes is not None, "--parallel": parallel != 1}, "they belong to --queue")
         _run_table(name, only or [], seeds, fast, jobs, plan, out, runs, quiet, as_json)
+
+
+def _refuse_idle(given: dict[str, bool], why: str) -> None:
+    """Options that would be ignored are an error."""
+    if idle := [option for option, is_given in given.items() if is_given]:
+        fix = "leave it out" if len(idle) == 1 else "leave them out"
+        raise ConfigError("E501", f"{', '.join(idle)} would have no effect here", why=why, fix=fix)
 
 
 def _run_table(
@@ -143,6 +159,7 @@ def _run_table(
 
 def _run_queue(
     name: str | None,
+    only: list[str],
     minutes: float | None,
     parallel: int,
     plan: bool,
@@ -161,11 +178,11 @@ def _run_queue(
     with busy(READING):
         from rescene.engine.experiment import pick_device
         from rescene.engine.run_folder import made_on
-        from rescene.paper.missing_runs import missing_cells, predictor
+        from rescene.paper.missing_runs import missing_cells, picked, predictor
         from rescene.paper.queue_runner import Queue, run_folders
 
         store, results = _store(runs, out), out or Path("results")
-        wanted = missing_cells(store)
+        wanted = picked(missing_cells(store), only)
         predict = predictor(store, made_on(pick_device("auto"))["device"])
         found = Queue(wanted, predict, minutes or 0.0, run_folders(), results, parallel, tell=_tell_row)
     if plan:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rescene.config import Resolved, resolve
-from rescene.core.errors import ResceneError
+from rescene.core.errors import ConfigError, ResceneError
 from rescene.core.json_files import json_object
 from rescene.engine.cost_ledger import nominal_cost
 from rescene.paper.costs import without_pictures
@@ -60,6 +60,26 @@ def missing_cells(store: Store) -> list[Missing]:
                     if not cell.unavailable and not store.find(cell.experiment, [seed]):
                         found.setdefault((cell.experiment, seed), Missing(group["group"], name, cell, seed))
     return list(found.values())
+
+
+def picked(missing: Sequence[Missing], patterns: Sequence[str]) -> list[Missing]:
+    """Runs whose name matches one of the patterns or has it as a part, or whose group has this letter; no pattern: all (E151)."""
+    if idle := [pattern for pattern in patterns if not any(_is_meant(one, pattern) for one in missing)]:
+        raise ConfigError(
+            "E151",
+            f"no run that is missing matches {', '.join(idle)}",
+            why=f"a run is called like {missing[0].name!r}, in group {missing[0].group!r}"
+            if missing
+            else "none is missing",
+            fix="rescene paper run --queue --plan lists them",
+        )
+    return [one for one in missing if not patterns or any(_is_meant(one, pattern) for pattern in patterns)]
+
+
+def _is_meant(one: Missing, pattern: str) -> bool:
+    if len(pattern) == 1:
+        return one.group.startswith(f"{pattern}.")
+    return pattern in one.name or fnmatch(one.name, pattern)
 
 
 def _cells(line: dict[str, Any]) -> Iterator[tuple[str, PaperCell]]:
