@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from rescene.cli.app import app
 from rescene.cli.paper_verbs import _print_plan
+from rescene.core.errors import DataError
 from rescene.data import load, prepare
 from rescene.paper import PaperCell, Store, missing_runs, paper_recipe, queue_runner
 from rescene.paper.missing_runs import Missing, _queue, missing_cells, predictor
@@ -237,6 +238,9 @@ def test_a_set_prepared_with_another_test_split_is_told_before_the_run(tmp_path,
         made.rename(made.with_name(made.name.replace("folder", "office31")))
         assert (cell.obstacle is None) == (held_out == "last") and words in (cell.obstacle.fix if cell.obstacle else "")
         assert load("office31", held_out=held_out).split.endswith("last") == (held_out == "last")
+    (tmp_path / "office31" / "office31.safetensors").unlink()
+    with pytest.raises(DataError, match="another test split"):  # it is on this machine, but not so
+        load("office31")
 
 
 def test_minutes_are_predicted_from_runs_on_the_same_device_only(tmp_path):

@@ -232,7 +232,8 @@ def data_inspect(
     found = inspect(dataset, told)
     found["files"] = found_files(Path(path)) if here and detect(Path(path)) in ("folder", "office31") else {}
     found["tasks"] = _proposed_tasks(dataset, found)
-    found |= _advice(dataset, _given(path, here, layout, roles, any(warning.code == "W203" for warning in told)))
+    given = _given(path, here, layout, roles, any(warning.code == "W203" for warning in told))
+    found |= _advice(dataset, given, found["in_series"])
     found["lines"] = _file_facts(found)
     found["odd"] = [text for text in found["warnings"] if not (found["files"] and text.startswith("not read: "))]
     if not as_json or out is not None:
@@ -251,10 +252,10 @@ def _given(path: str, here: bool, layout: str, columns: Mapping[str, str], skip:
     return words + (["data.skip_unreadable=true"] if skip else [])
 
 
-def _advice(dataset: Dataset, given: Sequence[str]) -> Row:
+def _advice(dataset: Dataset, given: Sequence[str], in_series: bool) -> Row:
     """The command that suits the images and why, and the same with a guarantee; no command where none makes sense."""
     from rescene.config import resolve
-    from rescene.data.inspection import in_series, propose_settings, why_not
+    from rescene.data.inspection import propose_settings, why_not
     from rescene.engine import pick_device
     from rescene.lens import seconds_to_look
 
@@ -267,7 +268,7 @@ def _advice(dataset: Dataset, given: Sequence[str]) -> Row:
     side = own.images.image_size or dataset.image_size
     num = len(dataset.train) + len(dataset.test)
     seconds = round(seconds_to_look(str(own.model.lens), side, num, pick_device("auto")), 2)
-    apart = f"{exact} data.held_out=last" if in_series(dataset) else ""
+    apart = f"{exact} data.held_out=last" if in_series else ""
     commands = {"command": exact, "apart": apart, "guarantee": private}
     return {"reason": REASON, **commands, "run_image_size": side, "looking_s": seconds}
 

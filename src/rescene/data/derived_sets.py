@@ -130,17 +130,15 @@ def validation_part(dataset: Dataset, share: float, seed: int, held_out: str = "
     gives the same images. Settings that are chosen on this part were not chosen on the test images. E229 if a class has a
     single training image.
     """
-    group = dataset.train.labels.cpu()
-    if dataset.train.domains is not None:
-        group = group * (int(dataset.train.domains.max()) + 1) + dataset.train.domains.cpu()
-    if dataset.train.sites is not None and held_out == "last":  # images come site by site
-        group = group * (int(dataset.train.sites.max()) + 1) + dataset.train.sites.cpu()
+    last = held_out == "last"
+    group = dataset.train.groups(
+        domains=True, sites=last
+    )  # images come site by site: the last ones would be one site's
     kept = torch.zeros(len(group), dtype=torch.bool)
     generator = torch.Generator().manual_seed(seed)
     for value in group.unique().tolist():
         places = (group == value).nonzero().flatten()
         count = _num_held_back(places, share, dataset)
-        last = held_out == "last"
         kept[places[-count:] if last else places[torch.randperm(len(places), generator=generator)[:count]]] = True
     note = f"evaluated {VALIDATION_WORDS} ({int(kept.sum())} of {len(kept)} training images, data.validation={share:g})"
     return replace(
@@ -148,7 +146,7 @@ def validation_part(dataset: Dataset, share: float, seed: int, held_out: str = "
         train=dataset.train.select(~kept),
         test=dataset.train.select(kept),
         notes=(*dataset.notes, note),
-        split=f"validation={share:g} " + (f"seed={seed}" if held_out == "drawn" else "last"),
+        split=f"validation={share:g} " + ("last" if last else f"seed={seed}"),
     )
 
 

@@ -49,6 +49,14 @@ class Images:
         """The same pictures with other labels."""
         return self._hand_on(replace(self, labels=labels), slice(None))
 
+    def groups(self, *, domains: bool, sites: bool) -> Tensor:
+        """A number for each picture, on the CPU: the same for those of one class and, where asked for, of one domain and site."""
+        group = self.labels.cpu()
+        for own, is_asked in ((self.domains, domains), (self.sites, sites)):
+            if is_asked and own is not None and len(own):
+                group = group * (int(own.max()) + 1) + own.cpu()
+        return group
+
     def select(self, index: Tensor | Sequence[int] | slice) -> Images:
         """The pictures at these positions (positions, a boolean mask or a slice), copied unless a slice."""
         if not isinstance(index, slice):

@@ -48,6 +48,7 @@ def inspect(dataset: Dataset, told: Sequence[ResceneWarning] = ()) -> Row:
     ``told``: what loading warned of.
     """
     train, test = (_counts(images, len(dataset.classes)) for images in (dataset.train, dataset.test))
+    series = in_series(dataset)
     return {
         "name": dataset.name,
         "num_train": len(dataset.train),
@@ -68,9 +69,10 @@ def inspect(dataset: Dataset, told: Sequence[ResceneWarning] = ()) -> Row:
         "warnings": [
             *(warning.what for warning in told),
             *(row["problem"] for row in content_rows(dataset) if row["problem"]),
-            *(f"{one.what} [{one.code}]" for one in (nearly_trained(dataset), in_series(dataset)) if one),
+            *(f"{one.what} [{one.code}]" for one in (nearly_trained(dataset), series) if one),
             *(["all images come from one site"] if len(dataset.sites) == 1 else []),
         ],
+        "in_series": series is not None,
         "fingerprint": dataset.fingerprint(),
     }
 
@@ -258,9 +260,7 @@ def _parts(dataset: Dataset) -> list[tuple[str, Images]]:
 def neighbour_likeness(images: Images) -> tuple[float, float] | None:
     """Mean correlation of thumbnails of neighbours, and of all pairs of a class at a site; None unless the first is surely
     larger."""
-    group = images.labels.cpu()
-    if images.sites is not None and len(group):
-        group = group * (1 + int(images.sites.max())) + images.sites.cpu()
+    group = images.groups(domains=False, sites=True)
     order = group.argsort(stable=True)
     _, group, sizes = group[order].unique_consecutive(return_inverse=True, return_counts=True)
     z = _thumbnails(images.pixels)[order]

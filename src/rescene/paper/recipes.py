@@ -108,15 +108,12 @@ class PaperCell:
             return self.unavailable
         data = self.resolve().recipe.data
         row = next((row for row in available() if row["name"] == data.name), None)
-        if row and not row["found"] and data.path is None:
-            fix = f"rescene data prepare {data.name} --from SOURCE; SOURCE is {row['source']}"
-            return Obstacle(f"data set {data.name!r} is not on this machine", fix)
-        if row and data.held_out != "drawn" and data.path is None and not has_split(data.name, data.held_out):
-            fix = (
-                f"rescene data prepare {data.name} --from SOURCE --held-out {data.held_out}; SOURCE is {row['source']}"
-            )
-            return Obstacle(f"data set {data.name!r} was prepared with another test split", fix)
-        return None
+        if row is None or data.path is not None or has_split(data.name, data.held_out):
+            return None
+        what = "was prepared with another test split" if row["found"] else "is not on this machine"
+        asked = "" if data.held_out == "drawn" else f" --held-out {data.held_out}"
+        fix = f"rescene data prepare {data.name} --from SOURCE{asked}; SOURCE is {row['source']}"
+        return Obstacle(f"data set {data.name!r} {what}", fix)
 
 
 @dataclass(frozen=True)
