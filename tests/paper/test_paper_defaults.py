@@ -37,8 +37,8 @@ METHODS = (
 
 
 def wanted():
-    """(where, key) -> value, of methods where the paper is silent, of recipes for every setting of a method, and of the paper's
-    rows for what they set themselves."""
+    """(where, key) -> value, of methods where the paper is silent, of recipes for every setting of a method and the choice of
+    the test, and of the paper's rows for what they set themselves."""
     found = {}
     for name in METHODS:
         for row in method_class(name).table():
@@ -48,6 +48,8 @@ def wanted():
         tree = parse_yaml(recipe_text(name), name)
         own = flatten({key: tree[key] for key in ("method", "methods") if key in tree})
         found |= {(f"recipe {name}", key): value for key, value in own.items() if key != "method.name"}
+        if test := tree.get("data", {}).get("held_out"):
+            found[f"recipe {name}", "data.held_out"] = test
     for data, rows in packaged("readings.yaml")["taken"].items():
         for name, overrides in rows.items():
             where = f"paper's row {name}" + ("" if data == "*" else f" on {data}")

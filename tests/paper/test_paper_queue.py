@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from rescene.cli.app import app
 from rescene.cli.paper_verbs import _print_plan
 from rescene.core.errors import DataError
+from rescene.core.run_state import working_in
 from rescene.data import load, prepare
 from rescene.paper import PaperCell, Store, missing_runs, paper_recipe, queue_runner
 from rescene.paper.missing_runs import Missing, _queue, missing_cells, predictor
@@ -211,7 +212,7 @@ def test_a_queue_in_the_background_can_stop_its_runs(tmp_path):
 
 def test_what_is_stored_is_not_missing(tmp_path):
     before = missing_cells(Store([tmp_path]))
-    assert before[0].group.startswith("a.") and before[0].name == "office31:office31/1.0/fedavg, last images held out"
+    assert before[0].group.startswith("a.") and before[0].name == "office31:office31/1.0/fedavg"
     assert [group["group"][0] for group in _queue()] == ["a", "b", "c", "e", "d", "f", "g", "h", "i"]
     assert len({(one.cell.experiment, one.seed) for one in before}) == len(before)
     write_run(tmp_path, cell_of(MAIN, "cifar10/0.5/rescene").fast)
@@ -228,11 +229,7 @@ def test_a_set_prepared_with_another_test_split_is_told_before_the_run(tmp_path,
             pixels = np.random.default_rng([i, *name.encode()]).integers(0, 256, (16, 16, 3), dtype=np.uint8)
             (tmp_path / "images" / name).mkdir(parents=True, exist_ok=True)
             Image.fromarray(pixels).save(tmp_path / "images" / name / f"{i}.png")
-    (cell,) = (
-        one.cell
-        for one in missing_cells(Store([tmp_path]))
-        if one.name == "office31:office31/1.0/fedavg, last images held out"
-    )
+    (cell,) = (one.cell for one in missing_cells(Store([tmp_path])) if one.name == "office31:office31/1.0/fedavg")
     for held_out, words in (("drawn", "--held-out last"), ("last", "")):
         made = prepare("folder", tmp_path / "images", tmp_path / "office31", held_out=held_out)
         made.rename(made.with_name(made.name.replace("folder", "office31")))
@@ -265,8 +262,8 @@ def test_minutes_are_predicted_from_runs_on_the_same_device_only(tmp_path):
 
 
 def test_a_queue_writes_down_how_many_ran_at_a_time(tmp_path):
-    """For the next prediction. Of a run that an earlier queue began nobody knows it."""
-    cells = wanted("a", "b", "c")
+    """For the next prediction, with the runs of another queue. Of a run that an earlier queue began nobody knows it."""
+    cells = wanted("a", "b", "c", "d")
 
     def timed(missing, folder):
         python, option, program, *words = pretend(pause=0.3)(missing, folder)
@@ -274,9 +271,13 @@ def test_a_queue_writes_down_how_many_ran_at_a_time(tmp_path):
 
     (tmp_path / "work" / cells[2].folder).mkdir(parents=True)
     queue(tmp_path, cells[:2], 1, {}, parallel=2, least=0, command=timed).run()
-    queue(tmp_path, cells[2:], 1, {}, least=0, command=timed).run()
+    queue(tmp_path, cells[2:3], 1, {}, least=0, command=timed).run()
+    other = tmp_path / "work" / "of" / "another-queue"
+    other.mkdir(parents=True)
+    with working_in(other):
+        queue(tmp_path, cells[3:], 1, {}, least=0, command=timed).run()
     told = [json.loads((tmp_path / "results" / one.folder / "timing.json").read_text()) for one in cells]
-    assert [one.get("at_a_time") for one in told] == [2, 2, None] and all(one["total_s"] == 60 for one in told)
+    assert [one.get("at_a_time") for one in told] == [2, 2, None, 2] and all(one["total_s"] == 60 for one in told)
 
 
 def test_the_list_of_stored_runs_names_runs_that_are_there():
@@ -326,12 +327,12 @@ def test_a_part_of_the_queue_can_be_picked(tmp_path, monkeypatch):
         told = CliRunner().invoke(app, ["paper", "run", "--queue", "--plan", "--runs", "kept", "--json", *words])
         return json.loads(told.output) if told.exit_code == 0 else told.output
 
-    everything, last = planned(), planned("--only", "last images held out")
-    assert len(last) == 10 and {row["cell"].partition(":")[0] for row in last} == {"office31"}
+    everything, plain = planned(), planned("--only", "office31*, no augmentation")
+    assert len(plain) == 5 and {row["cell"].partition(":")[0] for row in plain} == {"office31"}
     group = planned("--only", "c")
     assert [row["cell"] for row in group] == [row["cell"] for row in everything if row["group"].startswith("c.")]
-    both = planned("--only", "c", "--only", "office31:*/fedavg, last*")
-    assert len(both) == len(group) + 1 and both[0]["cell"] == "office31:office31/1.0/fedavg, last images held out"
+    both = planned("--only", "c", "--only", "office31:*/fedavg, no*")
+    assert len(both) == len(group) + 1 and both[0]["cell"] == "office31:office31/1.0/fedavg, no augmentation"
     assert "E151" in planned("--only", "nothing")
 
 

@@ -168,8 +168,10 @@ def readings_grid(store: Store) -> TableGrid:
 
 AUGMENTED = {"all pictures": "true", "new pictures only": "new", "none": "false"}  # train.augment
 WEIGHTED = {"by images trained on": "size", "equally": "uniform"}  # method.weighting
+HELD_OUT = {"the last fifth": "last", "drawn at random": "drawn"}  # data.held_out
 MEASURES = ("tasks, distance", "AA of the last ten rounds", "AIA", "stages before the last")  # how far from the paper
-COMPARED = ("fedavg", *KEEPERS)
+COMPARED = tuple(f"main:cifar10/0.5/{method}" for method in ("fedavg", *KEEPERS))
+OFFICE31 = ("fedavg", "fedewc", "fedlwf", "target", "fedcbdr", "refed")  # run with test images of both kinds
 
 
 def augmentation_grid(store: Store) -> TableGrid:
@@ -186,40 +188,58 @@ def weights_grid(store: Store) -> TableGrid:
     return _apart_grid(store, "weighted", WEIGHTED, lambda _, value: f"method.weighting={value}")
 
 
+def held_out_grid(store: Store) -> TableGrid:
+    """Which images of Office-31 are the test: how far the methods lie from the paper."""
+    cells = [f"office31:office31/1.0/{method}" for method in OFFICE31]
+    measures = ("tasks, distance", "AA", "AIA")
+    return _apart_grid(
+        store, "test images", HELD_OUT, lambda _, value: f"data.held_out={value}", cells, measures, "all six"
+    )
+
+
 def _apart_grid(
-    store: Store, what: str, treatments: Mapping[str, str], settings: Callable[[str, str], str]
+    store: Store,
+    what: str,
+    treatments: Mapping[str, str],
+    settings: Callable[[str, str], str],
+    cells: Sequence[str] = COMPARED,
+    measures: Sequence[str] = MEASURES,
+    everything: str = "all four",
 ) -> TableGrid:
     """For each measure and treatment how far seed 0 of each method lies from the paper; over all the root mean square."""
-    data, beta = SHOWN
+    methods = [cell.rpartition("/")[2] for cell in cells]
     found = {
-        name: [_apart(store, f"{data}/{beta}/{method}", settings(method, value)) for method in COMPARED]
+        name: [_apart(store, cell, settings(method, value)) for cell, method in zip(cells, methods, strict=True)]
         for name, value in treatments.items()
     }
     rows: list[tuple[TableEntry, ...]] = []
-    for position, measure in enumerate(MEASURES):
-        form = "{:.1f}" if position == 0 else "{:+.1f}"
+    for measure in measures:
+        form = "{:.1f}" if "distance" in measure else "{:+.1f}"
         for name, runs in found.items():
-            values = [None if run is None else run[position] for run in runs]
+            values = [run.get(measure) for run in runs]
             known = [value for value in values if value is not None]
             total = f"{_rms(known):.1f}" if len(known) == len(values) else "–"
             rows.append((measure, name, *("–" if v is None else form.format(v) for v in values), total))
-    names = (style_of(method).label for method in COMPARED)
-    return TableGrid("", ("from the paper", what, *names, "all four"), tuple(rows))
+    names = (style_of(method).label for method in methods)
+    return TableGrid("", ("from the paper", what, *names, everything), tuple(rows))
 
 
-def _apart(store: Store, cell: str, setting: str) -> tuple[float, ...] | None:
-    """The ``MEASURES`` of seed 0 with this setting: a distance, then differences. None if that run is not stored."""
-    line = compare(paper_recipe("main"), store, [cell], costs=False)[0]
+def _apart(store: Store, cell: str, setting: str) -> dict[str, float]:
+    """What is known of how far seed 0 with this setting lies from the paper: a distance, and differences."""
+    table, _, name = cell.partition(":")
+    line = compare(paper_recipe(table), store, [name], costs=False)[0]
     form = replace(line.cell, overrides=(*line.cell.overrides, setting))
     line = replace(line, cell=form, runs=store.find(form.experiment, [0]))
     tasks, late = _printed_tasks(line), _over_last_rounds(line)
     distance = _distance(_tasks(line), tasks)
     ours, ours_over_time = (over_seeds(line.runs, metric) for metric in ("aa", "aia"))
-    if distance is None or late is None or ours is None or ours_over_time is None:
-        return None
+    if distance is None or ours is None or ours_over_time is None:
+        return {}
     aa, aia = line.paper["aa"].mean, line.paper["aia"].mean
     before = _before_the_last(ours.mean, ours_over_time.mean, len(tasks)) - _before_the_last(aa, aia, len(tasks))
-    return distance, late.mean - aa, ours_over_time.mean - aia, before
+    found = {"tasks, distance": distance, "AA": ours.mean - aa, "AIA": ours_over_time.mean - aia}
+    found["stages before the last"] = before
+    return found if late is None else found | {"AA of the last ten rounds": late.mean - aa}
 
 
 def _before_the_last(aa: float, aia: float, stages: int) -> float:
@@ -399,6 +419,7 @@ BLOCKS: dict[str, Callable[[Store], TableGrid]] = {
     "readings": readings_grid,
     "augmentation": augmentation_grid,
     "weights": weights_grid,
+    "held_out": held_out_grid,
     "theory": theory_grid,
     "open": open_grid,
     "summary": summary_grid,

@@ -61,7 +61,7 @@ class _Going:
     process: subprocess.Popen[bytes]
     begun_here: bool  # not in an earlier queue, of which nobody knows what ran beside it
     since: float = field(default_factory=time.monotonic)
-    at_a_time: list[int] = field(default_factory=list)  # how many runs were going, at each look
+    at_a_time: list[int] = field(default_factory=list)  # how many runs were going, other queues' too, at each look
 
 
 def run_folders() -> Path:
@@ -115,8 +115,9 @@ class Queue:
         with _signals(signal.default_int_handler, ENDING):
             try:
                 while self._fill() or self.going:
+                    at_a_time = len(self.going) + self._running_elsewhere()
                     for one in self.going:
-                        one.at_a_time.append(len(self.going))
+                        one.at_a_time.append(at_a_time)
                     time.sleep(LOOK_S)
                     self._collect()
                     if time.monotonic() >= self.end:
@@ -172,6 +173,11 @@ class Queue:
         self.going.append(_Going(row, one, folder, process, begun_here))
         self._note(row)
 
+    def _running_elsewhere(self) -> int:
+        """How many runs another queue has going on this machine, whether this one has them in its list or not."""
+        own = {one.folder for one in self.going}
+        return sum(state_of(folder) == "running" for folder in self.work.glob("*/*") if folder not in own)
+
     def _collect(self) -> None:
         """Take what has ended out of the places, keep its results, and note a failure with its last words."""
         for going in [one for one in self.going if one.process.poll() is not None]:
@@ -183,8 +189,7 @@ class Queue:
         row.used = round((time.monotonic() - going.since) / 60, 2)
         row.state = "done" if _is_whole(going.folder) else otherwise
         if row.state == "done":
-            alone = going.begun_here and not any(other.state == ELSEWHERE for other in self.rows)
-            looks = going.at_a_time if alone else []
+            looks = going.at_a_time if going.begun_here else []
             try:
                 at_a_time = round(statistics.fmean(looks)) if looks else None
                 _keep(going.folder, self.results / going.missing.folder, at_a_time)
