@@ -378,12 +378,19 @@ def data_prepare(
     layout: Layout = "auto",
     columns: Columns = "",
     held_out: Annotated[
-        str, typer.Option("--held-out", help="drawn or last: as data.held_out of the runs that will read the file")
-    ] = "drawn",
+        str | None,
+        typer.Option(
+            "--held-out",
+            help="drawn or last: as data.held_out of the runs that will read the file (default: as the recipe NAME has it)",
+        ),
+    ] = None,
 ) -> None:
     """Decode a data set once, so that later runs start at once."""
+    from rescene.config import recipe_names, resolve
     from rescene.data import prepare
 
+    if held_out is None:
+        held_out = resolve(name).recipe.data.held_out if name in recipe_names() else "drawn"
     print(prepare(name, source, out, held_out=held_out, layout=layout, columns=columns_of(columns)))
 
 
