@@ -207,6 +207,17 @@ def test_domains_are_proposed_as_tasks(tmp_path):
     assert again.returncode == 2 and "is not empty" in again.stderr
 
 
+def test_a_set_prepared_with_its_last_pictures_as_the_test_is_looked_at_as_it_is(shapes, tmp_path):
+    words = ["data", "prepare", "mine", "--from", str(shapes), "--out", str(tmp_path), "--held-out", "last"]
+    file = invoke(app, words).stdout.strip()
+    assert Path(file).name == "mine-last.safetensors"
+    found = inspected(file)
+    assert "test images the last of each class (fraction=0.2 last)" in found["lines"][0] and not found["apart"]
+    assert invoke(app, [*shlex.split(found["command"])[1:], "--dry-run"]).exit_code == 0
+    checked = invoke(app, ["data", "verify", "auto", "--path", file])
+    assert checked.exit_code == 0, checked.output
+
+
 def test_inspect_warns_and_still_answers(shapes, tmp_path):
     folder = tmp_path / "images"
     shutil.copytree(shapes, folder)

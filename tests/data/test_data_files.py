@@ -61,8 +61,9 @@ def test_the_last_of_each_class_can_be_held_out(tmp_path: Path) -> None:
     assert load(path=tmp_path, held_out="last", seed=1).fingerprint() == dataset.fingerprint()  # nothing is drawn
     file = prepare("folder", tmp_path, tmp_path / "out", held_out="last")
     assert load(path=file, held_out="last").fingerprint() == dataset.fingerprint()
+    assert load(path=file).fingerprint() == dataset.fingerprint()  # whoever does not ask gets what is there
     with pytest.raises(DataError, match="asked for fraction=0.2 seed=0"):
-        load(path=file)
+        load(path=file, held_out="drawn")
 
 
 def test_hold_out_of_a_class_does_not_depend_on_the_others(tmp_path: Path) -> None:

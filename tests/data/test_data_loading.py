@@ -14,6 +14,7 @@ from PIL import Image
 
 import rescene
 import rescene.data as data
+from rescene.config import resolve
 from rescene.core.errors import ConfigError, DataError
 from rescene.data import catalog
 from rescene.data.inspection import noise_words, propose_settings
@@ -131,7 +132,7 @@ def test_places_are_searched_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_prepared_file_is_preferred_and_equal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     office(monkeypatch, tmp_path / "raw")
     file = data.prepare("office31", tmp_path / "raw")
-    assert file == tmp_path / "cache" / "office31" / "office31.safetensors"
+    assert file == tmp_path / "cache" / "office31" / "office31-last.safetensors"
     assert [p.name for p in file.parent.iterdir()] == [file.name]  # nothing half-written is left
     original, ready = data.load("office31", tmp_path / "raw"), data.load("office31")
     assert ready.fingerprint() == original.fingerprint()
@@ -143,12 +144,23 @@ def test_prepared_file_is_preferred_and_equal(monkeypatch: pytest.MonkeyPatch, t
 
 def test_prepared_file_with_another_hold_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     office(monkeypatch, tmp_path / "raw")
-    file = data.prepare("office31", tmp_path / "raw", tmp_path / "out")
+    file = data.prepare("office31", tmp_path / "raw", tmp_path / "out", held_out="drawn")
     with pytest.raises(DataError, match="another test split") as caught:
         data.load(path=file, seed=5)
     assert "fraction=0.2 seed=0" in str(caught.value) and "seed=5" in str(caught.value)
-    data.prepare("office31", tmp_path / "raw", tmp_path / "raw")  # beside the originals: they serve the other seed
-    assert data.load("office31", tmp_path / "raw", seed=5).split == "fraction=0.2 seed=5"
+    data.prepare("office31", tmp_path / "raw", tmp_path / "raw", held_out="drawn")  # the originals serve the other seed
+    assert data.load("office31", tmp_path / "raw", seed=5, held_out="drawn").split == "fraction=0.2 seed=5"
+
+
+def test_office31_has_the_last_images_as_its_test_as_in_its_recipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    office(monkeypatch, tmp_path / "raw")
+    usual = resolve("office31").recipe.data.held_out
+    for loaded in (data.load("office31", tmp_path / "raw"), data.load(path=data.prepare("office31", tmp_path / "raw"))):
+        assert loaded.split == data.load("office31", tmp_path / "raw", held_out=usual).split == "fraction=0.2 last"
+    drawn = data.prepare("office31", tmp_path / "raw", held_out="drawn")
+    assert data.load("office31").split == "fraction=0.2 last"  # both are there
+    drawn.with_name("office31-last.safetensors").unlink()
+    assert data.load("office31").split == "fraction=0.2 seed=0"
 
 
 def test_damaged_prepared_file(tmp_path: Path) -> None:

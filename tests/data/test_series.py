@@ -107,7 +107,7 @@ def test_both_splits_can_be_prepared_and_each_run_finds_its_own(tmp_path: Path) 
     drawn = prepare("folder", tmp_path / "images", tmp_path / "ready")
     with pytest.raises(DataError, match="another test split") as caught:
         load(path=drawn, held_out="last")
-    assert "--held-out" in str(caught.value.fix)
+    assert str(caught.value.fix).startswith("data.held_out=drawn, or") and "--held-out" in str(caught.value.fix)
     last = prepare("folder", tmp_path / "images", tmp_path / "ready", held_out="last")
     assert [file.name for file in (drawn, last)] == ["folder.safetensors", "folder-last.safetensors"]
     for held_out in ("drawn", "last"):

@@ -233,6 +233,7 @@ def data_inspect(
     found["files"] = found_files(Path(path)) if here and detect(Path(path)) in ("folder", "office31") else {}
     found["tasks"] = _proposed_tasks(dataset, found)
     given = _given(path, here, layout, roles, any(warning.code == "W203" for warning in told))
+    given += ["data.held_out=last"] if dataset.split.endswith("last") else []
     found |= _advice(dataset, given, found["in_series"])
     found["lines"] = _file_facts(found)
     found["odd"] = [text for text in found["warnings"] if not (found["files"] and text.startswith("not read: "))]
@@ -268,14 +269,15 @@ def _advice(dataset: Dataset, given: Sequence[str], in_series: bool) -> Row:
     side = own.images.image_size or dataset.image_size
     num = len(dataset.train) + len(dataset.test)
     seconds = round(seconds_to_look(str(own.model.lens), side, num, pick_device("auto")), 2)
-    apart = f"{exact} data.held_out=last" if in_series else ""
+    apart = f"{exact} data.held_out=last" if in_series and "data.held_out=last" not in given else ""
     commands = {"command": exact, "apart": apart, "guarantee": private}
     return {"reason": REASON, **commands, "run_image_size": side, "looking_s": seconds}
 
 
 def _file_facts(found: Row) -> list[str]:
     """Facts about the files in sentences."""
-    split = "as given" if found["split"] == "given" else f"drawn from each class ({found['split']})"
+    how = "the last of" if found["split"].endswith("last") else "drawn from"
+    split = "as given" if found["split"] == "given" else f"{how} each class ({found['split']})"
     size, files = f"{found['image_size']}x{found['image_size']} pixels", found["files"]
     lines = []
     if files:
@@ -381,16 +383,13 @@ def data_prepare(
         str | None,
         typer.Option(
             "--held-out",
-            help="drawn or last: as data.held_out of the runs that will read the file (default: as the recipe NAME has it)",
+            help="drawn or last: as data.held_out of the runs that will read the file (default: last for office31, else drawn)",
         ),
     ] = None,
 ) -> None:
     """Decode a data set once, so that later runs start at once."""
-    from rescene.config import recipe_names, resolve
     from rescene.data import prepare
 
-    if held_out is None:
-        held_out = resolve(name).recipe.data.held_out if name in recipe_names() else "drawn"
     print(prepare(name, source, out, held_out=held_out, layout=layout, columns=columns_of(columns)))
 
 

@@ -19,7 +19,7 @@ from rescene.data.images import Dataset, Images, Transform
 @dataclass(frozen=True)
 class Entry:
     """Facts about one named data set. ``source``: what a user points ``prepare`` at; ``per_class``: train and test images
-    of every class, where all classes have the same number."""
+    of every class, where all classes have the same number; ``held_out``: which images become the test if nobody says."""
 
     name: str
     num_classes: int
@@ -27,6 +27,7 @@ class Entry:
     licence: str
     source: str
     per_class: tuple[int, int] | None = None
+    held_out: str = "drawn"
 
 
 CATALOG = {
@@ -70,6 +71,7 @@ CATALOG = {
             64,
             "third-party photographs, research use; cite Saenko et al. 2010",
             "a folder with amazon/, dslr/ and webcam/",
+            held_out="last",
         ),
     )
 }

@@ -138,7 +138,7 @@ def load(
     image_size: int | None = None,
     test_fraction: float = 0.2,
     seed: int = 0,
-    held_out: str = "drawn",
+    held_out: str | None = None,
     skip_unreadable: bool = False,
     layout: str = "auto",
     outside: str = "warn",
@@ -149,7 +149,8 @@ def load(
     ``auto`` without a path is the embedded fashion-mini, with one the layout is detected; ``folder``, ``csv`` and
     ``npz`` need a path; the paper's sets are looked for in ./data, $RESCENE_DATA and the user cache if none is given. A
     prepared file (:func:`prepare`) is preferred, unless its test split was chosen with other options. Without a test split
-    of its own the data set gets one: of each class a share is drawn, or with ``held_out="last"`` its last images.
+    of its own the data set gets one: of each class a share is drawn, or with ``held_out="last"`` its last images. By
+    default any prepared file fits; otherwise Office-31 has the last images, and everything else is drawn.
     ``layout`` (classes, domains, sites or sites-domains) says what the first folders are where they do not tell;
     ``outside="refuse"`` takes no image that a link or a table names outside of the folder; ``columns`` says what the columns
     of a table are called: ``{"label": "species", "site": "ward"}``.
@@ -179,7 +180,7 @@ def prepare(
     image_size: int | None = None,
     test_fraction: float = 0.2,
     seed: int = 0,
-    held_out: str = "drawn",
+    held_out: str | None = None,
     skip_unreadable: bool = False,
     layout: str = "auto",
     columns: Mapping[str, str] | None = None,
@@ -195,7 +196,7 @@ def prepare(
     kind = name if name in READERS else detect(source)
     dataset = replace(fit_dataset(_read_source(kind, source, options), image_size), name=name)
     folder = Path(out).expanduser() if out is not None else cache_folder() / name
-    return write_prepared(dataset, folder / prepared_name(name, "drawn" if dataset.split == "given" else held_out))
+    return write_prepared(dataset, folder / prepared_name(name, "last" if dataset.split.endswith("last") else "drawn"))
 
 
 def _check_name(name: str, path: AnyPath | None) -> None:
@@ -284,29 +285,40 @@ def _copies(name: str, options: Options) -> tuple[list[Path], list[Path]]:
     return ready, raw
 
 
+def _usual_hold_out(name: str) -> str:
+    """How test images are chosen if nobody says."""
+    return CATALOG[name].held_out if name in CATALOG else "drawn"
+
+
 def _read_source(name: str, path: Path, options: Options) -> Dataset:
+    options = replace(options, held_out=options.held_out or _usual_hold_out(name))
     return READERS[name](single_file(path, name) if name in ("csv", "npz") else path, options)
 
 
 def _prepared(folder: Path, name: str, options: Options) -> list[Path]:
-    """The prepared files in a folder, first the one whose name says this hold-out."""
-    names = [prepared_name(name, held_out) for held_out in sorted(HELD_OUT, key=options.held_out.__ne__)]
+    """The prepared files in a folder, first the one whose name says this hold-out, or the usual one."""
+    first = options.held_out or _usual_hold_out(name)
+    names = [prepared_name(name, held_out) for held_out in sorted(HELD_OUT, key=first.__ne__)]
     return [folder / file for file in names if (folder / file).is_file()]
 
 
 def _fits(file: Path, options: Options) -> bool:
-    """Whether a prepared file's test split is the data's own or was chosen with these options."""
-    return split_of(file) in ("given", options.split)
+    """Whether a prepared file's test split is the data's own or was chosen with these options; without a hold-out, either."""
+    ways = HELD_OUT if options.held_out is None else (options.held_out,)
+    return split_of(file) in ("given", *(replace(options, held_out=way).split for way in ways))
 
 
 def _read_same_split(file: Path, options: Options) -> Dataset:
     if not _fits(file, options):
+        stored = split_of(file)
+        way = next((way for way in HELD_OUT if replace(options, held_out=way).split == stored), None)
+        same = f"data.held_out={way}" if way else "use the same test_fraction, seed and held_out"
         raise DataError(
             "E202",
             "a prepared data file has another test split",
             where=str(file),
-            why=f"prepared with {split_of(file)}, asked for {options.split}",
-            fix="use the same test_fraction, seed and held_out, or prepare it again (rescene data prepare has --held-out)",
+            why=f"prepared with {stored}, asked for {options.split}",
+            fix=f"{same}, or prepare it again (rescene data prepare has --held-out)",
         )
     return read_prepared(file)
 

@@ -30,7 +30,8 @@ HELD_OUT = ("drawn", "last")
 @dataclass(frozen=True)
 class Options:
     """``image_size``: None keeps or guesses the size. ``test_fraction``, ``seed`` and ``held_out`` matter only where the data
-    has no test set of its own. ``skip_unreadable``: leave damaged images out (counted in a warning) instead of refusing.
+    has no test set of its own; ``held_out`` None is what is usual for the data. ``skip_unreadable``: leave damaged images out
+    (counted in a warning) instead of refusing.
     ``layout`` says what the first folders are, classes, domains or sites, where nothing else tells; ``outside``: warn of
     files that lie outside of the folder, or refuse them. ``columns``: pairs that say what the columns of a table
     are called, such as ("label", "species")."""
@@ -41,7 +42,7 @@ class Options:
     skip_unreadable: bool = False
     layout: str = "auto"
     outside: str = "warn"
-    held_out: str = "drawn"
+    held_out: str | None = None
     columns: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
@@ -54,15 +55,15 @@ class Options:
         for key, value, possible in (
             ("layout", self.layout, LAYOUTS),
             ("outside", self.outside, OUTSIDE),
-            ("held_out", self.held_out, HELD_OUT),
+            ("held_out", self.held_out, (None, *HELD_OUT)),
         ):
             if value not in possible:
-                raise ConfigError("E208", f"{key} is {value!r}", fix=f"one of: {', '.join(possible)}")
+                raise ConfigError("E208", f"{key} is {value!r}", fix=f"one of: {', '.join(filter(None, possible))}")
 
     @property
     def split(self) -> str:
         """How a data set says that its test images were chosen with these options."""
-        return f"fraction={self.test_fraction:g} " + (f"seed={self.seed}" if self.held_out == "drawn" else "last")
+        return f"fraction={self.test_fraction:g} " + ("last" if self.held_out == "last" else f"seed={self.seed}")
 
 
 @dataclass(frozen=True)
