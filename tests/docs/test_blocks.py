@@ -12,6 +12,7 @@ from generate.commands import leaves
 from typer.testing import CliRunner
 
 from rescene.cli.app import app
+from rescene.methods import registry
 
 SMALL = ["federation.num_clients=3", "federation.per_round=2", "federation.num_rounds=1", "tasks.limit=1", "train.server_epochs=1",
          "train.local_epochs=1"]  # fmt: skip
@@ -38,6 +39,12 @@ def reader(tmp_path, monkeypatch):
     monkeypatch.setenv("RESCENE_DATA", str(tmp_path / "no-data"))
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.delenv("RESCENE_RUNS", raising=False)
+    registry.method_names()  # loads every method, so that only those of the page are forgotten afterwards
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+    yield
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
 
 
 def rehearsed(words):
