@@ -336,6 +336,13 @@ def test_pictures_in_a_row_are_noticed_and_the_last_of_them_can_be_held_out(tmp_
         {seen[view.permute(1, 2, 0).numpy().tobytes()] for view in images.pixels} for images in (last.train, last.test)
     )
     assert len(test) == 4 and len(train & test) == 2  # a fifth of forty cuts through one object of a class
+    shutil.copytree(tmp_path / "rows" / "cup", tmp_path / "new" / "saucer")
+    for path in sorted((tmp_path / "new" / "saucer").iterdir())[20:]:  # so the next task warns too, with other figures
+        path.unlink()
+    words = ["continue", str(tmp_path / "drawn"), f"data.path={tmp_path / 'new'}", "--out", str(tmp_path / "next"), "-q"]
+    result = invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "next" / "report.html").read_text().split("<nav")[0].count(told[1:]) == 1
 
 
 def test_a_run_by_domain_has_said_what_the_first_folders_are(shapes, tmp_path):

@@ -76,10 +76,11 @@ def unmeasured(run: RunRecord) -> tuple[str, ...]:
 
 
 def flattered(run: RunRecord) -> tuple[str, ...]:
-    """What the run warned of that makes its accuracy look better than it is."""
-    told = dict.fromkeys(plain(row.message, 800) for row in run.events if row.code in _FLATTER)
+    """What the run warned of that makes its accuracy look better than it is; of each kind the last, as a continued run says it
+    again for all its images."""
+    told = {row.code: plain(row.message, 800) for row in run.events if row.code in _FLATTER}
     noised = noise_line(run.events, run.results)
-    return (*(f"{words[0].upper()}{words[1:]}." for words in told), *([noised] if noised else []))
+    return (*(f"{words[0].upper()}{words[1:]}." for words in told.values()), *([noised] if noised else []))
 
 
 def absent(run: RunRecord) -> tuple[str, ...]:
