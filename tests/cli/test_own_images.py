@@ -339,7 +339,14 @@ def test_pictures_in_a_row_are_noticed_and_the_last_of_them_can_be_held_out(tmp_
     shutil.copytree(tmp_path / "rows" / "cup", tmp_path / "new" / "saucer")
     for path in sorted((tmp_path / "new" / "saucer").iterdir())[20:]:  # so the next task warns too, with other figures
         path.unlink()
-    words = ["continue", str(tmp_path / "drawn"), f"data.path={tmp_path / 'new'}", "--out", str(tmp_path / "next"), "-q"]
+    words = [
+        "continue",
+        str(tmp_path / "drawn"),
+        f"data.path={tmp_path / 'new'}",
+        "--out",
+        str(tmp_path / "next"),
+        "-q",
+    ]
     result = invoke(app, words)
     assert result.exit_code == 0, result.output
     assert (tmp_path / "next" / "report.html").read_text().split("<nav")[0].count(told[1:]) == 1

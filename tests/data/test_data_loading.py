@@ -152,7 +152,9 @@ def test_prepared_file_with_another_hold_out(monkeypatch: pytest.MonkeyPatch, tm
     assert data.load("office31", tmp_path / "raw", seed=5, held_out="drawn").split == "fraction=0.2 seed=5"
 
 
-def test_office31_has_the_last_images_as_its_test_as_in_its_recipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_office31_has_the_last_images_as_its_test_as_in_its_recipe(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     office(monkeypatch, tmp_path / "raw")
     usual = resolve("office31").recipe.data.held_out
     for loaded in (data.load("office31", tmp_path / "raw"), data.load(path=data.prepare("office31", tmp_path / "raw"))):
@@ -161,6 +163,18 @@ def test_office31_has_the_last_images_as_its_test_as_in_its_recipe(monkeypatch: 
     assert data.load("office31").split == "fraction=0.2 last"  # both are there
     drawn.with_name("office31-last.safetensors").unlink()
     assert data.load("office31").split == "fraction=0.2 seed=0"
+    Path("data").mkdir()
+    (tmp_path / "raw").rename(Path("data") / "office31")
+    assert data.load("office31").split == "fraction=0.2 last"  # the originals go before what was prepared otherwise
+    drawn.rename(Path("data") / "office31" / drawn.name)
+    assert data.load("office31", Path("data") / "office31").split == "fraction=0.2 last"
+
+
+def test_what_is_not_there_is_to_be_prepared_with_the_test_that_was_asked_for() -> None:
+    for held_out, option in (("drawn", " --held-out drawn"), ("last", ""), (None, "")):
+        with pytest.raises(DataError) as caught:
+            data.load("office31", held_out=held_out)
+        assert str(caught.value.fix).startswith(f"rescene data prepare office31 --from SOURCE{option}, where")
 
 
 def test_damaged_prepared_file(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -230,10 +231,13 @@ def test_a_set_prepared_with_another_test_split_is_told_before_the_run(tmp_path,
             (tmp_path / "images" / name).mkdir(parents=True, exist_ok=True)
             Image.fromarray(pixels).save(tmp_path / "images" / name / f"{i}.png")
     (cell,) = (one.cell for one in missing_cells(Store([tmp_path])) if one.name == "office31:office31/1.0/fedavg")
-    for held_out, words in (("drawn", "--held-out last"), ("last", "")):
+    drawn = replace(cell, overrides=(*cell.overrides, "data.held_out=drawn"))
+    assert drawn.obstacle.fix.startswith("rescene data prepare office31 --from SOURCE --held-out drawn; ")
+    for held_out in ("drawn", "last"):
         made = prepare("folder", tmp_path / "images", tmp_path / "office31", held_out=held_out)
         made.rename(made.with_name(made.name.replace("folder", "office31")))
-        assert (cell.obstacle is None) == (held_out == "last") and words in (cell.obstacle.fix if cell.obstacle else "")
+        assert drawn.obstacle is None and (cell.obstacle is None) == (held_out == "last")
+        assert held_out == "last" or cell.obstacle.fix.startswith("rescene data prepare office31 --from SOURCE; ")
         assert load("office31", held_out=held_out).split.endswith("last") == (held_out == "last")
     (tmp_path / "office31" / "office31.safetensors").unlink()
     with pytest.raises(DataError, match="another test split"):  # it is on this machine, but not so

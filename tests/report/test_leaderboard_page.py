@@ -96,6 +96,12 @@ def test_runs_with_other_test_images_are_another_problem(kept):
     assert told == {42.0: "2 class tasks", 90.0: "2 class tasks, the last images as test"}
 
 
+def test_the_problem_with_the_papers_figures_comes_first(kept):
+    assert rows_of(kept)[0].problem.split == "beta 0.5"  # two methods, and one at beta 0.1
+    place = {(kept / "images").resolve(): InPaper("paper's", "41.00")}
+    assert [row.problem.split for row in rows_of(kept, in_paper=place)] == ["beta 0.1", "beta 0.5", "beta 0.5"]
+
+
 def test_the_papers_reading_and_the_verification_come_from_outside(kept):
     place = {(kept / "a1").resolve(): InPaper("paper's", "41.00")}
     compared = (Verified("published code", "tests/x.py::test_y", "1e-6, a step"),)

@@ -233,7 +233,7 @@ def data_inspect(
     found["files"] = found_files(Path(path)) if here and detect(Path(path)) in ("folder", "office31") else {}
     found["tasks"] = _proposed_tasks(dataset, found)
     given = _given(path, here, layout, roles, any(warning.code == "W203" for warning in told))
-    given += ["data.held_out=last"] if dataset.split.endswith("last") else []
+    given += ["data.held_out=last"] if dataset.has_last_as_test else []
     found |= _advice(dataset, given, found["in_series"])
     found["lines"] = _file_facts(found)
     found["odd"] = [text for text in found["warnings"] if not (found["files"] and text.startswith("not read: "))]
@@ -269,7 +269,7 @@ def _advice(dataset: Dataset, given: Sequence[str], in_series: bool) -> Row:
     side = own.images.image_size or dataset.image_size
     num = len(dataset.train) + len(dataset.test)
     seconds = round(seconds_to_look(str(own.model.lens), side, num, pick_device("auto")), 2)
-    apart = f"{exact} data.held_out=last" if in_series and "data.held_out=last" not in given else ""
+    apart = f"{exact} data.held_out=last" if in_series else ""
     commands = {"command": exact, "apart": apart, "guarantee": private}
     return {"reason": REASON, **commands, "run_image_size": side, "looking_s": seconds}
 

@@ -77,6 +77,23 @@ CATALOG = {
 }
 
 
+def usual_hold_out(name: str) -> str:
+    """How the test images of a data set are chosen if nobody says."""
+    return CATALOG[name].held_out if name in CATALOG else "drawn"
+
+
+def prepare_command(name: str, held_out: str | None) -> str:
+    """What prepares a named data set with these test images.
+
+    >>> prepare_command("office31", "last")
+    'rescene data prepare office31 --from SOURCE'
+    >>> prepare_command("office31", "drawn")
+    'rescene data prepare office31 --from SOURCE --held-out drawn'
+    """
+    option = "" if held_out in (None, usual_hold_out(name)) else f" --held-out {held_out}"
+    return f"rescene data prepare {name} --from SOURCE{option}"
+
+
 def prepared_name(name: str, held_out: str = "drawn") -> str:
     """File that ``prepare`` writes and ``load`` prefers.
 

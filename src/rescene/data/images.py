@@ -169,6 +169,11 @@ class Dataset:
         return "seed=" in self.split
 
     @property
+    def has_last_as_test(self) -> bool:
+        """Whether the test images are the last ones of each class."""
+        return self.split.endswith("last")
+
+    @property
     def image_size(self) -> int:
         """Side of the pictures in pixels."""
         return int(self.train.pixels.shape[-1])

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from rescene.core.errors import ConfigError, DataError, ResceneWarning, did_you_mean
-from rescene.data.catalog import CATALOG, cache_folder, places, prepared_name
+from rescene.data.catalog import CATALOG, cache_folder, places, prepare_command, prepared_name, usual_hold_out
 from rescene.data.images import Dataset
 from rescene.data.objects import is_own_dataset, own_dataset, own_datasets
 from rescene.data.sources import array_files, cifar, image_folder, image_table, published_sets
@@ -150,7 +150,8 @@ def load(
     ``npz`` need a path; the paper's sets are looked for in ./data, $RESCENE_DATA and the user cache if none is given. A
     prepared file (:func:`prepare`) is preferred, unless its test split was chosen with other options. Without a test split
     of its own the data set gets one: of each class a share is drawn, or with ``held_out="last"`` its last images. By
-    default any prepared file fits; otherwise Office-31 has the last images, and everything else is drawn.
+    default Office-31's test is its last images, and that of other data is drawn; a prepared file with another test is taken
+    only where the originals are missing.
     ``layout`` (classes, domains, sites or sites-domains) says what the first folders are where they do not tell;
     ``outside="refuse"`` takes no image that a link or a table names outside of the folder; ``columns`` says what the columns
     of a table are called: ``{"label": "species", "site": "ward"}``.
@@ -196,7 +197,7 @@ def prepare(
     kind = name if name in READERS else detect(source)
     dataset = replace(fit_dataset(_read_source(kind, source, options), image_size), name=name)
     folder = Path(out).expanduser() if out is not None else cache_folder() / name
-    return write_prepared(dataset, folder / prepared_name(name, "last" if dataset.split.endswith("last") else "drawn"))
+    return write_prepared(dataset, folder / prepared_name(name, "last" if dataset.has_last_as_test else "drawn"))
 
 
 def _check_name(name: str, path: AnyPath | None) -> None:
@@ -249,24 +250,26 @@ def _load_path(name: str, path: Path, options: Options) -> Dataset:
     name = detect(path) if name == "auto" or path.suffix == f".{PREPARED}" else name
     if name == PREPARED:
         return _read_same_split(single_file(path, name), options)
-    for ready in _prepared(path, name, options):
-        if _fits(ready, options):
-            return read_prepared(ready)
-    return _read_source(name, path, options)
+    ready = _prepared(path, name, options)
+    originals = [] if ready and set(path.iterdir()) <= set(ready) else [path]
+    return _read_best(name, ready, originals, options)
 
 
 def _load_named(name: str, options: Options) -> Dataset:
     if name not in CATALOG:
         raise DataError("E201", f"data of kind {name!r} needs a path", fix="give path (data.path=...)")
-    ready, raw = _copies(name, options)
-    fitting = [file for file in ready if _fits(file, options)]
-    if fitting:
+    ready, originals = _copies(name, options)
+    if not ready and not originals:
+        raise _not_found(name, options)
+    return _read_best(name, ready, originals, options)
+
+
+def _read_best(name: str, ready: Sequence[Path], originals: Sequence[Path], options: Options) -> Dataset:
+    """A prepared file with the test that is asked for or usual, else the originals, else a prepared file that fits."""
+    usual = replace(options, held_out=options.held_out or usual_hold_out(name))
+    if fitting := [file for file in ready if _fits(file, usual)]:
         return read_prepared(fitting[0])
-    if raw:
-        return _read_source(name, raw[0], options)
-    if ready:
-        return _read_same_split(ready[0], options)
-    raise _not_found(name)
+    return _read_source(name, originals[0], options) if originals else _read_same_split(ready[0], options)
 
 
 def has_split(name: str, held_out: str) -> bool:
@@ -274,30 +277,25 @@ def has_split(name: str, held_out: str) -> bool:
     if name == "fashion-mini":  # embedded
         return True
     options = Options(held_out=held_out)
-    ready, raw = _copies(name, options)
-    return bool(raw) or any(_fits(file, options) for file in ready)
+    ready, originals = _copies(name, options)
+    return bool(originals) or any(_fits(file, options) for file in ready)
 
 
 def _copies(name: str, options: Options) -> tuple[list[Path], list[Path]]:
     """Prepared files of a named data set, and folders with anything else in them."""
     ready = [file for folder in places(name) for file in _prepared(folder, name, options)]
-    raw = [folder for folder in places(name) if folder.is_dir() and any(f not in ready for f in folder.iterdir())]
-    return ready, raw
-
-
-def _usual_hold_out(name: str) -> str:
-    """How test images are chosen if nobody says."""
-    return CATALOG[name].held_out if name in CATALOG else "drawn"
+    originals = [folder for folder in places(name) if folder.is_dir() and set(folder.iterdir()) - set(ready)]
+    return ready, originals
 
 
 def _read_source(name: str, path: Path, options: Options) -> Dataset:
-    options = replace(options, held_out=options.held_out or _usual_hold_out(name))
+    options = replace(options, held_out=options.held_out or usual_hold_out(name))
     return READERS[name](single_file(path, name) if name in ("csv", "npz") else path, options)
 
 
 def _prepared(folder: Path, name: str, options: Options) -> list[Path]:
     """The prepared files in a folder, first the one whose name says this hold-out, or the usual one."""
-    first = options.held_out or _usual_hold_out(name)
+    first = options.held_out or usual_hold_out(name)
     names = [prepared_name(name, held_out) for held_out in sorted(HELD_OUT, key=first.__ne__)]
     return [folder / file for file in names if (folder / file).is_file()]
 
@@ -323,13 +321,13 @@ def _read_same_split(file: Path, options: Options) -> Dataset:
     return read_prepared(file)
 
 
-def _not_found(name: str) -> DataError:
+def _not_found(name: str, options: Options) -> DataError:
     looked = [str(folder) for folder in places(name)]
     unset = "" if os.environ.get("RESCENE_DATA") else "\n$RESCENE_DATA (unset)"
     return DataError(
         "E201",
         f"data set {name!r} is not on this machine",
         where="looked in " + ", ".join(looked) + unset,
-        fix=f"rescene data prepare {name} --from SOURCE, where SOURCE is {CATALOG[name].source};\n"
+        fix=f"{prepare_command(name, options.held_out)}, where SOURCE is {CATALOG[name].source};\n"
         "or give its path (data.path=...); fashion-mini needs no download",
     )

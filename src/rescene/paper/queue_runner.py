@@ -174,7 +174,7 @@ class Queue:
         self._note(row)
 
     def _running_elsewhere(self) -> int:
-        """How many runs another queue has going on this machine, whether this one has them in its list or not."""
+        """How many runs another queue has going on this machine, on whatever device, and whether this one lists them or not."""
         own = {one.folder for one in self.going}
         return sum(state_of(folder) == "running" for folder in self.work.glob("*/*") if folder not in own)
 

@@ -12,6 +12,7 @@ from typing import Any
 from rescene.config import Resolved, resolve
 from rescene.core.errors import ConfigError, ResceneError, with_guess
 from rescene.data import available
+from rescene.data.catalog import prepare_command
 from rescene.data.loading import has_split
 from rescene.methods import method_class
 from rescene.methods.surrogates import SurrogateMethod
@@ -111,8 +112,7 @@ class PaperCell:
         if row is None or data.path is not None or has_split(data.name, data.held_out):
             return None
         what = "was prepared with another test split" if row["found"] else "is not on this machine"
-        asked = "" if data.held_out == "drawn" else f" --held-out {data.held_out}"
-        fix = f"rescene data prepare {data.name} --from SOURCE{asked}; SOURCE is {row['source']}"
+        fix = f"{prepare_command(data.name, data.held_out)}; SOURCE is {row['source']}"
         return Obstacle(f"data set {data.name!r} {what}", fix)
 
 

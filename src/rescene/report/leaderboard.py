@@ -148,7 +148,7 @@ def entries(
         problems.setdefault(replace(problem, data=plain(name, 40)), []).append(run)
     return [
         _entry(problem, group, facts[group.runs[0].folder], in_paper or {})
-        for problem in sorted(problems, key=lambda problem: _place(problem, problems[problem]))
+        for problem in sorted(problems, key=lambda problem: _place(problem, problems[problem], in_paper or {}))
         for group in group_runs(problems[problem])
     ]
 
@@ -158,10 +158,14 @@ def shown(run: RunRecord) -> bool:
     return run.finished and run.results.aa is not None
 
 
-def _place(problem: Problem, runs: Sequence[RunRecord]) -> tuple[int, str, int, str]:
-    """The paper's data sets first, in its order, the others by name; of one set the problem with most methods first."""
+def _place(
+    problem: Problem, runs: Sequence[RunRecord], in_paper: Mapping[Path, InPaper]
+) -> tuple[int, str, int, int, str]:
+    """The paper's data sets first, in its order, the others by name; of one set the problem with most of the paper's figures
+    first, then that with most methods."""
     order = PAPER_DATA.index(problem.data) if problem.data in PAPER_DATA else len(PAPER_DATA)
-    return order, problem.data, -len({run.method for run in runs}), problem.text
+    printed = sum(in_paper.get(run.folder.resolve(), InPaper()).aa != "" for run in runs)
+    return order, problem.data, -printed, -len({run.method for run in runs}), problem.text
 
 
 def _problem(run: RunRecord) -> Problem:
