@@ -109,7 +109,8 @@ def predictor(store: Store, device: str) -> Predict:
 
     Of runs with the same network, those with the same data and server epochs count if there are any. Where it is known how
     many ran at a time, the median of what they would take alone; else the quickest, since others only slow a run down.
-    Without such a run, or where the images' sizes are not known here, nothing is said.
+    Where the number of images is not known here, the work is that of stored runs with the same data and server epochs.
+    Without such a run nothing is said.
     """
     known = [one for run in store.all() if (one := _timed(run, device))]
 
@@ -122,8 +123,9 @@ def predictor(store: Store, device: str) -> Predict:
             same = [one for one in same if one.data == recipe.data.name]
         near = [one for one in same if one.server_epochs == recipe.train.server_epochs] or same
         near = [one for one in near if one.data == recipe.data.name] or near
-        work = _work(missing.cell.base, missing.cell.overrides) if near else None
-        return _pace(near) * work / 60 if work else None
+        alike = [one.work for one in near if (one.data, one.server_epochs) == (recipe.data.name, recipe.train.server_epochs)]
+        work = _work(missing.cell.base, missing.cell.overrides) or (statistics.median(alike) if alike else None)
+        return _pace(near) * work / 60 if near and work else None
 
     return minutes
 

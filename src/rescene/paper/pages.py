@@ -292,7 +292,8 @@ def open_grid(store: Store) -> TableGrid:
             own = list(runs)
             known = [value for value in map(predict, own) if value is not None]
             unknown = f", {len(own) - len(known)} not known" if len(known) < len(own) else ""
-            minutes = f"{sum(known):.0f}{unknown}" if known else "not known"
+            whole = f"{sum(known):.0f}" if sum(known) >= 1 else "less than 1"
+            minutes = f"{whole}{unknown}" if known else "not known"
             command = _command(own[0]) if name else "rescene paper run --queue --plan"
             rows.append((group, name or "all of the group", str(len(own)), minutes, command))
     columns = ("group", "cell", "runs", f"minutes, alone on one {CARD}", "command (first seed)")
