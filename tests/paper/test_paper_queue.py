@@ -264,11 +264,15 @@ def test_minutes_are_predicted_from_runs_on_the_same_device_only(tmp_path):
     assert predictor(store, "card")(Missing("b", "x", cell_of(MAIN, "cifar10/0.5/refed"), 0)) is None
     office = paper_recipe("office31").cells[0]
     assert predictor(store, "card")(Missing("e", "x", office, 0)) is None, "its sizes are not known without the images"
-    folder = write_run(tmp_path, replace(office, overrides=(*office.overrides, "data.held_out=drawn")), cost={"nominal": nominal})
+    folder = write_run(
+        tmp_path, replace(office, overrides=(*office.overrides, "data.held_out=drawn")), cost={"nominal": nominal}
+    )
     (folder / "env.json").write_text('{"device": "card"}')
     (folder / "timing.json").write_text('{"total_s": 90.0}')
     predict = predictor(Store([tmp_path]), "card")
-    assert predict(Missing("e", "x", office, 0)) == pytest.approx(1.5), "but known from another reading on the same images"
+    assert predict(Missing("e", "x", office, 0)) == pytest.approx(1.5), (
+        "but known from another reading on the same images"
+    )
     assert predict(Missing("e", "x", cell_of(paper_recipe("office31"), "office31/1.0/fedcbdr"), 0)) is None
 
 

@@ -123,7 +123,9 @@ def predictor(store: Store, device: str) -> Predict:
             same = [one for one in same if one.data == recipe.data.name]
         near = [one for one in same if one.server_epochs == recipe.train.server_epochs] or same
         near = [one for one in near if one.data == recipe.data.name] or near
-        alike = [one.work for one in near if (one.data, one.server_epochs) == (recipe.data.name, recipe.train.server_epochs)]
+        alike = [
+            one.work for one in near if (one.data, one.server_epochs) == (recipe.data.name, recipe.train.server_epochs)
+        ]
         work = _work(missing.cell.base, missing.cell.overrides) or (statistics.median(alike) if alike else None)
         return _pace(near) * work / 60 if near and work else None
 
