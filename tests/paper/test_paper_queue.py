@@ -348,6 +348,8 @@ def test_a_part_of_the_queue_can_be_picked(tmp_path, monkeypatch):
     assert [row["cell"] for row in group] == [row["cell"] for row in everything if row["group"].startswith("c.")]
     both = planned("--only", "c", "--only", "office31:*/fedavg, no*")
     assert len(both) == len(group) + 1 and both[0]["cell"] == "office31:office31/1.0/fedavg, no augmentation"
+    small = [row["cell"] for row in planned("--only", "cifar10")]
+    assert small == [row["cell"] for row in everything if "cifar10/" in row["cell"]], "cifar10 is not cifar100"
     assert "E151" in planned("--only", "nothing")
 
 

@@ -281,7 +281,7 @@ def _thumbnails(pixels: torch.Tensor) -> torch.Tensor:
     """Grey 16 x 16 pictures as vectors of length 1 with mean 0, [n, 256]; of a flat picture all 0, which is like no other."""
     parts = [
         F.adaptive_avg_pool2d(part.float().mean(dim=1, keepdim=True), _THUMBNAIL).flatten(1)
-        for part in pixels.cpu().split(4096)
+        for part in pixels.cpu().split(256)  # small parts stay in the cache
     ]
     grey = torch.cat(parts) if parts else torch.zeros(0, _THUMBNAIL**2)
     grey = grey - grey.mean(dim=1, keepdim=True)

@@ -17,7 +17,7 @@ from rescene.core.json_files import json_object
 from rescene.engine.cost_ledger import nominal_cost
 from rescene.paper.costs import without_pictures
 from rescene.paper.numbers import packaged
-from rescene.paper.recipes import FAST_LABEL, PaperCell, paper_recipe
+from rescene.paper.recipes import FAST_LABEL, PaperCell, matches, paper_recipe
 from rescene.paper.store import FAMILY, Store, Stored
 
 # several runs on one GPU: how much longer each takes than alone (results/bench/README.md); more than four gain nothing
@@ -63,7 +63,7 @@ def missing_cells(store: Store) -> list[Missing]:
 
 
 def picked(missing: Sequence[Missing], patterns: Sequence[str]) -> list[Missing]:
-    """Runs whose name matches one of the patterns or has it as a part, or whose group has this letter; no pattern: all (E151)."""
+    """Runs whose name fits one of the patterns or has it as a part, or whose group has this letter; no pattern: all (E151)."""
     if idle := [pattern for pattern in patterns if not any(_is_meant(one, pattern) for one in missing)]:
         raise ConfigError(
             "E151",
@@ -79,7 +79,7 @@ def picked(missing: Sequence[Missing], patterns: Sequence[str]) -> list[Missing]
 def _is_meant(one: Missing, pattern: str) -> bool:
     if len(pattern) == 1:
         return one.group.startswith(f"{pattern}.")
-    return pattern in one.name or fnmatch(one.name, pattern)
+    return matches(one.name, pattern)
 
 
 def _cells(line: dict[str, Any]) -> Iterator[tuple[str, PaperCell]]:

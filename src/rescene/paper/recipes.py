@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
@@ -29,6 +30,7 @@ LITE_METHODS = (  # the two that would take most of the time
     *("methods.target.synthesis_rounds=4", "methods.target.warmup_rounds=1", "methods.target.generator_width=16"),
     "methods.glfc.num_inversions=4",
 )
+_BETWEEN = re.compile(", |[:/]")  # the parts of a cell's name
 
 
 @dataclass(frozen=True)
@@ -148,8 +150,8 @@ class PaperRecipe:
     def chosen(self, patterns: Iterable[str]) -> tuple[PaperCell, ...]:
         """Cells whose name matches one of the patterns (``cifar10/*/rescene``) or has it as a part; no pattern: all."""
         patterns = list(patterns)
-        picked = [cell for cell in self.cells if not patterns or any(_matches(cell.name, p) for p in patterns)]
-        idle = [p for p in patterns if not any(_matches(cell.name, p) for cell in self.cells)]
+        picked = [cell for cell in self.cells if not patterns or any(matches(cell.name, p) for p in patterns)]
+        idle = [p for p in patterns if not any(matches(cell.name, p) for cell in self.cells)]
         if idle:
             raise ConfigError(
                 "E151",
@@ -160,12 +162,16 @@ class PaperRecipe:
         return tuple(picked)
 
 
-def _matches(name: str, pattern: str) -> bool:
-    """
-    >>> _matches("cifar10/0.5/rescene/B=500", "cifar10/*/rescene/*"), _matches("cifar100/0.5/rescene", "cifar10")
+def matches(name: str, pattern: str) -> bool:
+    """Whether a name fits the pattern, or has it as a part; a part ends at ``/``, ``:`` or a comma.
+
+    >>> matches("cifar10/0.5/rescene/B=500", "cifar10/*/rescene/*"), matches("cifar100/0.5/rescene", "cifar10")
     (True, False)
+    >>> matches("main:cifar10/0.5/glfc, no augmentation", "no augmentation")
+    True
     """
-    return fnmatch(name, pattern) or f"/{pattern}/" in f"/{name}/"
+    parts, wanted = (f"/{_BETWEEN.sub('/', words)}/" for words in (name, pattern))
+    return fnmatch(name, pattern) or wanted in parts
 
 
 def recipe_names(lite: bool = True) -> list[str]:
