@@ -28,6 +28,7 @@ IPC, BUFFER = 10, 1000
 RULES: dict[str, Callable[[int], int]] = {
     "min(IPC, n)": lambda n: min(IPC, n),
     "n // 2 at most": lambda n: min(IPC, n // 2),
+    "IPC, whatever n is": lambda n: IPC if n else 0,
 }
 KEPT = {"glfc": (20, 50), "fedcbdr": (50, 150)}  # images of a class on a client: Table 1 and Table 8
 

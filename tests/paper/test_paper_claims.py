@@ -80,7 +80,7 @@ def test_a_lead_that_is_too_small_is_settled_before_every_competitor_has_run(tmp
     assert (found.verdict, found.figure) == ("not yet measured", None)
     write_run(tmp_path, cell_of(MAIN, "cifar10/0.5/fedcbdr"), aa=75.0, overrides=("train.augment=true",))
     assert verdicts(OurBook(Store([tmp_path])))["lead-cifar10"].figure is None, (
-        "its kept pictures are augmented, ours not"
+        "its kept images are augmented, ours not"
     )
     write_run(tmp_path, cell_of(MAIN, "cifar10/0.5/fedcbdr"), aa=75.0)
     found = verdicts(OurBook(Store([tmp_path])))["lead-cifar10"]

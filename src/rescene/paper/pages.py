@@ -166,7 +166,7 @@ def readings_grid(store: Store) -> TableGrid:
     return TableGrid("", columns, tuple(rows))
 
 
-AUGMENTED = {"all pictures": "true", "new pictures only": "new", "none": "false"}  # train.augment
+AUGMENTED = {"all images": "true", "new images only": "new", "none": "false"}  # train.augment
 WEIGHTED = {"by images trained on": "size", "equally": "uniform"}  # method.weighting
 HELD_OUT = {"the last fifth": "last", "drawn at random": "drawn"}  # data.held_out
 DISTANCE, LATE, EARLY = (
@@ -179,7 +179,7 @@ OFFICE31 = ("fedavg", "fedewc", "fedlwf", "target", "fedcbdr", "refed")  # run w
 
 
 def augmentation_grid(store: Store) -> TableGrid:
-    """Which pictures sites crop and mirror: how far the methods lie from the paper. A site of FedAvg has new pictures only."""
+    """Which pictures sites crop and mirror: how far the methods lie from the paper. A site of FedAvg has new images only."""
 
     def settings(method: str, value: str) -> str:
         return f"train.augment={value if method in KEEPERS or value != 'new' else 'true'}"
@@ -309,8 +309,8 @@ def summary_grid(store: Store) -> TableGrid:
 
 
 def _is_summed(line: Line) -> bool:
-    """The reading taken, beside it the one in which kept pictures are augmented too; one row for each E_srv printed."""
-    told = line.reading in ("", "kept pictures augmented too", "server augmentation, n // 2 surrogates")
+    """The reading taken, beside it the one in which kept images are augmented too; one row for each E_srv printed."""
+    told = line.reading in ("", "kept images augmented too", "server augmentation, n // 2 surrogates")
     other = line.other_epochs or line.cell.setting or style_of(line.cell.method).reference
     return told and line.cell.data == SHOWN[0] and not other
 
