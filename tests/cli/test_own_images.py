@@ -230,7 +230,7 @@ def test_inspect_warns_and_still_answers(shapes, tmp_path):
     text = " ".join(found["warnings"])
     assert (
         "broken.png" in text
-        and "tiny classes: cross (4)" in text
+        and "tiny class: cross (4)" in text
         and ("another training image" in text or "a training image" in text)
     )
     assert "data.skip_unreadable=true" in found["command"]

@@ -172,6 +172,7 @@ def test_skipping_a_whole_class_is_still_an_error(tmp_path: Path) -> None:
         with pytest.raises(DataError, match="class b") as caught:
             load(path=tmp_path, skip_unreadable=True)
     assert caught.value.code == "E204"
+    assert caught.value.why == f"files that cannot be read were left out: {tmp_path / 'b' / '0.png'} (not a picture)"
 
 
 def test_picture_modes_become_rgb(tmp_path: Path) -> None:

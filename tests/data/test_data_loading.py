@@ -15,9 +15,10 @@ from PIL import Image
 import rescene
 import rescene.data as data
 from rescene.config import resolve
-from rescene.core.errors import ConfigError, DataError
+from rescene.core.errors import ConfigError, DataError, ResceneWarning
 from rescene.data import catalog
 from rescene.data.inspection import noise_words, propose_settings
+from rescene.engine.experiment import prepare
 
 
 @pytest.fixture(autouse=True)
@@ -211,11 +212,13 @@ def test_inspect_counts_proposes_and_warns(tmp_path: Path) -> None:
     assert (report["num_train"], report["num_test"], report["image_size"]) == (40, 4, 32)
     assert report["proposed_tasks"] == {"scenario": "class", "count": 2}
     assert report["warnings"] == [
-        "1 tiny classes: bee (3)",
-        "1 classes without test image: dog",
+        "1 tiny class: bee (3)",
+        "1 class without test image: dog",
         "1 image repeats another training image",
         "1 image of the test split is also a training image",
     ]
+    with pytest.warns(ResceneWarning, match=r"W568.*no test image of dog; test images in all: 4  fix"):
+        prepare(resolve("smoke", [f"data.path={tmp_path}", "tasks.per_task=4"]).recipe)
 
 
 @pytest.mark.parametrize(

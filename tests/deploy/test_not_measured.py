@@ -74,7 +74,9 @@ def test_the_report_says_that_the_run_finished_and_shows_no_figure_that_nobody_m
     card = model_card(found)
     assert "not measured" in card.split("## Accuracy")[1].split("##")[0] and "it forgot" not in card
     print_summary([Result(run, json.loads((run / "results.json").read_text()))], tmp_path / "report.html")
-    assert "accuracy not measured" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "accuracy not measured" in said
+    assert "no images sent" in said, "sums were sent, and no image"
 
 
 def test_status_and_report_list_the_same_answers_as_left_out(run):

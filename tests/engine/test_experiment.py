@@ -67,6 +67,18 @@ def test_of_weights_without_names_only_the_body_is_used(tmp_path):
         assert not torch.equal(net["head.weight"], given["head.weight"])
 
 
+@pytest.mark.parametrize("method", ["moments", "afl", "fedcgs"])
+def test_sums_of_random_features_are_told_as_such(method, tmp_path):
+    with pytest.warns(ResceneWarning, match="W567.*body of convnet has random weights"):
+        prepare(resolve("smoke", [f"method={method}"]).recipe)
+    export_of(tmp_path / "w.safetensors", ["T-shirt", "Trouser"])
+    behind_a_lens = ["model.lens=waves", "model.name=linear", "train.augment=false"]
+    for told in ([f"model.init={tmp_path / 'w.safetensors'}"], behind_a_lens, ["model.name=linear"], ["method=fedavg"]):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", ResceneWarning)
+            prepare(resolve("smoke", [f"method={method}", *told]).recipe)
+
+
 def test_initial_weights_that_do_not_fit_are_refused(tmp_path):
     file, pair = tmp_path / "w.safetensors", ["T-shirt", "Trouser"]
 

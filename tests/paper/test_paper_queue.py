@@ -94,6 +94,9 @@ def test_a_run_that_fails_does_not_stop_the_others(tmp_path):
 def test_without_time_nothing_is_begun(tmp_path, minutes, least, predicted):
     (row,) = queue(tmp_path, wanted("a"), minutes, predicted, least=least, command=pretend()).run()
     assert row.state == "waiting" and not (tmp_path / "work").exists()
+    assert "too few" in row.why and ("not known" in row.why) == (not predicted)
+    report = json.loads((tmp_path / "results" / "queue.json").read_text())
+    assert [run["why"] for run in report["runs"]] == [row.why]
 
 
 def test_a_stopped_run_goes_on_and_loses_no_round(tmp_path):

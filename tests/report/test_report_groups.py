@@ -11,8 +11,8 @@ from report_fixtures import config, leakage, write_run, write_running
 
 from rescene.core.method_style import style_of
 from rescene.report import comparison_rows, load_run
-from rescene.report.formatting import plain, slug
-from rescene.report.groups import differing_settings, group_runs
+from rescene.report.formatting import NONE, plain, slug
+from rescene.report.groups import differing_settings, group_runs, telling_keys, traits
 from rescene.report.load import RunRecord
 from rescene.report.page import page_cells
 from rescene.report.summary import departure, verdict
@@ -229,6 +229,17 @@ def test_how_often_a_run_was_evaluated_is_no_other_setting(tmp_path: Path) -> No
         own["federation"]["evaluate_every"] = every
     (group,) = group_runs([make(tmp_path, "fedavg", own["seed"], config=own) for own in told])
     assert (group.label, len(group.runs)) == ("FedAvg", 2)
+
+
+def test_without_a_mechanism_nothing_else_in_the_privacy_section_is_a_setting(tmp_path: Path) -> None:
+    idle = config("rescene", 0) | {"privacy": {"mechanism": "none", "epsilon": 8.0, "clip": 1.0}}
+    plain_run = config("fedavg", 0) | {"privacy": {"mechanism": "none", "epsilon": None, "clip": 5.0}}
+    runs = [make(tmp_path, "rescene", 0, config=idle), make(tmp_path, "fedavg", 0, config=plain_run)]
+    groups = group_runs(runs)
+    assert (
+        differing_settings(groups) == [] and telling_keys(groups) == []
+    )  # `rescene table` has a column for each of these
+    assert {traits(group)["epsilon"] for group in groups} == {NONE}
 
 
 def test_where_a_named_set_lies_is_no_other_setting(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 from report_fixtures import write_run
 
 from rescene.report import load_run, write_report
+from rescene.report.figures_accuracy import participation
 from rescene.report.page_sections import sites_view
 
 ROUNDS = [
@@ -66,3 +67,11 @@ def test_the_page_has_the_section_for_a_federation_and_only_then(across, tmp_pat
     (across / "sites.json").unlink()
     page = write_report([across], tmp_path / "page" / "report.html").read_text()
     assert 'id="federation"' not in page
+
+
+def test_who_took_part_names_the_method_and_says_where_it_asks_more_sites_than_were_drawn(across):
+    assert "ReSCENE asked in that round." in participation(load_run(across)).caption
+    assert "not drawn" not in participation(load_run(across)).caption
+    everybody = [row | {"participants": [0]} for row in ROUNDS]
+    (across / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in everybody))
+    assert "ReSCENE also asks sites that were not drawn" in participation(load_run(across)).caption

@@ -166,8 +166,9 @@ def _scores(result: Result) -> Row:
     last = record.accuracy_matrix[-1]
     per_task = {f"T{j}": accuracy_text(v) for j, v in enumerate(last, start=1)} if len(last) <= MOST_TASKS else {}
     share = record.leakage.near_copies if record.leakage else None
-    words = "not measured" if "leakage" in record.not_measured else "no images sent"
-    missing = style_of(record.method, record.style).without_images(words)
+    style = style_of(record.method, record.style)
+    unknown = style.uploads == "images" and "leakage" in record.not_measured
+    missing = style.without_images("not measured" if unknown else "no images sent")
     return {
         "AA": accuracy_text(record.aa),
         "AIA": accuracy_text(record.aia),

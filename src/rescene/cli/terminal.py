@@ -265,7 +265,7 @@ def interruptible(work: Callable[[], int | None], again: str = "the same command
     try:
         code = work()
     except KeyboardInterrupt as stop:
-        print(f"\ninterrupted; every finished round is saved. Go on with: {again}", file=sys.stderr)
+        print(f"\ninterrupted; every finished round is saved, if there is one. Go on with: {again}", file=sys.stderr)
         raise typer.Exit(143 if isinstance(stop, Terminated) else 130) from None
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -183,6 +184,20 @@ def _read(name: str) -> tuple[dict[str, Any], str]:
             f"the recipe {name!r} is now called {RENAMED[name]!r}",
             why="the old names promised privacy, and not all of these recipes give it",
             fix=command("run", RENAMED[name]),
+        )
+    elif Path(name).is_dir():
+        images = command("run", "own", f"data.path={name}")
+        again = command("run", Path(name) / "config.yaml")
+        raise ConfigError(
+            "E101",
+            f"{name!r} is a folder, not a recipe",
+            fix=f"the same run once more: {again}"
+            if (Path(name) / "config.yaml").is_file()
+            else f"your own images: {images}",
+        )
+    elif "/" in name or os.sep in name:
+        raise ConfigError(
+            "E101", f"there is no recipe and no folder {name!r}", fix="rescene list recipes, rescene runs"
         )
     else:
         raise ConfigError(

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 TESTED = "test images of every class"  # a row of content_rows
 _TINY_CLASS = 10  # images; below it condensation and a hold-out have little to work with
+_FEW_TESTED = 20  # test images in all; with fewer an accuracy is uncertain by ten points and more
 _NEAR = 0.999  # correlation of two thumbnails above which pictures are nearly the same
 _THUMBNAIL = 16
 _MOST_PAIRS = 10**8  # of a test and a training image, compared at the start of a run: about a second
@@ -304,6 +305,18 @@ def warn_of_leaks(dataset: Dataset) -> None:
         warnings.warn(ResceneWarning("W217", what, fix="remove them; rescene data inspect counts them"), stacklevel=2)
 
 
+def warn_of_thin_tests(dataset: Dataset) -> None:
+    """Say that a class has no test image, or that there are few test images in all (W568): the accuracy tells little."""
+    counts = _counts(dataset.test, len(dataset.classes))
+    untested = [name for name, num in zip(dataset.classes, counts, strict=True) if not num]
+    total = sum(counts)
+    told = [f"no test image of {few(untested)}"] if untested else []
+    told += [f"test images in all: {total}"] if total < _FEW_TESTED else []
+    if told:
+        what = f"the accuracy tells little: {'; '.join(told)}"
+        warnings.warn(ResceneWarning("W568", what, fix="add images, or raise data.test_fraction"), stacklevel=2)
+
+
 def warn_of_series(dataset: Dataset) -> None:
     """Say that test images are nearly training images (W561), or come from series of which others are trained on (W563)."""
     for warning in (nearly_trained(dataset, _MOST_PAIRS), in_series(dataset)):
@@ -327,6 +340,11 @@ def _row(check: str, problem: str = "", fix: str = "") -> Row:
 
 
 def _listed(names: list[str], what: str) -> str:
+    """
+    >>> _listed(["a", "b"], "tiny classes"), _listed(["a"], "tiny classes"), _listed([], "tiny classes")
+    ('2 tiny classes: a, b', '1 tiny class: a', '')
+    """
+    what = what.replace("classes", "class") if len(names) == 1 else what
     return f"{len(names)} {what}: {few(names)}" if names else ""
 
 

@@ -208,7 +208,8 @@ def _check_name(name: str, path: AnyPath | None) -> None:
             raise DataError("E201", f"{name!r} is a path, not the name of a data set", fix=f"data.path={there}")
         fix = did_you_mean(name, known, "{!r}") or f"one of: {', '.join(known)}"
         fix = f"data.path={name} reads what lies there" if Path(name).exists() else fix
-        raise DataError("E201", f"unknown data set {name!r}", fix=fix)
+        why = None if Path(name).exists() else "there is no file or folder of this name here, either"
+        raise DataError("E201", f"unknown data set {name!r}", why=why, fix=fix)
     if name == "fashion-mini" and path is not None:
         raise ConfigError("E208", "fashion-mini is part of the package and takes no path", fix="name=auto")
 

@@ -17,11 +17,17 @@ from torch import Tensor, nn
 from rescene.config import Recipe
 from rescene.config.schema import PER_SITE, DataSection, FederationSection
 from rescene.config.site_sections import SitesSection
-from rescene.core.errors import ConfigError
+from rescene.core.errors import ConfigError, ResceneWarning
 from rescene.core.rng import Rng
 from rescene.data import Dataset, LazySplit, SiteOrders, Task, Transform, load, partition, plan_tasks
 from rescene.data.derived_sets import away, joined, validation_part
-from rescene.data.inspection import warn_of_leaks, warn_of_one_class, warn_of_repeats, warn_of_series
+from rescene.data.inspection import (
+    warn_of_leaks,
+    warn_of_one_class,
+    warn_of_repeats,
+    warn_of_series,
+    warn_of_thin_tests,
+)
 from rescene.data.objects import is_own_dataset
 from rescene.data.partition import by_site, warn_of_unused_sites
 from rescene.data.tasks import cut, in_own_orders, tested
@@ -234,10 +240,11 @@ def _prepare_simulated(
         _ = dataset.train.digests, dataset.test.digests  # the images that the tasks use know theirs then
     used = planned(recipe, dataset)[0] if hidden or not given else dataset  # in the order of the tasks
     if not given:
-        _warn_of_copies(recipe, used)
+        _warn_of_tests(recipe, used)
     digests = Digests.of(used) if hidden else Digests()
     dataset, tasks = planned(recipe, seen_by(recipe, look(dataset, device)))
     warn_of_one_class(dataset.classes[: tasks[-1].num_seen])
+    _warn_of_untrained_features(recipe, method)
     check_records(recipe.promise(len(tasks)), sum(len(task.train) for task in tasks))
     dataset = dataset.to(device)
     tasks = [replace(task, train=task.train.to(device), test=task.test.to(device)) for task in tasks]
@@ -323,13 +330,32 @@ def _split(task: Task, labels: Tensor, federation: FederationSection, rng: Rng) 
     return [task.train[part.to(task.train.device)] for part in parts]
 
 
-def _warn_of_copies(recipe: Recipe, used: Dataset) -> None:
+def _warn_of_tests(recipe: Recipe, used: Dataset) -> None:
     """Of the images that the tasks use; those of classes that a plan leaves out do not count."""
     warn_of_leaks(used)
     if recipe.images.path is not None or is_own_dataset(recipe.images.name):  # published sets are what they are
         warn_of_series(used)
+        warn_of_thin_tests(used)
         if recipe.privacy.mechanism != "none":
             warn_of_repeats(used)
+
+
+def _warn_of_untrained_features(recipe: Recipe, method: Method) -> None:
+    """Say that a method of sums gets the features of a network that nothing has trained (W567)."""
+    model = recipe.model
+    if (
+        method.additive
+        and model.lens is None
+        and model.init is None
+        and model.name != "linear"
+        and not is_own(model.name)
+    ):
+        what = (
+            f"{method.title} trains no network, and the body of {model.name} has random weights: its features tell less than "
+            "those of a lens"
+        )
+        fix = "model.lens=waves model.name=linear train.augment=false; the recipes lens and own have a lens"
+        warnings.warn(ResceneWarning("W567", what, fix=fix), stacklevel=2)
 
 
 def planned(recipe: Recipe, dataset: Dataset) -> tuple[Dataset, list[Task]]:

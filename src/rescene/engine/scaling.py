@@ -75,7 +75,8 @@ class Scale:
 
     def remedy(self, limit: str, means: Means) -> str:
         """What to do where this limit breaks."""
-        at_most = f"at most {max(1, int(self.per_round / self.limits(means)[limit]))} sites per round"
+        sites = max(1, int(self.per_round / self.limits(means)[limit]))
+        at_most = f"at most {sites} {'site' if sites == 1 else 'sites'} per round"
         if limit == "line":
             return f"{at_most}, or a faster line; federation.wire=uint8 shrinks uploads, not the model"
         if limit == "memory" and not self.pool_images:

@@ -126,6 +126,13 @@ class Queue:
                 self._stop()
         if any(row.state == ELSEWHERE for row in self.rows):
             self._catch_up()
+        for _, row in self.waiting:
+            row.why = (
+                "its minutes are not known, and too few are left"
+                if row.predicted is None
+                else "too few minutes are left"
+            )
+        self._report()
         return self.rows
 
     def _catch_up(self) -> None:
@@ -216,13 +223,16 @@ class Queue:
             self.going = []
 
     def _note(self, row: QueueRow) -> None:
+        self._report()
+        self.tell(row)
+
+    def _report(self) -> None:
         """The report so far, in one piece: a kill in between leaves the one before. A full disk stops no run."""
         told = {"schema": 1, "minutes": self.minutes, "parallel": self.parallel, "runs": list(map(asdict, self.rows))}
         report = self.results / "queue.json"
         with suppress(OSError):
             self.results.mkdir(parents=True, exist_ok=True)
             write_atomically(report, json.dumps(told, indent=1).encode(), sync="none", draft=unique_draft(report))
-        self.tell(row)
 
 
 def next_of(predicted: Sequence[float | None], left: float, least: float) -> int | None:

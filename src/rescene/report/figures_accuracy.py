@@ -439,7 +439,10 @@ def participation(run: RunRecord) -> Plot | None:
         for i in starts[1:]:
             axes.axvline(i - 0.5, **BORDER)
 
-    caption = "A filled cell is a site that was asked in that round."
+    who = run.style.label
+    caption = f"A filled cell is a site that {who} asked in that round."
+    if any(len(asked) > len(row.participants) for asked, row in zip(seen, run.rounds, strict=True)):
+        caption += f" {who} also asks sites that were not drawn for the round."
     return Plot("participation", "Who took part", caption, rows, draw, height_in=_height(num_sites))
 
 

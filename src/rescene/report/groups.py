@@ -159,11 +159,22 @@ def acting(run: RunRecord) -> Flat:
 
     E_srv counts only where a server trains on uploads. How often a run was evaluated changes no model.
     """
-    flat = experiment_keys(run.config)
+    flat = _without_idle_privacy(experiment_keys(run.config))
     flat.pop("federation.evaluate_every", None)
     if not run.style.server_trains:
         flat.pop(SERVER_EPOCHS, None)
     return flat
+
+
+def _without_idle_privacy(flat: Flat) -> Flat:
+    """Without a mechanism nothing else in the privacy section acts, and its epsilon is nobody's guarantee.
+
+    >>> _without_idle_privacy({"privacy.mechanism": "none", "privacy.epsilon": 8.0, "train.lr": 0.1})
+    {'privacy.mechanism': 'none', 'train.lr': 0.1}
+    """
+    if flat.get("privacy.mechanism") != "none":
+        return flat
+    return {key: value for key, value in flat.items() if key == "privacy.mechanism" or not key.startswith("privacy.")}
 
 
 def _variants(method: str, runs: Sequence[RunRecord], always: Sequence[str]) -> list[RunGroup]:
@@ -273,7 +284,7 @@ def differing_settings(groups: Sequence[RunGroup]) -> list[str]:
 
 
 def _problem(run: RunRecord) -> Flat:
-    return experiment_keys({name: run.config[name] for name in _PROBLEM if name in run.config})
+    return _without_idle_privacy(experiment_keys({name: run.config[name] for name in _PROBLEM if name in run.config}))
 
 
 def _problem_apart(groups: Sequence[RunGroup]) -> list[str]:

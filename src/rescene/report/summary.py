@@ -36,7 +36,7 @@ from rescene.report.load import RunRecord, load_run
 from rescene.report.tables import TableCell, TableEntry, TableGrid, render
 
 _SURE = 3.0  # standard errors above guessing, from which on an accuracy is better than that
-_FLATTER = ("W217", "W548", "W561", "W563")
+_FLATTER = ("W217", "W548", "W561", "W563", "W568")  # or make it uncertain
 _UNSURE_POINTS = 5.0  # the same in points, where the number of test images is not known
 
 

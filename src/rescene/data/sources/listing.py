@@ -20,7 +20,7 @@ import torch
 from rescene.core.errors import ConfigError, DataError, ResceneWarning, few
 from rescene.core.rng import Rng
 from rescene.data.images import Channels, Dataset, Images, Transform, measure
-from rescene.data.sources.decode import decode, guess_size, shown
+from rescene.data.sources.decode import decode, guess_size, reason, shown
 
 LAYOUTS = ("auto", "classes", "domains", "sites", "sites-domains")
 OUTSIDE = ("warn", "refuse")
@@ -114,8 +114,9 @@ def assemble(
     sources = [file.source for file in files]
     size = options.image_size or size or guess_size(sources)
     decoded = decode(sources, [shown(file.path) for file in files], size, skip_unreadable=options.skip_unreadable)
+    lost = [f"{shown(files[i].path)} ({reason(problem)})" for i, problem in sorted(decoded.refused.items())]
     files = [files[i] for i in decoded.kept]
-    check_classes(where, classes, files)
+    check_classes(where, classes, files, f"files that cannot be read were left out: {few(lost, 3)}" if lost else "")
     train, test = (_images(files, decoded.pixels, s, classes, domains, sites) for s in ("train", "test"))
     transform = Transform(*statistics, size // 8) if statistics else measure(train.pixels)
     split = options.split if drawn else "given"
@@ -260,8 +261,8 @@ def _not_there(files: Sequence[File]) -> DataError | None:
     return DataError("E203", f"cannot read image {missing[0]}{others}", where="\n".join(missing[:5]), why=why, fix=fix)
 
 
-def check_classes(where: str, classes: tuple[str, ...], files: Sequence[File]) -> None:
-    """Every class has a training image (E204) and there is something to test on (E202)."""
+def check_classes(where: str, classes: tuple[str, ...], files: Sequence[File], why: str = "") -> None:
+    """Every class has a training image (E204) and there is something to test on (E202). ``why``: why images may be missing."""
     trained = {file.label for file in files if file.split == "train"}
     missing = [c for c in classes if c not in trained]
     if missing:
@@ -269,11 +270,12 @@ def check_classes(where: str, classes: tuple[str, ...], files: Sequence[File]) -
             "E204",
             f"no training image of class {few(missing)}",
             where=where,
+            why=why,
             fix="add images to the class, or remove its folder or rows",
         )
     if not any(file.split == "test" for file in files):
         raise DataError(
-            "E202", "there is no test image", where=where, fix="add a test split or raise data.test_fraction"
+            "E202", "there is no test image", where=where, why=why, fix="add a test split or raise data.test_fraction"
         )
 
 
