@@ -140,6 +140,7 @@ def test_mistakes_get_an_answer(tmp_path):
     lacking = ["fedavg has no such setting", "methods.NAME.ipc=VALUE"]
     fails("run", "smoke", "method=fedavg", "method.ipc=3", code=2, says=lacking)
     fails("run", "smoke", "method=fedavgg", code=2, says=["unknown method", "did you mean 'fedavg'"])
+    fails("run", "smoke", "method=", code=2, says=["no method is named", "rescene list methods"])
     fails("run", "smoke", "federation.per_round=9", code=2, says=["federation.per_round", "num_clients has only 4"])
     fails("run", "smoke", "method.budget=0", code=2, says=["method.budget (B) = 0", "greater than or equal to 1"])
     fails("run", "smoke", "method.ipc=0", code=2, says="method.ipc (IPC) = 0")

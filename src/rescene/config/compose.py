@@ -99,7 +99,7 @@ def resolve(recipe: str | Path, overrides: Iterable[str] | Mapping[str, Any] = (
     layers.append((CALL if isinstance(overrides, Mapping) else COMMAND_LINE, _parse(overrides)))
     layers = [(origin, {SHORTHANDS.get(k, k): v for k, v in values.items()}) for origin, values in layers]
     name = next((v["method.name"] for _, v in reversed(layers) if "method.name" in v), DEFAULT_METHOD)
-    known = _known_keys(str(name))
+    known = _known_keys(str(name or ""))
     values: Flat = {}
     origins = dict.fromkeys(known, "default")
     for origin, layer in layers:

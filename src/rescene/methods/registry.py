@@ -76,7 +76,7 @@ def method_class(name: str) -> type[Method]:
     if name not in _METHODS:
         raise ConfigError(
             "E103",
-            with_guess(f"unknown method {name!r}", name, names, "{!r}"),
+            with_guess(f"unknown method {name!r}", name, names, "{!r}") if name else "no method is named",
             why=f"known: {', '.join(names)}",
             fix="rescene list methods; one of your own: --plugin FILE",
         )
