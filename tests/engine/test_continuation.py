@@ -12,10 +12,11 @@ from typer.testing import CliRunner
 import rescene
 from rescene.cli.app import app
 from rescene.core.errors import ConfigError, DataError, RunError
-from rescene.methods import method_names
+from rescene.methods import method_class, method_names
 
 A, B, C = ["T-shirt", "Trouser"], ["Pullover", "Dress"], ["Coat", "Bag"]
 FAST = ("fedavg", "rescene", "afl")
+METHODS = [name for name in method_names() if method_class(name).__module__.startswith("rescene.methods.")]
 SMALL = {"model.width": 8, "data.image_size": 16}
 
 
@@ -59,7 +60,7 @@ def own(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "method", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in method_names()]
+    "method", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in METHODS]
 )
 def test_the_bits_are_those_of_a_run_that_was_planned_so(method, tmp_path):
     network = {"model.name": "vit-mini", "model.width": 8} if method in ("pilora", "fedcprompt") else {}
