@@ -89,7 +89,8 @@ def unpacked(name, root):
     """The stored folder of an interrupted run, beside the pictures it was learning from."""
     prepare(root)
     with tarfile.open(fileobj=io.BytesIO((CHECKPOINTS / f"{name}.tar.gz").read_bytes())) as archive:
-        archive.extractall(root, filter="data")
+        careful = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # not before Python 3.11.4
+        archive.extractall(root, **careful)
     assert not (root / "runs" / name / "results.json").exists()
     return root
 
