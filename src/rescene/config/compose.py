@@ -99,7 +99,7 @@ def resolve(recipe: str | Path, overrides: Iterable[str] | Mapping[str, Any] = (
     layers.append((CALL if isinstance(overrides, Mapping) else COMMAND_LINE, _parse(overrides)))
     layers = [(origin, {SHORTHANDS.get(k, k): v for k, v in values.items()}) for origin, values in layers]
     name = next((v["method.name"] for _, v in reversed(layers) if "method.name" in v), DEFAULT_METHOD)
-    known = _known_keys(str(name or ""))
+    known = _known_keys(name)
     values: Flat = {}
     origins = dict.fromkeys(known, "default")
     for origin, layer in layers:
@@ -254,7 +254,7 @@ def _for_method(layer: Flat, name: str) -> Flat:
     return {f"method.{key}": value for key, value in own.items()} | rest
 
 
-def _known_keys(method: str) -> dict[str, Any]:
+def _known_keys(method: object) -> dict[str, Any]:
     """Every dotted key with its default, for this method."""
     return flatten(Recipe(method={"name": method_class(method).name}).model_dump(mode="json"))
 

@@ -240,7 +240,7 @@ class Recipe(Section):
         given, private = values.get("method", {"name": DEFAULT_METHOD}), values.get("privacy")
         kind = private.get("mechanism", "none") if isinstance(private, dict) else getattr(private, "mechanism", "none")
         if kind != "none" and isinstance(given, dict):
-            method = method_class(str(given.get("name", DEFAULT_METHOD) or ""))
+            method = method_class(given.get("name", DEFAULT_METHOD))
             return values | {"method": {"step": "fixed"} | given} if "step" in method.model_fields else values
         return values
 
@@ -249,7 +249,7 @@ class Recipe(Section):
     def _complete_method(cls, value: dict[str, Any]) -> dict[str, Any]:
         """Fill in every hyperparameter of the method, so that the record shows what ran."""
         given = {key: v for key, v in value.items() if key != "name"}
-        method = method_class(str(value.get("name", DEFAULT_METHOD) or ""))
+        method = method_class(value.get("name", DEFAULT_METHOD))
         return {"name": method.name, **method(**given).model_dump(exclude={"train"})}
 
     @model_validator(mode="after")

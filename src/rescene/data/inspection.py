@@ -187,9 +187,8 @@ def _typical(dataset: Dataset) -> int:
 
 def content_rows(dataset: Dataset) -> list[Row]:
     """Tiny and untested classes, repeated images: rows of check, problem and fix."""
-    train, test = (_counts(images, len(dataset.classes)) for images in (dataset.train, dataset.test))
+    train = _counts(dataset.train, len(dataset.classes))
     small = [f"{name} ({n})" for name, n in zip(dataset.classes, train, strict=True) if n < _TINY_CLASS]
-    untested = [name for name, n in zip(dataset.classes, test, strict=True) if n == 0]
     digests = [images.digests for images in (dataset.train, dataset.test)]
     repeats = [len(values) - len(set(values)) for values in digests]
     leaked = _num_trained(dataset, dataset.test.digests)
@@ -199,7 +198,7 @@ def content_rows(dataset: Dataset) -> list[Row]:
             _listed(small, "tiny classes"),
             "add images or merge classes",
         ),
-        _row(TESTED, _listed(untested, "classes without test image"), "add test images"),
+        _row(TESTED, _listed(_untested(dataset), "classes without test image"), "add test images"),
         _row("no repeated training image", _repeated(repeats[0], "training"), "remove the copies"),
         _row("no repeated test image", _repeated(repeats[1], "test"), "remove the copies"),
         _row("no test image in training", _in_both(leaked), "remove them"),
@@ -307,9 +306,7 @@ def warn_of_leaks(dataset: Dataset) -> None:
 
 def warn_of_thin_tests(dataset: Dataset) -> None:
     """Say that a class has no test image, or that there are few test images in all (W568): the accuracy tells little."""
-    counts = _counts(dataset.test, len(dataset.classes))
-    untested = [name for name, num in zip(dataset.classes, counts, strict=True) if not num]
-    total = sum(counts)
+    untested, total = _untested(dataset), len(dataset.test)
     told = [f"no test image of {few(untested)}"] if untested else []
     told += [f"test images in all: {total}"] if total < _FEW_TESTED else []
     if told:
@@ -365,6 +362,12 @@ def _in_both(num: int) -> str:
     if num == 1:
         return "1 image of the test split is also a training image"
     return f"{num:,} images of the test split are also training images" if num else ""
+
+
+def _untested(dataset: Dataset) -> list[str]:
+    """Classes without test image."""
+    counts = _counts(dataset.test, len(dataset.classes))
+    return [name for name, num in zip(dataset.classes, counts, strict=True) if not num]
 
 
 def _counts(images: Images, num_classes: int) -> list[int]:

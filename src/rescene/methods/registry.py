@@ -68,8 +68,9 @@ def method_names() -> list[str]:
     return sorted(_METHODS, key=lambda name: (ORDER.index(name) if name in ORDER else len(ORDER), name))
 
 
-def method_class(name: str) -> type[Method]:
-    """The class registered under a name, or an error that suggests the closest one."""
+def method_class(given: object) -> type[Method]:
+    """The class registered under a name, or an error that suggests the closest one. A recipe may give anything."""
+    name = "" if given is None else str(given)
     _load_shipped(name)
     if name not in _METHODS:
         names = method_names()
