@@ -17,7 +17,8 @@ from rescene.cli.progress import Pace
 from rescene.cli.shared_options import complete_method, complete_recipe, recipe_keys
 from rescene.config import recipe_names, resolve
 from rescene.lens import expect_looks, look_progress, tell_looked
-from rescene.methods import method_class, method_names
+from rescene.methods import method_class
+from shipped_methods import SHIPPED
 
 invoke = CliRunner().invoke
 PROGRAM = typer.main.get_command(app)
@@ -133,7 +134,7 @@ def test_the_shell_completes_recipes_keys_and_methods():
     assert offered("run", "smo") == ["smoke"] and complete_recipe("") == recipe_names()
     assert complete_recipe("cifar") == ["cifar10", "cifar100"]
     assert offered("run", "demo", "method=feda") == ["fedaf", "fedavg"]
-    ours = sorted(name for name in method_names() if method_class(name).__module__.startswith("rescene.methods."))
+    ours = sorted(SHIPPED)
     assert offered("run", "demo", "seed=3", "method=") == complete_method("")
     assert [name for name in complete_method("") if name in ours] == ours  # other tests register methods of their own
     assert offered("sweep", "demo", "method=gl") == offered("method", "explain", "gl") == ["glfc"]
@@ -149,9 +150,7 @@ def test_no_space_is_put_behind_an_equals_sign():
 
 def test_the_keys_are_those_of_recipes_and_methods():
     known = set(recipe_keys())
-    # no plug-in of another test
-    ours = [cls for cls in map(method_class, method_names()) if cls.__module__.startswith("rescene.methods.")]
-    own = {f"method.{row['name']}" for cls in ours for row in cls.table()}
+    own = {f"method.{row['name']}" for name in SHIPPED for row in method_class(name).table()}
     wanted = {key for key in resolve("demo").flat() if not key.startswith("method.")} | {"method", *own}
     assert wanted - known == set() and known - wanted <= {"method.name"}
 

@@ -12,11 +12,10 @@ from typer.testing import CliRunner
 import rescene
 from rescene.cli.app import app
 from rescene.core.errors import ConfigError, DataError, RunError
-from rescene.methods import method_class, method_names
+from shipped_methods import SHIPPED
 
 A, B, C = ["T-shirt", "Trouser"], ["Pullover", "Dress"], ["Coat", "Bag"]
 FAST = ("fedavg", "rescene", "afl")
-METHODS = [name for name in method_names() if method_class(name).__module__.startswith("rescene.methods.")]
 SMALL = {"model.width": 8, "data.image_size": 16}
 
 
@@ -60,7 +59,7 @@ def own(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "method", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in METHODS]
+    "method", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in SHIPPED]
 )
 def test_the_bits_are_those_of_a_run_that_was_planned_so(method, tmp_path):
     network = {"model.name": "vit-mini", "model.width": 8} if method in ("pilora", "fedcprompt") else {}

@@ -12,15 +12,15 @@ from rescene.engine import forecast as forecast_module
 from rescene.engine import prepare
 from rescene.engine import transport as transport_module
 from rescene.engine.forecast import Exchange, Moment, Rates, forecast, mean_latency, measured_rates, round_latency
-from rescene.methods import method_class, method_names
+from rescene.methods import method_class
 from rescene.nets import Arch
 from rescene.paper.costs import client_resource_rows, paper_experiment, total_compute_rows
+from shipped_methods import SHIPPED
 
 # few and unequal images: sites without any, with a single one, batches of one at the end of an epoch
 SMALL = {"federation.num_clients": 5, "federation.per_round": 3, "federation.num_rounds": 2, "federation.beta": 0.3,
          "federation.min_size": 0, "model.width": 2, "train.batch_size": 8, "train.local_epochs": 2,
          "train.server_epochs": 2, "tasks.limit": None}  # fmt: skip
-METHODS = [name for name in method_names() if method_class(name).__module__.startswith("rescene.methods.")]
 # of methods that cannot use a ConvNet
 NETWORKS = {name: {"model.name": "vit-mini"} for name in ("pilora", "fedcprompt")}
 LONG = ("moments", "afl", "fedcgs")  # they solve for a head over all pixels, most of a minute each
@@ -91,7 +91,7 @@ LOOSE = {  # in a network of a few hundred weights what a rehearsal counts by it
 }
 
 
-@pytest.mark.parametrize("method", [pytest.param(m, marks=pytest.mark.slow) if m in LONG else m for m in METHODS])
+@pytest.mark.parametrize("method", [pytest.param(m, marks=pytest.mark.slow) if m in LONG else m for m in SHIPPED])
 def test_every_method_costs_what_was_forecast(monkeypatch, tmp_path, image_folder, method):
     network = {"model.name": "linear", "model.width": None} if method_class(method).additive else NETWORKS.get(method)
     measured, found = ledger_and_forecast(monkeypatch, tmp_path / "r", image_folder, method, network)
