@@ -233,7 +233,7 @@ def test_a_set_prepared_with_another_test_split_is_told_before_the_run(tmp_path,
             pixels = np.random.default_rng([i, *name.encode()]).integers(0, 256, (16, 16, 3), dtype=np.uint8)
             (tmp_path / "images" / name).mkdir(parents=True, exist_ok=True)
             Image.fromarray(pixels).save(tmp_path / "images" / name / f"{i}.png")
-    (cell,) = (one.cell for one in missing_cells(Store([tmp_path])) if one.name == "office31:office31/1.0/fedavg")
+    (cell,) = (one.cell for one in missing_cells(Store([tmp_path])) if one.name == "office31:office31/1.0/target")
     drawn = replace(cell, overrides=(*cell.overrides, "data.held_out=drawn"))
     assert drawn.obstacle.fix.startswith("rescene data prepare office31 --from SOURCE --held-out drawn; ")
     for held_out in ("drawn", "last"):
@@ -345,12 +345,13 @@ def test_a_part_of_the_queue_can_be_picked(tmp_path, monkeypatch):
         told = CliRunner().invoke(app, ["paper", "run", "--queue", "--plan", "--runs", "kept", "--json", *words])
         return json.loads(told.output) if told.exit_code == 0 else told.output
 
-    everything, plain = planned(), planned("--only", "office31*, no augmentation")
-    assert len(plain) == 7 and {row["cell"].partition(":")[0] for row in plain} == {"office31"}
+    everything, plain = planned(), planned("--only", "main:cifar10/*, no augmentation")
+    methods = ("fedavg", "fedcbdr", "glfc", "refed")
+    assert [row["cell"] for row in plain] == [f"main:cifar10/0.5/{method}, no augmentation" for method in methods]
     group = planned("--only", "c")
     assert [row["cell"] for row in group] == [row["cell"] for row in everything if row["group"].startswith("c.")]
-    both = planned("--only", "c", "--only", "office31:*/fedavg, no*")
-    assert len(both) == len(group) + 1 and both[0]["cell"] == "office31:office31/1.0/fedavg, no augmentation"
+    both = planned("--only", "c", "--only", "main:cifar10/*/fedavg, no*")
+    assert len(both) == len(group) + 1 and both[0]["cell"] == plain[0]["cell"]
     small = [row["cell"] for row in planned("--only", "cifar10")]
     assert small == [row["cell"] for row in everything if "cifar10/" in row["cell"]], "cifar10 is not cifar100"
     assert "E151" in planned("--only", "nothing")

@@ -24,7 +24,7 @@ from rescene.paper.missing_runs import Missing, missing_cells, predictor
 from rescene.paper.numbers import printed
 from rescene.paper.paper_tables import DATA, OURS, copies, folders, results_grid, status_grid, table_grid
 from rescene.paper.recipes import paper_recipe, recipe_names
-from rescene.paper.store import Store, label, last_rounds, last_tasks, over_seeds
+from rescene.paper.store import Store, aia_of_last_rounds, label, last_rounds, last_tasks, over_seeds
 from rescene.report.figures_theory import nearer_level_further
 from rescene.report.groups import Spread, spread
 from rescene.report.tables import TableCell, TableEntry, TableGrid, render
@@ -166,53 +166,51 @@ def readings_grid(store: Store) -> TableGrid:
     return TableGrid("", columns, tuple(rows))
 
 
-AUGMENTED = {"all images": "true", "new images only": "new", "none": "false"}  # train.augment
-WEIGHTED = {"by images trained on": "size", "equally": "uniform"}  # method.weighting
-HELD_OUT = {"the last fifth": "last", "drawn at random": "drawn"}  # data.held_out
-DISTANCE, LATE, EARLY = (
-    "tasks, distance",
-    "AA of the last ten rounds",
-    "stages before the last",
-)  # how far from the paper
+# Ways to run a table, as overrides of its rows
+AUGMENTED = {
+    "all images": ("train.augment=true",),
+    "new images only": ("train.augment=new",),
+    "none": ("train.augment=false",),
+}
+WEIGHTED = {"by images trained on": ("method.weighting=size",), "equally": ("method.weighting=uniform",)}
+HELD_OUT = {
+    "the last fifth, none": ("data.held_out=last", "train.augment=false"),
+    "the last fifth, new images": ("data.held_out=last", "train.augment=new"),
+    "drawn at random, none": ("data.held_out=drawn", "train.augment=false"),
+    "drawn at random, new images": ("data.held_out=drawn", "train.augment=new"),
+}
+# How far from the paper. One round is a sample of sites, and the last ten say more.
+DISTANCE, LATE, LATE_AIA = "tasks, distance", "AA of the last ten rounds", "AIA of the last ten rounds"
 COMPARED = tuple(f"main:cifar10/0.5/{method}" for method in ("fedavg", *KEEPERS))
 OFFICE31 = ("fedavg", "fedewc", "fedlwf", "target", "fedcbdr", "refed")  # run with test images of both kinds
 
 
 def augmentation_grid(store: Store) -> TableGrid:
-    """Which pictures sites crop and mirror: how far the methods lie from the paper. A site of FedAvg has new images only."""
-
-    def settings(method: str, value: str) -> str:
-        return f"train.augment={value if method in KEEPERS or value != 'new' else 'true'}"
-
-    return _apart_grid(store, "augmented", AUGMENTED, settings)
+    """Which pictures sites crop and mirror: how far the methods lie from the paper."""
+    return _apart_grid(store, "augmented", AUGMENTED)
 
 
 def weights_grid(store: Store) -> TableGrid:
     """How sites are weighted in the average: how far the methods lie from the paper, with the augmentation that is taken."""
-    return _apart_grid(store, "weighted", WEIGHTED, lambda _, value: f"method.weighting={value}")
+    return _apart_grid(store, "weighted", WEIGHTED)
 
 
-def held_out_grid(store: Store) -> TableGrid:
-    """Which images of Office-31 are the test: how far the methods lie from the paper."""
+def office31_grid(store: Store) -> TableGrid:
+    """Which images of Office-31 are the test, and which pictures sites crop and mirror: how far the methods lie from the paper."""
     cells = [f"office31:office31/1.0/{method}" for method in OFFICE31]
-    measures = (DISTANCE, "AA", "AIA", EARLY)
-    return _apart_grid(store, "test images", HELD_OUT, lambda _, value: f"data.held_out={value}", cells, measures)
+    return _apart_grid(store, "test images, augmented", HELD_OUT, cells, (DISTANCE, "AA", "AIA", LATE_AIA))
 
 
 def _apart_grid(
     store: Store,
     what: str,
-    treatments: Mapping[str, str],
-    settings: Callable[[str, str], str],
+    treatments: Mapping[str, tuple[str, ...]],
     cells: Sequence[str] = COMPARED,
-    measures: Sequence[str] = (DISTANCE, LATE, "AIA", EARLY),
+    measures: Sequence[str] = (DISTANCE, LATE, "AIA", LATE_AIA),
 ) -> TableGrid:
     """For each measure and treatment how far seed 0 of each method lies from the paper; over all the root mean square."""
     methods = [cell.rpartition("/")[2] for cell in cells]
-    found = {
-        name: [_apart(store, cell, settings(method, value)) for cell, method in zip(cells, methods, strict=True)]
-        for name, value in treatments.items()
-    }
+    found = {name: [_apart(store, cell, settings) for cell in cells] for name, settings in treatments.items()}
     rows: list[tuple[TableEntry, ...]] = []
     for measure in measures:
         form = "{:.1f}" if measure == DISTANCE else "{:+.1f}"
@@ -225,30 +223,25 @@ def _apart_grid(
     return TableGrid("", ("from the paper", what, *names, "all"), tuple(rows))
 
 
-def _apart(store: Store, cell: str, setting: str) -> dict[str, float]:
-    """What is known of how far seed 0 with this setting lies from the paper: a distance, and differences."""
+def _apart(store: Store, cell: str, settings: tuple[str, ...]) -> dict[str, float]:
+    """What is known of how far seed 0 with these settings lies from the paper: a distance, and differences."""
     table, _, name = cell.partition(":")
     line = compare(paper_recipe(table), store, [name], costs=False)[0]
-    form = replace(line.cell, overrides=(*line.cell.overrides, setting))
+    if line.cell.method not in KEEPERS:  # all its images are new
+        settings = tuple(setting.replace("augment=new", "augment=true") for setting in settings)
+    form = replace(line.cell, overrides=(*line.cell.overrides, *settings))
     line = replace(line, cell=form, runs=store.find(form.experiment, [0]))
-    tasks, late = _printed_tasks(line), _over_last_rounds(line)
-    distance = _distance(_tasks(line), tasks)
-    ours, ours_over_time = (over_seeds(line.runs, metric) for metric in ("aa", "aia"))
-    if distance is None or ours is None or ours_over_time is None:
+    distance = _distance(_tasks(line), _printed_tasks(line))
+    if distance is None:
         return {}
-    aa, aia = line.paper["aa"].mean, line.paper["aia"].mean
-    before = _before_the_last(ours.mean, ours_over_time.mean, len(tasks)) - _before_the_last(aa, aia, len(tasks))
-    found = {DISTANCE: distance, "AA": ours.mean - aa, "AIA": ours_over_time.mean - aia, EARLY: before}
-    return found if late is None else found | {LATE: late.mean - aa}
-
-
-def _before_the_last(aa: float, aia: float, stages: int) -> float:
-    """Mean over all stages but the last of the accuracy on the tasks so far: AIA is the mean over all stages, AA the last one.
-
-    >>> _before_the_last(aa=40.0, aia=60.0, stages=3)
-    70.0
-    """
-    return (stages * aia - aa) / (stages - 1)
+    ours = {
+        "AA": over_seeds(line.runs, "aa"),
+        "AIA": over_seeds(line.runs, "aia"),
+        LATE: _over_last_rounds(line),
+        LATE_AIA: spread(aia_of_last_rounds(run) for run in line.runs),
+    }
+    paper = {name: line.paper["aia" if "AIA" in name else "aa"].mean for name in ours}
+    return {DISTANCE: distance} | {name: value.mean - paper[name] for name, value in ours.items() if value}
 
 
 def theory_grid(store: Store) -> TableGrid:
@@ -420,7 +413,7 @@ BLOCKS: dict[str, Callable[[Store], TableGrid]] = {
     "readings": readings_grid,
     "augmentation": augmentation_grid,
     "weights": weights_grid,
-    "held_out": held_out_grid,
+    "office31": office31_grid,
     "theory": theory_grid,
     "open": open_grid,
     "summary": summary_grid,

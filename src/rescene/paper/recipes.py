@@ -253,6 +253,7 @@ def _cell(spec: Mapping[str, Any], lite: bool, data: str, beta: str, method: str
     if isinstance(own, Mapping):  # differs by method
         own = own.get(method, own.get("default", []))
     taken = packaged("readings.yaml")["taken"]
-    read = [word for rows in (taken["*"], taken.get(data, {})) for word in rows.get(method, ())]
+    rows = (taken["*"].get(method, ()), taken.get(data, {}).get(method, ()))
+    read = {word.partition("=")[0]: word for row in rows for word in row}.values()  # what the data set says holds
     overrides = (f"federation.beta={beta}", f"method={method}", *read, *shared, *own)
     return PaperCell(data, beta, method, setting, base, overrides)

@@ -244,28 +244,40 @@ def over_seeds(runs: Sequence[Stored], metric: str, reference: Sequence[Stored] 
 LAST_ROUNDS = 10  # rounds of which the mean says how much AA depends on the sites of one
 
 
-def last_rounds(run: Stored) -> list[float]:
-    """AA after each of the last ten rounds; nothing where rounds were not evaluated, or not by AA.
+def last_rounds(run: Stored, task: int = -1) -> list[float]:
+    """Accuracy on the tasks so far after each of the last ten rounds of a task; of the last task this is AA.
 
-    AA is the accuracy on all test images, or where tasks are domains the mean over them.
+    It is the accuracy on their test images, or where tasks are domains the mean over them. Nothing where rounds were not
+    evaluated, or not so.
     """
-    aa, by_task = read(run, "aa"), last_tasks(run)
-    pooled = [row.accuracy for row in _last_of(run) if row.accuracy is not None]
-    for found in (pooled, [fmean(row) for row in by_task]):
-        if len(found) == LAST_ROUNDS and aa is not None and abs(found[-1] - aa) < 0.01:
+    reached = fmean(value for value in run.results.accuracy_matrix[task] if value is not None)
+    pooled = [row.accuracy for row in _last_of(run, task) if row.accuracy is not None]
+    for found in (pooled, [fmean(row) for row in last_tasks(run, task)]):
+        if len(found) == LAST_ROUNDS and abs(found[-1] - reached) < 0.01:
             return found
     return []
 
 
-def last_tasks(run: Stored) -> list[list[float]]:
-    """Accuracy on each task after each of the last ten rounds; nothing in records of earlier versions."""
-    rounds = [[value for value in row.by_task if value is not None] for row in _last_of(run)]
-    return rounds if all(len(row) == len(run.results.tasks) for row in rounds) else []
+def last_tasks(run: Stored, task: int = -1) -> list[list[float]]:
+    """Accuracy on each task so far after each of the last ten rounds of a task; nothing in records of earlier versions."""
+    rounds = [[value for value in row.by_task if value is not None] for row in _last_of(run, task)]
+    return rounds if all(len(row) == _stage(run, task) + 1 for row in rounds) else []
 
 
-def _last_of(run: Stored) -> list[RoundRecord]:
-    """The last ten rounds of the last task."""
-    return [row for row in run.recorded[0] if row.task == len(run.results.tasks) - 1][-LAST_ROUNDS:]
+def aia_of_last_rounds(run: Stored) -> float | None:
+    """AIA with each task's last ten rounds in place of its last; None where one of them is not known."""
+    tasks = [last_rounds(run, task) for task in range(len(run.results.tasks))]
+    return fmean(fmean(rounds) for rounds in tasks) if tasks and all(tasks) else None
+
+
+def _last_of(run: Stored, task: int) -> list[RoundRecord]:
+    """The last ten rounds of a task."""
+    return [row for row in run.recorded[0] if row.task == _stage(run, task)][-LAST_ROUNDS:]
+
+
+def _stage(run: Stored, task: int) -> int:
+    """The number of a task that may be counted from the end."""
+    return range(len(run.results.tasks))[task]
 
 
 def relative(metric: str, value: float, reference: float) -> float | None:
