@@ -119,7 +119,9 @@ def test_how_far_a_treatment_lies_from_the_paper(tmp_path, grid, treatment, sett
     aa, aia = sum(last) / 5, (4 * 60 + sum(last) / 5) / 5
     usual = [50.0] * 9 + [60.0]  # before the last task: its last round is luckier than the nine before
     rounds = [
-        {"kind": "round", "task": t, "round": r, "accuracy": aa if t == 4 else usual[r]} for t in range(5) for r in range(10)
+        {"kind": "round", "task": t, "round": r, "accuracy": aa if t == 4 else usual[r]}
+        for t in range(5)
+        for r in range(10)
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rounds))
     made = grid(Store([tmp_path]))
