@@ -422,3 +422,5 @@ def test_a_real_run_is_stopped_and_goes_on(tmp_path):
     assert row.state == "done"
     (found,) = Store([tmp_path / "results"]).all()
     assert found.seed == 0 and found.results.aa is not None
+    command = (found.folder / "command.txt").read_text()
+    assert command.startswith("rescene run ") and str(tmp_path) not in command  # it can be published

@@ -132,15 +132,16 @@ class RunContext:
         rounds = e.recipe.federation.num_rounds
         return {"method": e.method.title, "num_tasks": len(e.tasks), "num_rounds": rounds}
 
-    def note(self, level: str, code: str, message: str, client: int | None = None) -> None:
-        """Write an event; failures of clients are counted."""
+    def note(self, level: str, code: str, message: str, client: int | None = None, tell: bool = True) -> None:
+        """Write an event; failures of clients are counted. ``tell=False``: the caller raises the same error, which is shown."""
         if client is not None and level == "error":
             self.facts.num_client_failures += 1
         task, round = self.place
         message = with_site_names(message, self.names)
         row = {"task": task, "round": round, "level": level, "code": code, "message": message, "client": client}
         self.folder.append("events.jsonl", row)
-        self.tell("event", **row)
+        if tell:
+            self.tell("event", **row)
 
     def note_later(self, level: str, code: str, message: str) -> None:
         """Keep an event until the run knows which of its earlier events stand."""

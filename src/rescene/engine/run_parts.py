@@ -203,7 +203,7 @@ class RunParts:
             why="\n".join(_changes(changed)),
             fix="go on where it began, or add --elsewhere (rescene resume, continue, run and deploy run have it): the results then say so",
         )
-        self.context.note("error", error.code, f"{error.what}: {'; '.join(_changes(changed))}. {error.fix}")
+        self.context.note("error", error.code, f"{error.what}: {'; '.join(_changes(changed))}. {error.fix}", tell=False)
         return error
 
     def _fit_plan(self, done: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import statistics
 import subprocess
@@ -300,8 +301,26 @@ def _keep(folder: Path, kept: Path, at_a_time: int | None) -> None:
             continue
         if name == "timing.json" and at_a_time is not None and (told := json_object(folder / name, [])):
             write_json(kept / name, told | {"at_a_time": at_a_time})
+        elif name == "command.txt":
+            write_atomically(kept / name, _without_out((folder / name).read_text("utf-8")).encode())
         else:
             write_atomically(kept / name, (folder / name).read_bytes())
+
+
+def _without_out(command: str) -> str:
+    """The command of a run without its ``--out``, which names a folder of this machine; what cannot be read stays.
+
+    >>> _without_out("rescene run cifar10 seed=0 --out '/home/me/my runs/queue/a' --quiet")
+    'rescene run cifar10 seed=0 --quiet\\n'
+    """
+    try:
+        words = shlex.split(command)
+    except ValueError:
+        return command
+    if "--out" in words:
+        at = words.index("--out")
+        del words[at : at + 2]
+    return f"{shlex.join(words)}\n"
 
 
 def _last_words(log: Path) -> str:
