@@ -1,6 +1,7 @@
 """Run folders that look finished, for tests of the comparison."""
 
 import json
+from statistics import fmean
 
 from rescene.data.catalog import CATALOG
 from rescene.functional.metrics import average_accuracy, average_incremental_accuracy
@@ -35,6 +36,7 @@ def write_run(
         "aa": aa,
         "aia": aia,
         "accuracy_matrix": matrix,
+        "incremental_accuracy": [fmean(value for value in row if value is not None) for row in matrix if row],
         "tasks": tasks_of(cell, len(matrix)),
         "cost": cost or {"nominal": None, "measured": {}},
         "leakage": None if near_copies is None else {"near_copies": near_copies, "nearest_rms_median": rms},

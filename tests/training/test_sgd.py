@@ -1,5 +1,7 @@
 """Local and server training: what is sampled, what is scheduled, and the edge cases of tiny sets."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,7 +9,7 @@ from torch import nn
 
 from rescene.data import Transform
 from rescene.nets import Arch
-from rescene.training import Batch, Training, fit, fit_pool, fit_shard, with_replay
+from rescene.training import Batch, Training, fit, fit_pool, fit_shard, num_local_steps, with_replay
 from rescene.training.sgd import FusedSgd, ShardEpochs
 
 PLAIN = Training(local_epochs=2, server_epochs=3, batch_size=8, lr=0.1, momentum=0.0, weight_decay=0.0, augment=False)
@@ -38,8 +40,6 @@ def test_a_trailing_single_image_is_dropped_but_a_lonely_one_is_trained(tiny_wor
         seen.append((len(batch.y), net.training))
         return F.cross_entropy(net(batch.x), batch.y)
 
-    from dataclasses import replace
-
     nine = replace(tiny_world["shards"][0], index=torch.arange(9))
     fit_shard(tiny_world["net"], nine, PLAIN, torch.Generator().manual_seed(0), loss)
     assert seen == [(8, True)] * 2
@@ -47,6 +47,31 @@ def test_a_trailing_single_image_is_dropped_but_a_lonely_one_is_trained(tiny_wor
     one = replace(nine, index=torch.arange(1))
     fit_shard(tiny_world["net"], one, PLAIN, torch.Generator().manual_seed(0), loss)
     assert seen == [(1, False)] * 2  # BatchNorm cannot train on one image
+
+
+@pytest.mark.parametrize(("smallest", "batches"), [(2, [8, 3]), (3, [8, 3]), (4, [8]), (8, [8]), (100, [8])])
+def test_a_last_batch_of_too_few_images_is_left_out(tiny_world, smallest, batches):
+    seen = []
+
+    def loss(net, batch):
+        seen.append(len(batch.y))
+        return F.cross_entropy(net(batch.x), batch.y)
+
+    settings = PLAIN.model_copy(update={"smallest_batch": smallest})
+    eleven = replace(tiny_world["shards"][0], index=torch.arange(11))
+    fit_shard(tiny_world["net"], eleven, settings, torch.Generator().manual_seed(0), loss)
+    assert seen == batches * 2 and len(seen) == num_local_steps(11, settings)
+    seen.clear()
+    three = replace(eleven, index=torch.arange(3))  # the only batch stays, however small it is
+    fit_shard(tiny_world["net"], three, settings, torch.Generator().manual_seed(0), loss)
+    assert seen == [3, 3]
+
+
+def test_crops_are_drawn_for_the_batches_that_are_seen(tiny_world):
+    settings = PLAIN.model_copy(update={"smallest_batch": 4, "augment": True})
+    eleven = replace(tiny_world["shards"][0], index=torch.arange(11))
+    order, crops = ShardEpochs(eleven, settings, torch.Generator().manual_seed(0)).draw()
+    assert len(order) == 8 and crops.shape == (3, 8)
 
 
 def counting(alpha, labels, epochs=40):

@@ -115,6 +115,10 @@ class SgdSettings(Protocol):
         """Images in a batch."""
 
     @property
+    def smallest_batch(self) -> int:
+        """A last batch of fewer images is left out."""
+
+    @property
     def momentum(self) -> float:
         """Momentum of SGD."""
 

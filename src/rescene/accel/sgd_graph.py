@@ -29,6 +29,7 @@ from rescene.accel.fused_layers import FlatWeights, SideStream, fuse, look, loss
 from rescene.accel.fused_net import Passes, SgdSettings, is_half
 from rescene.data import Batch, Transform
 from rescene.functional.balance import EXCLUDED
+from rescene.functional.minibatches import minibatches, num_minibatches
 from rescene.nets import count_passes, is_recordable
 
 SMALLEST_POOL = 8192
@@ -55,7 +56,9 @@ def fit_captured(net: Any, epochs: Epochs, settings: SgdSettings, rates: list[fl
     trainer.load(net, epochs, adjustment)
     mean = trainer.train(epochs, rates)
     trainer.store(net, len(rates) * trainer.num_steps)
-    count_passes(net, 3 * len(rates) * len(epochs.labels))  # no hook of the network saw the replays
+    count_passes(
+        net, 3 * len(rates) * min(len(epochs.labels), trainer.num_steps * trainer.size)
+    )  # no hook of the network saw the replays
     return mean
 
 
@@ -76,7 +79,8 @@ def _trainer_for(net: Any, epochs: Epochs, settings: SgdSettings) -> Trainer:
     capacity = power_of_two(len(epochs.labels), SMALLEST_POOL)
     rows = rows_of(len(net.head.bias))
     body = tuple((name, tuple(value.shape)) for name, value in net.body.state_dict().items())
-    fixed = (settings.batch_size, settings.momentum, settings.weight_decay, settings.precision, settings.augment)
+    batches = (settings.batch_size, settings.smallest_batch)
+    fixed = (*batches, settings.momentum, settings.weight_decay, settings.precision, settings.augment)
     images = (str(epochs.images.device), epochs.images.dtype, tuple(epochs.images.shape[1:]), epochs.transform)
     key = (body, rows, capacity, images, fixed)
     return KEPT.get(key, lambda: Trainer(net, epochs, settings, capacity, rows))
@@ -127,7 +131,7 @@ class Trainer:
         self.end.fill_(n)
         self.adjustment.fill_(EXCLUDED)
         self.adjustment[: len(adjustment)] = adjustment
-        self.num_steps = n // self.size + (n % self.size > 1)  # a last batch of one image is left out
+        self.num_steps = num_minibatches(n, self.size, self.settings.smallest_batch)
 
     def train(self, epochs: Epochs, rates: list[float]) -> float:
         """Train one epoch for each learning rate and return the mean loss of the last epoch."""
@@ -186,12 +190,11 @@ def fit_repeated(
     for epoch, rate in enumerate(rates, 1):
         steps.lr.fill_(rate)
         steps.total.zero_()
-        batches = plan().split(settings.batch_size)
+        batches = minibatches(plan(), settings.batch_size, settings.smallest_batch)
         steps.seen.train(len(batches[0]) > 1)
-        kept = [index for index in batches if len(index) > 1 or len(batches) == 1]
-        for index in kept:
+        for index in batches:
             steps.train(fetch(index))
-        count = len(kept)
+        count = len(batches)
         steps.seen.eval()
         if after_epoch is not None:
             after_epoch(epoch)

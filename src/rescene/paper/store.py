@@ -248,20 +248,22 @@ def last_rounds(run: Stored, task: int = -1) -> list[float]:
     """Accuracy on the tasks so far after each of the last ten rounds of a task; of the last task this is AA.
 
     It is the accuracy on their test images, or where tasks are domains the mean over them. Nothing where rounds were not
-    evaluated, or not so.
+    evaluated, or by another measure than AA.
     """
-    reached = fmean(value for value in run.results.accuracy_matrix[task] if value is not None)
+    after = run.results.incremental_accuracy
+    reached = after[task] if len(after) == len(run.results.tasks) > 0 else None
     pooled = [row.accuracy for row in _last_of(run, task) if row.accuracy is not None]
     for found in (pooled, [fmean(row) for row in last_tasks(run, task)]):
-        if len(found) == LAST_ROUNDS and abs(found[-1] - reached) < 0.01:
+        if len(found) == LAST_ROUNDS and reached is not None and abs(found[-1] - reached) < 0.01:
             return found
     return []
 
 
 def last_tasks(run: Stored, task: int = -1) -> list[list[float]]:
     """Accuracy on each task so far after each of the last ten rounds of a task; nothing in records of earlier versions."""
-    rounds = [[value for value in row.by_task if value is not None] for row in _last_of(run, task)]
-    return rounds if all(len(row) == _stage(run, task) + 1 for row in rounds) else []
+    rows = _last_of(run, task)
+    rounds = [[value for value in row.by_task if value is not None] for row in rows]
+    return rounds if all(len(found) == row.task + 1 for row, found in zip(rows, rounds, strict=True)) else []
 
 
 def aia_of_last_rounds(run: Stored) -> float | None:
@@ -271,13 +273,8 @@ def aia_of_last_rounds(run: Stored) -> float | None:
 
 
 def _last_of(run: Stored, task: int) -> list[RoundRecord]:
-    """The last ten rounds of a task."""
-    return [row for row in run.recorded[0] if row.task == _stage(run, task)][-LAST_ROUNDS:]
-
-
-def _stage(run: Stored, task: int) -> int:
-    """The number of a task that may be counted from the end."""
-    return range(len(run.results.tasks))[task]
+    """The last ten rounds of a task, which may be counted from the end."""
+    return [row for row in run.recorded[0] if row.task == task % len(run.results.tasks)][-LAST_ROUNDS:]
 
 
 def relative(metric: str, value: float, reference: float) -> float | None:

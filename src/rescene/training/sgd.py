@@ -23,6 +23,7 @@ from rescene.core.hyperparameters import Hyperparameters, hyper
 from rescene.data import Batch, Images, Shard, Transform
 from rescene.functional import logit_adjusted_cross_entropy, sampling_probabilities
 from rescene.functional.balance import EXCLUDED, log_prior
+from rescene.functional.minibatches import minibatches, num_minibatches
 from rescene.functional.pictures import soften
 from rescene.nets import alike, is_recordable, is_rehearsal, laps
 
@@ -74,6 +75,13 @@ class Training(Hyperparameters):
     local_epochs: int = hyper(20, "E", "Sec. 4.1", "epochs of local training per round (model-update methods)", ge=1)
     server_epochs: int = hyper(100, "E_srv", "Sec. 4.1", "server epochs per round (surrogate methods)", ge=1)
     batch_size: int = hyper(128, "-", "App. A", "images per SGD step, on clients and on the server", ge=1)
+    smallest_batch: int = hyper(
+        2,
+        "-",
+        "[ours]",
+        "a last batch of fewer images is left out, unless it is the only one; as batch_size: drop_last",
+        ge=2,
+    )
     lr: float = hyper(0.01, "eta", "App. A", "learning rate; cosine-annealed within a round on the server", gt=0)
     momentum: float = hyper(0.9, "-", "App. A", "SGD momentum", ge=0, lt=1)
     weight_decay: float = hyper(5e-4, "-", "App. A", "SGD weight decay", ge=0)
@@ -204,8 +212,8 @@ def fit(
 ) -> float:
     """Train ``net`` in place for ``epochs`` and return the mean loss of the last epoch.
 
-    A trailing batch of one image is dropped when it is not the only one, since BatchNorm needs two; a set of a single image
-    is trained with the running statistics instead. The optimiser is new on every call, unless one is given: momentum does not
+    A last batch of fewer than ``settings.smallest_batch`` images is left out; a set of a single image is trained with the
+    running statistics. The optimiser is new on every call, unless one is given: momentum does not
     cross rounds.
     """
     worth = epochs >= WORTH_RECORDING and next(net.parameters()).is_cuda
@@ -218,9 +226,9 @@ def fit(
         if cosine:
             optimiser.lr = cosine_rate(settings.lr, epoch, epochs)
         losses = []
-        batches = plan().split(settings.batch_size)
+        batches = minibatches(plan(), settings.batch_size, settings.smallest_batch)
         net.train(len(batches[0]) > 1)
-        for index in alike([part for part in batches if len(part) > 1 or len(batches) == 1]):
+        for index in alike(batches):
             value = loss(net, fetch(index))
             optimiser.step(value)
             losses.append(value.detach())
@@ -249,10 +257,8 @@ class ShardEpochs:
         order = torch.randperm(n, generator=self.generator, device=self.generator.device).to(device)
         if not self.settings.augment:
             return order, None
-        sizes = [len(part) for part in order.split(self.settings.batch_size)]
-        if sizes[-1] == 1 and len(sizes) > 1:
-            sizes.pop()  # such a batch is left out, and nothing drawn for it
-        order = order[: sum(sizes)]
+        sizes = [len(part) for part in minibatches(order, self.settings.batch_size, self.settings.smallest_batch)]
+        order = order[: sum(sizes)]  # nothing is drawn for a batch that is left out
         draws = torch.cat([self.transform.draw(size, self.generator) for size in sizes], dim=1)
         return order, crops_of(self.shard, self.shard.index[order], draws, self.settings.augment)
 
@@ -295,14 +301,13 @@ def fit_shard(
 
 
 def num_local_steps(num_images: int, settings: Training) -> int:
-    """How many steps :func:`fit_shard` takes on so many images: a trailing batch of one image is dropped.
+    """How many steps :func:`fit_shard` takes on so many images.
 
     >>> settings = Training(local_epochs=2, batch_size=4)
     >>> [num_local_steps(n, settings) for n in (0, 1, 4, 5, 6, 8)]
     [0, 2, 2, 2, 4, 4]
     """
-    whole, rest = divmod(num_images, settings.batch_size)
-    return settings.local_epochs * (whole + (rest > 1 or (rest == 1 and whole == 0)))
+    return settings.local_epochs * num_minibatches(num_images, settings.batch_size, settings.smallest_batch)
 
 
 def is_recorded(net: nn.Module, images: Tensor, labels: Tensor) -> bool:

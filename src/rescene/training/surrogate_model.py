@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rescene.data import Shard
+from rescene.functional.minibatches import minibatches
 from rescene.functional.synaptic import surrogate_step
 from rescene.nets import alike, laps
 from rescene.training.sgd import Training
@@ -28,15 +29,15 @@ def contributions(
     """Train ``net``, the surrogate v, in place by dv = -eta (g + q (v - w)); returns s, the sum of -g dv over all steps.
 
     Plain gradient descent at ``settings.lr`` on batches as in local training: shuffled anew in each epoch, augmented, without a
-    trailing batch of one image. A single image is trained with running statistics.
+    last batch of too few images. A single image is trained with running statistics.
     """
     v = {name: p for name, p in net.named_parameters() if p.requires_grad}
     s = {name: torch.zeros_like(p) for name, p in v.items()}
     for _ in laps(epochs):
         order = torch.randperm(len(shard), generator=generator, device=generator.device).to(shard.index.device)
-        batches = shard.index[order].split(settings.batch_size)
+        batches = minibatches(shard.index[order], settings.batch_size, settings.smallest_batch)
         net.train(len(batches[0]) > 1)
-        for index in alike([part for part in batches if len(part) > 1 or len(batches) == 1]):
+        for index in alike(batches):
             x = shard.pictures(index)
             x = shard.transform.augment(x, generator) if settings.augment else x
             logits, y = net(x), shard.images.labels[index]
