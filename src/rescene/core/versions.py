@@ -43,6 +43,7 @@ NEWER = {
     ("privacy", "honest_sites"): None,
     ("privacy", "late"): None,
     ("privacy", "earlier_sums"): None,
+    ("train", "smallest_batch"): 2,
     ("model", "lens"): None,
     ("model", "frozen"): False,
     ("method", "step"): "fixed",

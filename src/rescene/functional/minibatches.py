@@ -6,10 +6,12 @@ from torch import Tensor
 
 
 def minibatches(order: Tensor, size: int, smallest: int = 2) -> tuple[Tensor, ...]:
-    """``order`` [n] in parts of ``size``. A last part of fewer than ``smallest`` is left out, unless it is the only one.
+    """``order`` [n > 0] in parts of ``size``. A last part of fewer than ``smallest`` is left out, unless it is the only one.
 
-    BatchNorm normalises by the images of a batch: it needs two, and of a few it learns noise.
+    BatchNorm normalises by the images of a batch: it needs two, and the statistics of a few are noisy.
     """
+    if len(order) == 0:
+        raise ValueError("an epoch without images has no minibatch")
     parts: tuple[Tensor, ...] = order.split(size)
     return parts[: num_minibatches(len(order), size, smallest)]
 

@@ -141,6 +141,7 @@ class ReFed(AveragingMethod):
         return Training(
             local_epochs=self.pim_epochs,
             batch_size=self.pim_batch_size,
+            smallest_batch=self.train.smallest_batch,
             lr=self.pim_lr,
             momentum=0.0,
             weight_decay=0.0,

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from rescene.core.errors import ConfigError
 from rescene.data import Batch, Shard
+from rescene.functional.minibatches import minibatches
 from rescene.nets import count_passes
 from rescene.privacy.mechanism import SitePrivacy, digest, in_steps, refuse_batch_statistics
 from rescene.training.sgd import Loss, Penalty, Training, cross_entropy_from, shown
@@ -104,8 +105,8 @@ def _batches(
     if mechanism.kind == "paper-experiment":
         for _ in range(settings.local_epochs):
             order = torch.randperm(len(index), generator=generator, device=generator.device).to(index.device)
-            parts = index[order].split(settings.batch_size)
-            yield from ((part, len(part)) for part in parts if len(part) > 1 or len(parts) == 1)  # as in sgd.fit
+            parts = minibatches(index[order], settings.batch_size, settings.smallest_batch)
+            yield from ((part, len(part)) for part in parts)
         return
     rate = mechanism.composition.rate
     for _ in range(mechanism.composition.steps):

@@ -74,12 +74,12 @@ class Training(Hyperparameters):
 
     local_epochs: int = hyper(20, "E", "Sec. 4.1", "epochs of local training per round (model-update methods)", ge=1)
     server_epochs: int = hyper(100, "E_srv", "Sec. 4.1", "server epochs per round (surrogate methods)", ge=1)
-    batch_size: int = hyper(128, "-", "App. A", "images per SGD step, on clients and on the server", ge=1)
+    batch_size: int = hyper(128, "-", "App. A", "images per SGD step, on clients and on the server", ge=2)
     smallest_batch: int = hyper(
         2,
         "-",
         "[ours]",
-        "a last batch of fewer images is left out, unless it is the only one; as batch_size: drop_last",
+        "a last batch of fewer images is left out, unless it is the only one",
         ge=2,
     )
     lr: float = hyper(0.01, "eta", "App. A", "learning rate; cosine-annealed within a round on the server", gt=0)
