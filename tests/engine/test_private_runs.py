@@ -174,7 +174,10 @@ DP = {
         ({"method": "target"}, "synthetic images"),
         ({"method": "glfc"}, "a gradient from which the server reconstructs"),
         ({"method": "rescene"}, "it can use: none, release"),
-        ({"method": "fedcbdr", "method.budget_scope": "global"}, "method.budget_scope=client"),
+        *(
+            ({"method": "fedcbdr", "method.budget_scope": scope}, "method.budget_scope=client")
+            for scope in ("global", "independent", "share")
+        ),
         ({"method": "fedavg", "privacy.epsilon": 8}, "either noise_multiplier"),
     ],
 )

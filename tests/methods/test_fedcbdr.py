@@ -158,6 +158,37 @@ def test_independent_draws_are_one_lottery_over_the_images_of_all_clients():
     assert torch.equal(kept, images.pixels[torch.cat(drawn)]) and 1 < len(kept) <= 4 * len(task.classes)
 
 
+def test_a_share_of_the_budget_is_drawn_at_every_client_and_nothing_is_sent():
+    method = FedCBDR(budget=4, budget_scope="share")
+    federation, task, images, state = world(method)
+    assert method.end_task(state, task, federation, Rng(7)) is state
+    [(verb, asked, payload, uploads)] = federation.exchanges
+    assert (verb, asked, payload["share"]) == ("draw_share", [0, 1, 2, 3], 2)  # 4 of each of 2 classes, at 4 clients
+    assert all(upload == {} for upload in uploads.values())
+    own = [{picture.numpy().tobytes() for picture in part} for part in images.pixels.split([12, 0, 1, 20])]
+    stored = [[picture.numpy().tobytes() for picture in federation.client_states[k].pixels] for k in range(4)]
+    assert all(set(kept) <= held for kept, held in zip(stored, own, strict=True))
+    assert [len(kept) for kept in stored[1:3]] == [0, 1] and all(0 < len(stored[k]) <= 2 for k in (0, 3))
+
+
+def test_a_share_goes_by_the_leverage_of_the_clients_own_features():
+    """Nineteen copies of one image share a leverage of 1, which the other image has alone: it comes up in half of all draws."""
+    net, images = Flat(), torch.zeros(20, 3, 8, 8, dtype=torch.uint8)
+    images[:19], images[19] = 200, torch.arange(192).reshape(3, 8, 8)
+    task = Task(0, (0,), 1, None, torch.arange(20), torch.arange(20))
+    shard = Client(
+        Images(images, torch.zeros(20, dtype=torch.int64)), torch.arange(20), task, TRANSFORM, lambda model: net
+    )
+    method, payload = FedCBDR(budget_scope="share"), {"model": {}, "share": 8}
+    found = []
+    for seed in range(40):
+        upload, memory = method.draw_share(payload, shard, None, Rng(seed))
+        found.append(bool((memory.pixels == images[19]).flatten(1).all(dim=1).any()))
+        again = method.draw_share(payload, shard, memory, Rng(seed + 1))[1]
+        assert upload == {} and torch.equal(again.pixels, memory.pixels), "asked again, it keeps what it has"
+    assert sum(found) >= 38  # 1 - 2^-8 each; uniform draws would find it in 34 of 100
+
+
 def test_both_forms_choose_the_same_images():
     chosen = []
     for form in ("gram", "svd"):
@@ -319,6 +350,10 @@ def test_a_small_run_in_both_forms_and_with_a_global_budget(tmp_path, image_fold
     rows = [json.loads(line) for line in (shared.folder / "metrics.jsonl").read_text().splitlines()]
     replayed = [row["notes"]["replay_size"] for row in rows if row["kind"] == "round"]
     assert replayed[:2] == [0, 0] and 0 < max(replayed[2:]) <= 4  # at most two of each of two classes, on all sites
+    share = run(tmp_path / "share", image_folder, **{"method.budget_scope": "share", "method.temperatures": "both"})
+    rows = [json.loads(line) for line in (share.folder / "metrics.jsonl").read_text().splitlines()]
+    replayed = [row["notes"]["replay_size"] for row in rows if row["kind"] == "round"]
+    assert replayed[:2] == [0, 0] and 0 < max(replayed[2:]) <= 4
 
 
 def test_a_small_run_over_domains(tmp_path):

@@ -216,7 +216,7 @@ def test_a_queue_in_the_background_can_stop_its_runs(tmp_path):
 
 def test_what_is_stored_is_not_missing(tmp_path):
     before = missing_cells(Store([tmp_path]))
-    assert before[0].group.startswith("a.") and before[0].name == "office31:office31/1.0/fedavg"
+    assert before[0].group.startswith("a.") and before[0].name == "main:cifar10/0.5/fedcbdr, as in its authors' code"
     assert [group["group"][0] for group in _queue()] == ["a", "b", "c", "e", "d", "f", "g", "h", "i"]
     assert len({(one.cell.experiment, one.seed) for one in before}) == len(before)
     write_run(tmp_path, cell_of(MAIN, "cifar10/0.5/rescene").fast)
@@ -327,7 +327,7 @@ def test_the_command_line_plans_and_refuses(tmp_path, monkeypatch):
 
     plan = json.loads(invoke("--queue", "--plan", "--runs", "kept", "--json").output)
     assert len(plan) > 80 and plan[0]["predicted"] is None
-    assert {row["state"] for row in plan} == {"cannot run"} and "data prepare office31" in plan[0]["why"]
+    assert {row["state"] for row in plan} == {"cannot run"} and "data prepare cifar10" in plan[0]["why"]
     assert not Path("runs").exists()
     said = invoke("--queue", "--plan", "--runs", "kept", "--minutes", "30", "--parallel", "2").output
     assert f"In 30 minutes, 2 at a time: no run would start, {len(plan)} cannot run." in said

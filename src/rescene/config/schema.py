@@ -326,10 +326,10 @@ class Recipe(Section):
                 f"model.norm: under {kind} each image needs a gradient of its own, but BatchNorm mixes the images of a batch "
                 f"and sends their statistics without noise; {'another network' if is_own(self.model.name) else 'model.norm=group'}"
             )
-        if kind == "dp-sgd" and self.method.get("budget_scope") == "global":
+        if kind == "dp-sgd" and self.method.get("budget_scope", "client") != "client":
             raise ValueError(
-                "method.budget_scope: a budget over all sites needs every image's score on the server, which dp-sgd does "
-                "not cover; method.budget_scope=client"
+                "method.budget_scope: dp-sgd keeps each image by a public chance that belongs to a budget of every site; "
+                "method.budget_scope=client"
             )
         starts = {"release": ("noise", "coloured"), "per-example": ("noise",)}.get(kind)
         if starts and self.method.get("start", starts[0]) not in starts:

@@ -164,11 +164,13 @@ def draw_keys(scores: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def independent_draws(scores: Tensor, num_draws: int, generator: torch.Generator) -> Tensor:
-    """Which images come up in ``num_draws`` draws with replacement, p ~ score: [n] -> bool [n].
+    """Which images come up in ``num_draws`` draws with replacement, p ~ score: [n] -> bool [n]; none of no images.
 
     >>> independent_draws(torch.tensor([1.0, 0.0, 1.0]), 50, torch.Generator().manual_seed(0)).tolist()
     [True, False, True]
     """
+    if not len(scores):
+        return scores.bool()
     chances = scores.double().clamp(min=SMALLEST_SCORE).to(generator.device)
     places = torch.multinomial(chances, num_draws, replacement=True, generator=generator)
     return (torch.bincount(places, minlength=len(scores)) > 0).to(scores.device)

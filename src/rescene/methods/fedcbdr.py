@@ -9,11 +9,13 @@ end of task t, all clients:
     client: X_k = phi(D_t); send P_k X_k Q, or its second moments, on which P_k has no effect
     server: thin SVD of all of them together -> U'_k back to client k, or the inverse second moments to everybody
     client: leverage of each image with P_k undone; draw images of each class without replacement, p ~ leverage; keep them
+    budget_scope=share, as in the authors' code: nothing is sent; a client draws among all D_t by the leverage of X_k alone
     behind a privacy mechanism nothing of this is sent: a client keeps each image with the same public chance
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import ClassVar, Literal
 
@@ -94,11 +96,12 @@ class FedCBDR(AveragingMethod):
     reuses_records: ClassVar[bool] = True
 
     budget: int = hyper(150, "-", "App. A", "exemplars kept per class of a finished task, see budget_scope", ge=1)
-    budget_scope: Literal["client", "global", "independent"] = hyper(
+    budget_scope: Literal["client", "global", "independent", "share"] = hyper(
         "client",
         "-",
         "App. D.3",
-        "the budget holds on every client; or for all clients together; or for all, as independent draws over the task's images",
+        "the budget holds on every client; or for all clients together; or for all, as independent draws over the task's images; "
+        "or for all, and every client draws an equal share of it",
     )
     old_temperature: float = hyper(0.8, "tau_old", "App. A", "divides the outputs of earlier classes", gt=0)
     new_temperature: float = hyper(1.2, "tau_new", "App. A", "divides the outputs of this task's classes", gt=0)
@@ -159,6 +162,10 @@ class FedCBDR(AveragingMethod):
 
     def end_task(self, state: ModelState, task: Task, federation: Federation, rng: Rng) -> ModelState:
         """Selection of exemplars on all clients; the model does not change. The server passes Q's seed on, nothing more."""
+        if self.budget_scope == "share":
+            share = math.ceil(self.budget * len(task.classes) / len(federation.clients))
+            federation.ask(federation.clients, "draw_share", {"model": state.model, "share": share})
+            return state
         seed = rng.at("rotation").integer()
         asked = federation.ask(federation.clients, "share_features", {"model": state.model, "rotation_seed": seed})
         shared = {client: upload for client, upload in asked.items() if upload}
@@ -205,6 +212,15 @@ class FedCBDR(AveragingMethod):
         if self.form == "gram":
             return {"moments": rotated.T @ rotated}, memory  # (P X Q)^T (P X Q) whatever P is
         return {"features": _private_rotation(len(x), private_seed).to(x.device) @ rotated}, memory
+
+    def draw_share(self, payload: Payload, shard: Client, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
+        """A share of the budget, drawn independently by the leverage of the client's own features. Nothing leaves the site."""
+        memory = _memory(client_state, shard)
+        if hidden := shard.hidden:
+            return {}, self._kept_blindly(memory, shard, hidden)
+        scores = row_leverage(left_vectors(embed(shard.net(payload["model"]), shard.pictures(shard.index)).double()))
+        chosen = independent_draws(scores, payload["share"], rng.at("draws").generator())
+        return {}, _with_images(memory, shard, chosen, memory.weights.new_ones(len(shard)))
 
     def score_images(self, payload: Payload, shard: Client, client_state: Tree, rng: Rng) -> tuple[Payload, Tree]:
         """Leverage of every local image, and the random key by which it is drawn."""
