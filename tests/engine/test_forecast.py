@@ -38,6 +38,7 @@ VARIANTS = [
     ("glfc", {"method.prototype_classes": "previous"}),
     ("refed", {"method.storage": 12}),
     ("refed", {"method.storage": 12, "method.importance": "last-layer"}),
+    ("refed", {"method.storage": 12, "method.importance": "random"}),
     ("local", {"method.site": 1}),
 ]
 
@@ -139,9 +140,10 @@ def test_domains(monkeypatch, tmp_path, image_folder, method):
 
 
 def test_what_training_decides_is_near(monkeypatch, tmp_path, image_folder):
-    more = {"method.budget_scope": "global"}  # chance decides which site keeps an exemplar
-    measured, found = ledger_and_forecast(monkeypatch, tmp_path / "global", image_folder, "fedcbdr", more)
-    assert found.measured()["client_flops"] == pytest.approx(measured["client_flops"], rel=0.05)
+    for scope in ("global", "share"):  # chance decides which site keeps an exemplar, or how many it draws twice
+        more = {"method.budget_scope": scope}
+        measured, found = ledger_and_forecast(monkeypatch, tmp_path / scope, image_folder, "fedcbdr", more)
+        assert found.measured()["client_flops"] == pytest.approx(measured["client_flops"], rel=0.05)
     more = {"method.form": "svd", "model.width": 8}  # as many columns as the features have rank
     measured, found = ledger_and_forecast(monkeypatch, tmp_path / "svd", image_folder, "fedcbdr", more)
     assert found.measured()["client_flops"] == measured["client_flops"]

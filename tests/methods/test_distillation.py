@@ -30,16 +30,16 @@ def test_the_mean_is_over_images():
     assert torch.allclose(distillation_loss(student.repeat(7, 1), teacher.repeat(7, 1), 2.0), once)
 
 
-@pytest.mark.parametrize("t2", [False, True])
-def test_gradient_is_the_difference_of_softened_outputs_over_n_and_t(t2):
+@pytest.mark.parametrize(("t2", "reduction"), [(False, "sum"), (True, "sum"), (False, "mean"), (True, "mean")])
+def test_gradient_is_the_difference_of_softened_outputs_over_n_and_t(t2, reduction):
     temperature, n = 2.0, 2
     teacher = torch.tensor([[1.0, -1.0, 0.5], [0.0, 3.0, 1.0]], requires_grad=True)
     student = torch.tensor([[0.2, 0.4, -1.0, 7.0], [2.0, 2.0, 0.0, -7.0]], requires_grad=True)
-    distillation_loss(student, teacher, temperature, t2=t2).backward()
+    distillation_loss(student, teacher, temperature, t2, reduction).backward()
     for row in range(n):
         of_student = softmax([v / temperature for v in student[row, :3].tolist()])
         of_teacher = softmax([v / temperature for v in teacher[row].tolist()])
-        scale = (temperature**2 if t2 else 1.0) / (n * temperature)
+        scale = (temperature**2 if t2 else 1.0) / (n * temperature) / (3 if reduction == "mean" else 1)  # three old classes
         expected = [scale * (s - t) for s, t in zip(of_student, of_teacher, strict=True)]
         assert student.grad[row, :3].tolist() == pytest.approx(expected, abs=1e-6)
     assert student.grad[:, 3].abs().max() == 0  # new classes are left alone

@@ -90,15 +90,18 @@ def test_without_a_teacher_or_without_weight_a_client_does_what_fedavg_does(tiny
     assert (kept is None) == (state is None)
 
 
-def test_domains_distil_all_outputs_and_train_on_all_labels(tiny_world):
+@pytest.mark.parametrize(("reduction", "weight"), [("sum", 3), ("mean", 3 / 2)])
+def test_domains_distil_all_outputs_and_train_on_all_labels(tiny_world, reduction, weight):
     shard, (teacher, _) = second_task(tiny_world, domain=1)[1], models(tiny_world)
     model = {key: value * 1.1 if value.is_floating_point() else value for key, value in teacher.items()}
-    upload, _ = FedLwF(train=ONE_STEP).client_round({"model": model}, shard, {"teacher": teacher}, tiny_world["rng"])
+    method = FedLwF(train=ONE_STEP, kd_reduction=reduction)
+    upload, _ = method.client_round({"model": model}, shard, {"teacher": teacher}, tiny_world["rng"])
     net, old = tiny_world["arch"].restore(model).train(), tiny_world["arch"].restore(teacher).eval()
     x = shard.pictures(shard.index)
     logits = net(x)
+    assert logits.shape[1] == 2
     kd = -((old(x) / 2).softmax(1).detach() * (logits / 2).log_softmax(1)).sum(1).mean()
-    (F.cross_entropy(logits, shard.labels) + 3 * kd).backward()
+    (F.cross_entropy(logits, shard.labels) + weight * kd).backward()
     expected = {n: p.detach() - 0.1 * (p.grad + 0.01 * p.detach()) for n, p in net.named_parameters()}
     assert differences(expected, upload["model"]) < 1e-6
 

@@ -174,6 +174,19 @@ def test_storage_covers_current_images_and_cache_together(tiny_world, storage):
     assert len(memory.labels) == 27  # the argument is as it was
 
 
+def test_a_cache_drawn_at_random_needs_no_network_and_prefers_no_image(tiny_world):
+    method = ReFed(storage=36, importance="random")
+    memory = memory_of(method, tiny_world["shards"][2])  # 27 images
+    shard = replace(tiny_world["shards"][1], net=refused)  # 16 images, so there is room for 20
+    times = torch.zeros(27)
+    for seed in range(200):
+        _, cache = method.refresh_cache({"model": {}}, shard, memory, Rng(seed))
+        found = (cache.pixels.unsqueeze(1) == memory.pixels).flatten(2).all(dim=2)
+        assert found.sum() == 20
+        times += found.sum(dim=0)
+    assert 120 < times.min() and times.max() < 176  # 200 * 20 / 27 = 148, with a deviation of 6.2
+
+
 def test_the_cache_holds_the_images_with_the_largest_gradients_whatever_their_class(tiny_world):
     """A head that always says 0 has no gradient left on class 0 and a large one on class 1."""
     model = weights_of(tiny_world["net"]) | {"head.bias": torch.tensor([20.0, -20.0])}

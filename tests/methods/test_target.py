@@ -68,6 +68,9 @@ def test_client_step_by_hand(norm):
     squared, _ = TARGET(train=PLAIN, kd_t2=True).client_round(payload, shard, state, Rng(0))
     moved = squared["model"]["head.bias"] - payload["model"]["head.bias"]
     assert torch.allclose(moved[:2], -0.1 * 4 * step[:2], atol=1e-5)
+    averaged, _ = TARGET(train=PLAIN, kd_reduction="mean").client_round(payload, shard, state, Rng(0))
+    moved = averaged["model"]["head.bias"] - payload["model"]["head.bias"]
+    assert torch.allclose(moved[:2], -0.1 * step[:2] / 2, atol=1e-5)  # over two old classes
 
 
 def test_a_single_real_image_does_not_take_batch_statistics_from_the_synthetic_batch():

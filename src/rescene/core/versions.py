@@ -36,6 +36,7 @@ NEWER = {
     ("federation", "staleness_exponent"): 0.5,
     ("method", "close_after"): None,
     ("method", "temperatures"): "classes",
+    ("method", "kd_reduction"): "sum",
     ("privacy", "send"): None,
     ("privacy", "centre"): None,
     ("privacy", "covariance_colour"): None,

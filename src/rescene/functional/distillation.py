@@ -26,13 +26,16 @@ from torch import Tensor
 from rescene.functional.matching import group_means
 
 
-def distillation_loss(student_logits: Tensor, teacher_logits: Tensor, temperature: float, t2: bool = False) -> Tensor:
+def distillation_loss(
+    student_logits: Tensor, teacher_logits: Tensor, temperature: float, t2: bool = False, reduction: str = "sum"
+) -> Tensor:
     """Cross-entropy of the student's softened outputs against the teacher's: one number, the mean over the batch.
 
     student_logits [n, >= C], teacher_logits [n, C]. A head only grows, so the teacher's classes are the student's first
     outputs; further ones take no part and get no gradient, nor does the teacher. The least value, reached when both agree
     up to a constant per image, is the entropy of the teacher's outputs and not 0. ``t2`` multiplies by T^2, which keeps
     the size of the gradient about the same at every temperature; without it the gradient shrinks as 1/T.
+    ``reduction`` adds up the teacher's classes (``sum``) or averages over them (``mean``).
 
     >>> import torch
     >>> round(distillation_loss(torch.zeros(1, 4), torch.zeros(1, 2), 2.0).item(), 4)  # ln 2: both are uniform over two
@@ -41,6 +44,8 @@ def distillation_loss(student_logits: Tensor, teacher_logits: Tensor, temperatur
     num_old = teacher_logits.shape[1]
     targets = (teacher_logits.detach() / temperature).softmax(dim=1)
     loss = F.cross_entropy(student_logits[:, :num_old] / temperature, targets)
+    if reduction == "mean":
+        loss = loss / num_old
     return loss * temperature**2 if t2 else loss
 
 

@@ -54,6 +54,9 @@ class FedLwF(AveragingMethod):
     kd_weight: float = hyper(3.0, "lambda_KD", "App. A", "weight of the distillation loss", ge=0)
     kd_temperature: float = hyper(2.0, "T_KD", "App. A", "temperature of both softmaxes of the distillation", gt=0)
     kd_t2: bool = hyper(False, "-", "[ours]", "multiply the distillation loss by the squared temperature")
+    kd_reduction: Literal["sum", "mean"] = hyper(
+        "sum", "-", "[public code]", "the distillation adds up the old classes, or averages over them"
+    )
     local_ce: Literal["new", "all"] = hyper(
         "new", "-", "[ours]", "cross-entropy over this task's classes only, or over all seen classes"
     )
@@ -84,7 +87,7 @@ class FedLwF(AveragingMethod):
     def _distillation(self, logits: Tensor, teacher: nn.Module, x: Tensor) -> Tensor:
         with torch.no_grad():
             targets = teacher(x)
-        return distillation_loss(logits, targets, self.kd_temperature, self.kd_t2)
+        return distillation_loss(logits, targets, self.kd_temperature, self.kd_t2, self.kd_reduction)
 
     def nominal_memory_bytes(self, arch: Arch, num_classes: int) -> float:
         """The teacher."""

@@ -83,8 +83,11 @@ class ReFed(AveragingMethod):
     locality: float = hyper(
         0.5, "lambda", "App. A", "1: the model follows the pool only; towards 0: stays global", gt=0, le=1
     )
-    importance: Literal["gradient", "last-layer"] = hyper(
-        "gradient", "-", "[ours]", "norm of the whole gradient, or (cheaper, another ranking) of the head's part of it"
+    importance: Literal["gradient", "last-layer", "random"] = hyper(
+        "gradient",
+        "-",
+        "[ours]",
+        "norm of the whole gradient, or (cheaper, another ranking) of the head's part of it; random: a control",
     )
 
     def begin_task(self, state: ModelState, task: Task, federation: Federation, rng: Rng) -> ModelState:
@@ -119,6 +122,8 @@ class ReFed(AveragingMethod):
 
     def _importance(self, model: Model, pool: Client, rng: Rng) -> Tensor:
         """I(x) of every image of the pool, summed while the personalised informative model v moves away from w."""
+        if self.importance == "random":
+            return torch.rand(len(pool), generator=rng.at("chance").generator()).to(pool.device)
         net = pool.net(model)
         anchors = [parameter.detach().clone() for parameter in net.parameters()]  # w
         q = proximal_coefficient(self.locality)

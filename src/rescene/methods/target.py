@@ -62,6 +62,9 @@ class TARGET(Synthesis, PaintingMethod):
     kd_weight: float = hyper(25.0, "-", "App. A", "weight of distillation on synthetic images; 0: none", ge=0)
     kd_temperature: float = hyper(2.0, "T_KD", "App. A", "temperature of the clients' distillation", gt=0)
     kd_t2: bool = hyper(False, "-", "[public code]", "multiply the clients' distillation by the squared temperature")
+    kd_reduction: Literal["sum", "mean"] = hyper(
+        "sum", "-", "[public code]", "the clients' distillation adds up the old classes, or averages over them"
+    )
     synthetic_batch: int = hyper(128, "-", "[ours]", "synthetic images beside each real batch", ge=2)
     images_per_client: int | None = hyper(
         None, "-", "App. D.3", "matched memory (500): a client keeps this many images, drawn by itself", ge=2
@@ -141,7 +144,7 @@ class TARGET(Synthesis, PaintingMethod):
         # and at this weight only batch statistics keep the weights from running away.
         was_training = net.training
         net.train()
-        loss = distillation_loss(net(x), targets, self.kd_temperature, self.kd_t2)
+        loss = distillation_loss(net(x), targets, self.kd_temperature, self.kd_t2, self.kd_reduction)
         net.train(was_training)
         return loss
 

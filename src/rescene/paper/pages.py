@@ -23,7 +23,7 @@ from rescene.paper.compare import DIFFERS, KEEPERS, Finding, Line, compare, find
 from rescene.paper.missing_runs import Missing, missing_cells, predictor
 from rescene.paper.numbers import printed
 from rescene.paper.paper_tables import DATA, OURS, copies, folders, results_grid, status_grid, table_grid
-from rescene.paper.recipes import paper_recipe, recipe_names
+from rescene.paper.recipes import paper_recipe, readings, recipe_names
 from rescene.paper.store import Store, aia_of_last_rounds, label, last_rounds, last_tasks, over_seeds
 from rescene.report.figures_theory import nearer_level_further
 from rescene.report.groups import Spread, spread
@@ -110,8 +110,8 @@ def _row(finding: Finding) -> tuple[TableEntry, ...]:
 TABLES = ("main", "safl", "server-epochs", "office31")
 CARD = "NVIDIA H200"  # the stored runs on a GPU were made on it
 TAKEN = "taken"
+KEPT_TOO = "kept images augmented too"
 SHOWN = ("cifar10", "0.5")  # data and beta of our own rows in the short table
-DETAILED = "abce"  # groups that settle the question; of the others only the sum is told
 
 
 def lines_with_runs(store: Store) -> Iterator[Line]:
@@ -282,14 +282,13 @@ def open_grid(store: Store) -> TableGrid:
     predict = predictor(store, CARD)
     rows: list[tuple[TableEntry, ...]] = []
     for group, members in groupby(missing_cells(store), key=lambda one: one.group):
-        for name, runs in groupby(members, key=lambda one: one.name if group[0] in DETAILED else ""):
+        for name, runs in groupby(members, key=lambda one: one.name):
             own = list(runs)
             known = [value for value in map(predict, own) if value is not None]
             unknown = f", {len(own) - len(known)} not known" if len(known) < len(own) else ""
             whole = f"{sum(known):.0f}" if sum(known) >= 1 else "less than 1"
             minutes = f"{whole}{unknown}" if known else "not known"
-            command = _command(own[0]) if name else "rescene paper run --queue --plan"
-            rows.append((group, name or "all of the group", str(len(own)), minutes, command))
+            rows.append((group, name, str(len(own)), minutes, _command(own[0])))
     columns = ("group", "cell", "runs", f"minutes, alone on one {CARD}", "command (first seed)")
     return TableGrid("", columns, tuple(rows))
 
@@ -303,8 +302,10 @@ def summary_grid(store: Store) -> TableGrid:
 
 
 def _is_summed(line: Line) -> bool:
-    """The reading taken, beside it the one in which kept images are augmented too; one row for each E_srv printed."""
-    told = line.reading in ("", "kept images augmented too", "server augmentation, n // 2 surrogates")
+    """The reading taken, and where sites keep images the other choices of what is augmented; one row for each E_srv printed."""
+    told = line.reading in ("", "server augmentation, n // 2 surrogates")
+    if KEPT_TOO in readings(line.cell.method):
+        told = told or line.reading in (KEPT_TOO, "no augmentation")
     other = line.other_epochs or line.cell.setting or style_of(line.cell.method).reference
     return told and line.cell.data == SHOWN[0] and not other
 
