@@ -30,8 +30,8 @@ def parts(world, seed, beside=None):
     return plan, fetch
 
 
-@pytest.mark.parametrize("cosine", [False, True])
-def test_it_agrees_with_the_plain_loop(tiny_world, cosine):
+@pytest.mark.parametrize(("cosine", "smallest_batch"), [(False, 2), (True, 2), (False, 4)])
+def test_it_agrees_with_the_plain_loop(tiny_world, cosine, smallest_batch):
     teacher = tiny_world["arch"].build(2, torch.Generator().manual_seed(9)).eval()
 
     @repeatable
@@ -40,7 +40,7 @@ def test_it_agrees_with_the_plain_loop(tiny_world, cosine):
             targets = teacher(batch.x).softmax(dim=1)
         return F.cross_entropy(net(batch.x), batch.y) + 0.5 * F.cross_entropy(net.features(batch.x)[:, :2], targets)
 
-    assert_agree(tiny_world, loss, cosine=cosine)
+    assert_agree(tiny_world, loss, cosine=cosine, smallest_batch=smallest_batch)
 
 
 def test_it_agrees_where_the_loss_looks_beside_the_batch(tiny_world):
@@ -136,17 +136,18 @@ def test_a_teacher_answers_as_the_network_does(norm):
     assert frozen(net, Training(precision="float32")) is net
 
 
-def assert_agree(world, loss, *, cosine=False, beside=None):
-    """Loss, weights, and what is seen after each epoch, of three epochs of both."""
+def assert_agree(world, loss, *, cosine=False, beside=None, smallest_batch=2):
+    """Loss, weights, and what is seen after each epoch, of three epochs of both. The last batch of an epoch has 3 images."""
+    settings = SETTINGS.model_copy(update={"smallest_batch": smallest_batch})
     plain, fast = (world["arch"].restore(world["net"].state_dict()) for _ in range(2))
     seen = {True: [], False: []}
 
     def look(net):
         return lambda epoch: seen[net is fast].append((epoch, net.training, net.head.bias.detach().clone()))
 
-    a = fit(plain, *parts(world, 1, beside), loss, SETTINGS, epochs=3, cosine=cosine, after_epoch=look(plain))
+    a = fit(plain, *parts(world, 1, beside), loss, settings, epochs=3, cosine=cosine, after_epoch=look(plain))
     rates = [cosine_rate(SETTINGS.lr, epoch, 3) if cosine else SETTINGS.lr for epoch in range(3)]
-    b = fit_repeated(fast, *parts(world, 1, beside), loss, SETTINGS, rates, look(fast))
+    b = fit_repeated(fast, *parts(world, 1, beside), loss, settings, rates, look(fast))
     assert abs(a - b) < 1e-4
     for key, value in plain.state_dict().items():
         assert torch.allclose(value.float(), fast.state_dict()[key].float(), atol=1e-4), key

@@ -34,6 +34,7 @@ VARIANTS = [
     ("fedewc", {"method.anchor": "last_round"}),
     ("fedewc", {"method.fisher": "batch_mean"}),
     ("target", {"method.images_per_client": 21, "method.synthetic_batch": 10, "method.warmup_rounds": 0}),
+    ("target", {"train.smallest_batch": 4}),
     ("target", {"method.adversarial_weight": 0, "method.kd_weight": 0}),
     ("glfc", {"method.prototype_classes": "previous"}),
     ("refed", {"method.storage": 12}),

@@ -195,13 +195,22 @@ def test_fisher_is_that_of_the_sent_model_in_eval_mode_and_clipped(tiny_world):
     assert differences({n: v.clamp(max=1e-4) for n, v in state.pending.items()}, bounded.pending) == 0
 
 
-def test_batch_mean_squares_the_gradient_of_a_batch(tiny_world):
-    shard = tiny_world["shards"][1]  # 16 images, one batch: the order does not matter
-    method = FedEWC(train=Training(local_epochs=1, batch_size=64), fisher="batch_mean", fisher_clip=None)
-    upload, state = method.client_round({"model": weights_of(tiny_world["net"])}, shard, None, tiny_world["rng"])
+@pytest.mark.parametrize(
+    ("batch_size", "smallest", "sizes"),
+    [(64, 2, [16]), (6, 4, [6, 6, 4]), (6, 5, [6, 6]), (5, 2, [5, 5, 5])],
+)
+def test_batch_mean_squares_the_gradient_of_each_batch_of_an_epoch(tiny_world, batch_size, smallest, sizes):
+    shard, rng = tiny_world["shards"][1], tiny_world["rng"]  # 16 images
+    train = Training(local_epochs=1, batch_size=batch_size, smallest_batch=smallest)
+    method = FedEWC(train=train, fisher="batch_mean", fisher_clip=None)
+    upload, state = method.client_round({"model": weights_of(tiny_world["net"])}, shard, None, rng)
     net = tiny_world["arch"].restore(upload["model"]).eval()
-    F.cross_entropy(net(shard.pictures(shard.index)), shard.labels).backward()
-    expected = {name: p.grad.square() for name, p in net.named_parameters()}
+    expected = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
+    order = torch.randperm(16, generator=rng.at("fisher").generator())
+    for rows in order[: sum(sizes)].split(sizes):
+        loss = F.cross_entropy(net(shard.pictures(shard.index[rows])), shard.labels[rows])
+        for (name, _), g in zip(net.named_parameters(), torch.autograd.grad(loss, list(net.parameters())), strict=True):
+            expected[name] += g.square() / len(sizes)
     assert differences(expected, state.pending) < 1e-5 * max(v.max() for v in expected.values())
 
 

@@ -87,6 +87,20 @@ def test_contributions_add_up_to_the_drop_of_the_loss(tiny_world):
 # ---- a site
 
 
+def test_the_surrogate_model_leaves_out_last_batches_of_too_few_images(tiny_world):
+    shard, seen = tiny_world["shards"][1], []  # 16 images
+
+    def watched(weights):
+        net = tiny_world["arch"].restore(weights)
+        net.register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0])))
+        return net
+
+    method = FedSSI(train=FULL.model_copy(update={"batch_size": 6, "smallest_batch": 5}), psm_epochs=2)
+    model = weights_of(tiny_world["net"])
+    method.consolidate({"model": model, "start": model}, replace(shard, net=watched), None, Rng(0))
+    assert seen == [6, 6] * 2
+
+
 @pytest.mark.parametrize("psm_start", ["task_start", "task_end"])
 @pytest.mark.parametrize("locality", [1.0, 0.4])
 def test_importance_is_that_of_the_written_out_path(tiny_world, psm_start, locality):

@@ -12,6 +12,8 @@ from PIL import Image
 from torch.func import functional_call
 
 import rescene
+from rescene.config import resolve
+from rescene.core.errors import ConfigError
 from rescene.core.rng import Rng
 from rescene.data import Images, Task
 from rescene.functional import importance as importance_module
@@ -143,12 +145,16 @@ def test_a_model_that_stands_still_gives_the_harmonic_sum(pool):
             torch.testing.assert_close(one, norms, rtol=1e-4, atol=1e-6)
 
 
-def test_the_model_is_trained_with_augmented_pictures_but_judged_on_plain_ones(pool, monkeypatch):
+@pytest.mark.parametrize(("smallest_batch", "batches"), [(2, [25, 25, 10]), (11, [25, 25])])
+def test_the_model_is_trained_with_augmented_pictures_but_judged_on_plain_ones(
+    pool, monkeypatch, smallest_batch, batches
+):
     shard, net = pool
     seen = []
     monkeypatch.setattr(type(shard.transform), "apply", lambda self, x, draws: seen.append(len(x)) or x)
-    ReFed(pim_epochs=2, pim_batch_size=25)._importance(weights_of(net), shard, Rng(0))
-    assert seen == [25, 25, 10] * 2  # the steps of two epochs, nothing for the scores
+    method = ReFed(train=Training(smallest_batch=smallest_batch), pim_epochs=2, pim_batch_size=25)
+    method._importance(weights_of(net), shard, Rng(0))
+    assert seen == batches * 2  # the steps of two epochs, nothing for the scores
 
 
 # the cache
@@ -276,6 +282,11 @@ def test_the_average_weighs_clients_by_what_they_trained_on():
 def test_impossible_settings_are_refused(bad):
     with pytest.raises(ValueError):
         ReFed(**bad)
+
+
+def test_a_batch_of_one_image_is_refused_with_the_recipe():
+    with pytest.raises(ConfigError, match="method.pim_batch_size = 1 is not possible"):
+        resolve("smoke", {"method": "refed", "method.pim_batch_size": 1})
 
 
 # whole runs

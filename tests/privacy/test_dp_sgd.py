@@ -109,9 +109,13 @@ def test_without_noise_clip_and_sampling_it_is_sgd(shard):
         assert torch.allclose(a, b, atol=1e-5)
 
 
-def test_the_papers_experiment_is_sgd_with_clipped_records_and_noise_over_the_minibatch(shard):
-    """Minibatches of 5 of 16 images, the last of one left out as in SGD; then clipped, then with noise of sigma C / b."""
-    settings, free = replace_training(batch_size=5), replace(DP, kind="paper-experiment", clip=1e6)
+@pytest.mark.parametrize(("batch_size", "smallest_batch"), [(5, 2), (6, 5)])
+def test_the_papers_experiment_is_sgd_with_clipped_records_and_noise_over_the_minibatch(
+    shard, batch_size, smallest_batch
+):
+    """Minibatches of 16 images, the last of one or four left out as in SGD; then clipped, then with noise of sigma C / b."""
+    settings = replace_training(batch_size=batch_size, smallest_batch=smallest_batch)
+    free = replace(DP, kind="paper-experiment", clip=1e6)
     plain, perturbed = fresh(), fresh()
     fit_shard(plain, shard, settings, generator())
     assert trained_at(perturbed, at_site(shard, free, Silent()), settings, generator())

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from rescene.config import resolve
+from rescene.core.errors import ConfigError
 from rescene.data import Transform
 from rescene.nets import Arch
 from rescene.training import Batch, Training, fit, fit_pool, fit_shard, num_local_steps, with_replay
@@ -65,6 +67,13 @@ def test_a_last_batch_of_too_few_images_is_left_out(tiny_world, smallest, batche
     three = replace(eleven, index=torch.arange(3))  # the only batch stays, however small it is
     fit_shard(tiny_world["net"], three, settings, torch.Generator().manual_seed(0), loss)
     assert seen == [3, 3]
+
+
+@pytest.mark.parametrize("key", ["train.batch_size", "train.smallest_batch"])
+def test_a_batch_of_one_image_cannot_be_asked_for(key):
+    with pytest.raises(ConfigError, match=f"{key} = 1 is not possible"):
+        resolve("smoke", {key: 1})
+    resolve("smoke", {key: 2})
 
 
 def test_crops_are_drawn_for_the_batches_that_are_seen(tiny_world):

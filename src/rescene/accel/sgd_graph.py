@@ -56,9 +56,8 @@ def fit_captured(net: Any, epochs: Epochs, settings: SgdSettings, rates: list[fl
     trainer.load(net, epochs, adjustment)
     mean = trainer.train(epochs, rates)
     trainer.store(net, len(rates) * trainer.num_steps)
-    count_passes(
-        net, 3 * len(rates) * min(len(epochs.labels), trainer.num_steps * trainer.size)
-    )  # no hook of the network saw the replays
+    num_shown = min(len(epochs.labels), trainer.num_steps * trainer.size)  # images of an epoch
+    count_passes(net, 3 * len(rates) * num_shown)  # no hook of the network saw the replays
     return mean
 
 

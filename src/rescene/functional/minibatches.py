@@ -17,7 +17,8 @@ def minibatches(order: Tensor, size: int, smallest: int = 2) -> tuple[Tensor, ..
 
 
 def num_minibatches(num_images: int, size: int, smallest: int = 2) -> int:
-    """
+    """How many minibatches :func:`minibatches` cuts an epoch of so many images into; none for no image.
+
     >>> [num_minibatches(n, 4) for n in (0, 1, 4, 5, 6, 8)], [num_minibatches(n, 4, smallest=4) for n in (3, 4, 7, 8)]
     ([0, 1, 1, 1, 2, 2], [1, 1, 1, 2])
     """

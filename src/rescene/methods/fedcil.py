@@ -277,10 +277,9 @@ class FedCIL(AdversarialTraining, PaintingMethod):
         agree = 0.0 if self.consistency_weight == 0 else 1 - 1 / setting.num_rounds
         more = 3 if self.consistency == "pictures" else 1
         total = 0.0
-        for task, sites in enumerate(setting.sizes):
-            batches = sum(-(-n // setting.train.batch_size) for n in sites) / len(sites)
+        for task in range(len(setting.tasks)):
             kinds = 2 + 2 * (task > 0) + more * agree  # for critic and generator; replayed and beside them; to agree on
-            total += batches * self.synthetic_batch * (kinds * shown + passes)
+            total += setting.local_batches(task) * self.synthetic_batch * (kinds * shown + passes)
         return super().nominal_client_flops(setting) + setting.turns * setting.train.local_epochs * total
 
     def nominal_server_flops(self, setting: Setting, task: int) -> float:

@@ -33,6 +33,7 @@ from rescene.core.rng import Rng
 from rescene.core.verification import Verified
 from rescene.data import Task
 from rescene.functional.fisher import MeanLoss, blend_fisher, fisher_diagonal, quadratic_penalty
+from rescene.functional.minibatches import minibatches
 from rescene.methods.averaging import AveragingMethod, first_learned
 from rescene.methods.base import Client, Federation, Model, ModelState, Payload, weights_of
 from rescene.methods.nominal_cost import Setting
@@ -150,7 +151,8 @@ class FedEWC(AveragingMethod):
     def _batch_fisher(self, net: nn.Module, shard: Client, rng: Rng) -> Model:
         """Here the batches matter, so they are drawn as in training."""
         order = torch.randperm(len(shard), generator=rng.generator()).to(shard.index.device)
-        batches = _pictures(shard, torch.split(shard.index[order], self.train.batch_size))
+        parts = minibatches(shard.index[order], self.train.batch_size, self.train.smallest_batch)
+        batches = _pictures(shard, parts)
         return fisher_diagonal(self._loss_in(net, shard.task), _trainable(net), batches, per_sample=False)
 
     def _loss_in(self, net: nn.Module, task: Task) -> MeanLoss:

@@ -162,8 +162,7 @@ class MFCL(DataFree, PaintingMethod):
 
     def nominal_client_flops(self, setting: Setting) -> float:
         """From the second task on the old model sees every image, and beside every real batch comes a painted one."""
-        size = setting.train.batch_size
-        batches = sum(sum(-(-n // size) for n in sites) / len(sites) for sites in setting.sizes[1:])
+        batches = sum(setting.local_batches(t) for t in range(1, len(setting.tasks)))
         real = sum(setting.local_images(t) for t in range(1, len(setting.tasks)))
         painting = generator_flops(self.latent_size, self.generator_width, setting.arch.image_size)
         painted = batches * self.synthetic_batch * ((TRAINING_PASSES + 1) * setting.forward + painting)

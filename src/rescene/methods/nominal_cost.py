@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rescene.data import Task
+from rescene.functional.minibatches import num_minibatches
 from rescene.nets import FLOAT_BYTES, Arch, forward_flops, num_parameters
 from rescene.training import Training
 
@@ -105,6 +106,11 @@ class Setting:
     def local_images(self, task: int) -> float:
         """D_loc, images of the average site."""
         return sum(self.sizes[task]) / len(self.sizes[task])
+
+    def local_batches(self, task: int) -> float:
+        """Minibatches of the average site in an epoch, without last batches that training leaves out."""
+        size, smallest = self.train.batch_size, self.train.smallest_batch
+        return sum(num_minibatches(n, size, smallest) for n in self.sizes[task]) / len(self.sizes[task])
 
     def old_classes(self, task: int) -> int:
         """Classes of finished tasks; with domains, every class once per finished domain."""

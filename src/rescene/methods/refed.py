@@ -79,7 +79,7 @@ class ReFed(AveragingMethod):
     storage: int = hyper(1000, "M", "App. A", "images a client can hold, current and previous together", ge=0)
     pim_epochs: int = hyper(40, "p", "App. A", "epochs of the personalised informative model", ge=1)
     pim_lr: float = hyper(0.01, "eta", "App. A", "learning rate of the personalised informative model", gt=0)
-    pim_batch_size: int = hyper(64, "-", "App. A", "images per step of the personalised informative model", ge=1)
+    pim_batch_size: int = hyper(64, "-", "App. A", "images per step of the personalised informative model", ge=2)
     locality: float = hyper(
         0.5, "lambda", "App. A", "1: the model follows the pool only; towards 0: stays global", gt=0, le=1
     )

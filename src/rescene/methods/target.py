@@ -156,8 +156,7 @@ class TARGET(Synthesis, PaintingMethod):
 
     def nominal_client_flops(self, setting: Setting) -> float:
         """Beside every real batch of a later task a synthetic one: student 3F, teacher F."""
-        size = setting.train.batch_size
-        batches = sum(sum(-(-n // size) for n in sites) / len(sites) for sites in setting.sizes[1:])
+        batches = sum(setting.local_batches(t) for t in range(1, len(setting.tasks)))
         passes = setting.turns * setting.train.local_epochs * batches * self.synthetic_batch * (TRAINING_PASSES + 1)
         return super().nominal_client_flops(setting) + passes * setting.forward
 

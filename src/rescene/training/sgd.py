@@ -212,9 +212,9 @@ def fit(
 ) -> float:
     """Train ``net`` in place for ``epochs`` and return the mean loss of the last epoch.
 
-    A last batch of fewer than ``settings.smallest_batch`` images is left out; a set of a single image is trained with the
-    running statistics. The optimiser is new on every call, unless one is given: momentum does not
-    cross rounds.
+    A last batch of fewer than ``settings.smallest_batch`` images is left out, unless it is the only one; a set of a single
+    image is trained with the running statistics. The optimiser is new on every call, unless one is given: momentum does
+    not cross rounds.
     """
     worth = epochs >= WORTH_RECORDING and next(net.parameters()).is_cuda
     if getattr(loss, "is_repeatable", False) and worth and is_recordable(net) and optimiser is None:
