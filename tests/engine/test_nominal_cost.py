@@ -1,12 +1,11 @@
 """The paper's cost tables, regenerated: byte columns to the printed digit, FLOPs within 3 %."""
 
-from dataclasses import replace
 from statistics import fmean
 
 import pytest
 
 from rescene.config import resolve
-from rescene.engine.cost_ledger import nominal_cost, setting_of
+from rescene.engine.cost_ledger import nominal_cost
 from rescene.methods import method_class
 from rescene.nets import Arch
 from rescene.paper.costs import METHODS, client_flops, paper_experiment, server_flops
@@ -82,23 +81,6 @@ def test_server_flops_of_the_second_task(method):
         assert found == pytest.approx(SERVER_PFLOP[method], rel=0.03)
     else:
         assert 0 < found < 0.01
-
-
-@pytest.mark.parametrize("method", ["target", "mfcl", "fedcil"])
-@pytest.mark.parametrize(("images", "smallest"), [(129, 2), (140, 16)])
-def test_no_pictures_are_painted_beside_a_last_batch_that_is_left_out(method, images, smallest):
-    """Then the figure is that of all images in one batch."""
-    settings = resolve("cifar10", [f"method={method}"]).recipe.build_method()
-    world = setting_of(paper_experiment("cifar10", method))
-    sites = [[[images]] * world.num_clients] * len(world.tasks)
-
-    def flops(**batches):
-        train = world.train.model_copy(update=batches)
-        return settings.nominal_client_flops(replace(world, counts=sites, train=train))
-
-    in_one = flops(batch_size=256)
-    assert flops(batch_size=128, smallest_batch=smallest) == in_one
-    assert flops(batch_size=100, smallest_batch=smallest) > in_one
 
 
 def test_methods_outside_the_papers_table_have_no_nominal_cost():

@@ -39,7 +39,9 @@ def test_gradient_is_the_difference_of_softened_outputs_over_n_and_t(t2, reducti
     for row in range(n):
         of_student = softmax([v / temperature for v in student[row, :3].tolist()])
         of_teacher = softmax([v / temperature for v in teacher[row].tolist()])
-        scale = (temperature**2 if t2 else 1.0) / (n * temperature) / (3 if reduction == "mean" else 1)  # three old classes
+        scale = (
+            (temperature**2 if t2 else 1.0) / (n * temperature) / (3 if reduction == "mean" else 1)
+        )  # three old classes
         expected = [scale * (s - t) for s, t in zip(of_student, of_teacher, strict=True)]
         assert student.grad[row, :3].tolist() == pytest.approx(expected, abs=1e-6)
     assert student.grad[:, 3].abs().max() == 0  # new classes are left alone

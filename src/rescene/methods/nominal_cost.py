@@ -7,12 +7,12 @@ printed digits; what a run really costs is in its ledger. results/cost/README.md
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rescene.data import Task
-from rescene.functional.minibatches import num_minibatches
 from rescene.nets import FLOAT_BYTES, Arch, forward_flops, num_parameters
 from rescene.training import Training
 
@@ -108,9 +108,9 @@ class Setting:
         return sum(self.sizes[task]) / len(self.sizes[task])
 
     def local_batches(self, task: int) -> float:
-        """Minibatches of the average site in an epoch, without last batches that training leaves out."""
-        size, smallest = self.train.batch_size, self.train.smallest_batch
-        return sum(num_minibatches(n, size, smallest) for n in self.sizes[task]) / len(self.sizes[task])
+        """Minibatches of the average site in an epoch; the paper's formulas leave no image out."""
+        sizes = self.sizes[task]
+        return sum(math.ceil(n / self.train.batch_size) for n in sizes) / len(sizes)
 
     def old_classes(self, task: int) -> int:
         """Classes of finished tasks; with domains, every class once per finished domain."""
