@@ -132,7 +132,9 @@ def test_how_far_a_treatment_lies_from_the_paper(tmp_path, grid, treatment, sett
     assert found["AIA", treatment] == f"{aia - 57.64:+.1f}"
     assert found["AIA of the last ten rounds", treatment] == f"{(4 * 51 + aa) / 5 - 57.64:+.1f}"
     assert all(row[-1] == "–" for row in made.rows)  # the other methods are missing
-    assert {row[1] for row in made.rows} == {treatment}  # and so are the runs of the others
+    others = [row[2:] for row in made.rows if row[1] != treatment]
+    assert others  # a treatment without runs has its rows
+    assert all(cell == "–" for row in others for cell in row)
 
 
 def test_the_band_is_held_against_every_stored_seed_once(four_seeds):

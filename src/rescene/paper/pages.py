@@ -208,7 +208,10 @@ def _apart_grid(
     cells: Sequence[str] = COMPARED,
     measures: Sequence[str] = (DISTANCE, LATE, "AIA", LATE_AIA),
 ) -> TableGrid:
-    """For each measure and treatment how far seed 0 of each method lies from the paper; over all the root mean square."""
+    """For each measure and treatment how far seed 0 of each method lies from the paper; over all the root mean square.
+
+    A dash is what no stored run tells; a treatment without runs has dashes alone.
+    """
     methods = [cell.rpartition("/")[2] for cell in cells]
     found = {name: [_apart(store, cell, settings) for cell in cells] for name, settings in treatments.items()}
     rows: list[tuple[TableEntry, ...]] = []
@@ -218,8 +221,7 @@ def _apart_grid(
             values = [run.get(measure) for run in runs]
             known = [value for value in values if value is not None]
             total = f"{_rms(known):.1f}" if len(known) == len(values) else "–"
-            if known:
-                rows.append((measure, name, *("–" if v is None else form.format(v) for v in values), total))
+            rows.append((measure, name, *("–" if v is None else form.format(v) for v in values), total))
     names = (style_of(method).label for method in methods)
     return TableGrid("", ("from the paper", what, *names, "all"), tuple(rows))
 
