@@ -159,16 +159,25 @@ def test_independent_draws_are_one_lottery_over_the_images_of_all_clients():
 
 
 def test_a_share_of_the_budget_is_drawn_at_every_client_and_nothing_is_sent():
-    method = FedCBDR(budget=4, budget_scope="share")
-    federation, task, images, state = world(method)
+    method = FedCBDR(budget=3, budget_scope="share")
+    federation, task, images, state = world(method, num_classes=3)
     assert method.end_task(state, task, federation, Rng(7)) is state
     [(verb, asked, payload, uploads)] = federation.exchanges
-    assert (verb, asked, payload["share"]) == ("draw_share", [0, 1, 2, 3], 2)  # 4 of each of 2 classes, at 4 clients
+    assert (verb, asked, payload["share"]) == (
+        "draw_share",
+        [0, 1, 2, 3],
+        3,
+    )  # 3 of each of 3 classes, at 4 clients: 2.25
     assert all(upload == {} for upload in uploads.values())
     own = [{picture.numpy().tobytes() for picture in part} for part in images.pixels.split([12, 0, 1, 20])]
     stored = [[picture.numpy().tobytes() for picture in federation.client_states[k].pixels] for k in range(4)]
     assert all(set(kept) <= held for kept, held in zip(stored, own, strict=True))
-    assert [len(kept) for kept in stored[1:3]] == [0, 1] and all(0 < len(stored[k]) <= 2 for k in (0, 3))
+    assert [len(kept) for kept in stored[1:3]] == [0, 1] and all(0 < len(stored[k]) <= 3 for k in (0, 3))
+
+
+def test_a_share_is_not_weighted():
+    with pytest.raises(ValueError, match="a share is not drawn class by class"):
+        FedCBDR(budget_scope="share", reweight=True)
 
 
 def test_a_share_goes_by_the_leverage_of_the_clients_own_features():

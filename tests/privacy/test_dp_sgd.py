@@ -190,9 +190,11 @@ def test_batch_norm_is_refused_with_the_reason(tiny_world):
     assert caught.value.code == "E175" and "model.norm=group" in caught.value.fix
 
 
-@pytest.mark.parametrize(("name", "verb"), [("fedcbdr", "share_features"), ("refed", "set_aside")])
+@pytest.mark.parametrize(
+    ("name", "verb"), [("fedcbdr", "share_features"), ("fedcbdr", "draw_share"), ("refed", "set_aside")]
+)
 def test_memories_are_chosen_by_coins_that_no_other_record_turns(shard, name, verb):
-    """A record more or less leaves the choice of the others as it is, and nothing is sent."""
+    """A record more or less leaves the choice of the others as it is, and nothing is sent, whatever a server asks for."""
     method = method_class(name)(train=PLAIN, **({"budget": 4} if name == "fedcbdr" else {}))
 
     def kept(index):

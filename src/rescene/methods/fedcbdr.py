@@ -9,7 +9,7 @@ end of task t, all clients:
     client: X_k = phi(D_t); send P_k X_k Q, or its second moments, on which P_k has no effect
     server: thin SVD of all of them together -> U'_k back to client k, or the inverse second moments to everybody
     client: leverage of each image with P_k undone; draw images of each class without replacement, p ~ leverage; keep them
-    budget_scope=share, as in the authors' code: nothing is sent; a client draws among all D_t by the leverage of X_k alone
+    budget_scope=share: nothing is sent; every client draws as many of all D_t, independently, by the leverage of X_k alone
     behind a privacy mechanism nothing of this is sent: a client keeps each image with the same public chance
 """
 
@@ -21,6 +21,7 @@ from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
+from pydantic import model_validator
 from torch import Tensor, nn
 
 from rescene.core.hyperparameters import hyper
@@ -99,7 +100,7 @@ class FedCBDR(AveragingMethod):
     budget_scope: Literal["client", "global", "independent", "share"] = hyper(
         "client",
         "-",
-        "App. D.3",
+        "[App. D.3]",
         "the budget holds on every client; or for all clients together; or for all, as independent draws over the task's images; "
         "or for all, and every client draws an equal share of it",
     )
@@ -112,6 +113,12 @@ class FedCBDR(AveragingMethod):
     new_weight: float = hyper(0.8, "w_new", "App. A", "weight of the current images' mean loss", ge=0)
     form: Literal["gram", "svd"] = hyper("gram", "-", "[ours]", "second moments, or features and singular vectors")
     reweight: bool = hyper(False, "-", "[ours]", "weigh each exemplar's loss by sqrt(1 / (n_c p))")
+
+    @model_validator(mode="after")
+    def _weights_need_a_draw_of_each_class(self) -> FedCBDR:
+        if self.reweight and self.budget_scope == "share":
+            raise ValueError("reweight: a share is not drawn class by class; reweight=false, or another budget_scope")
+        return self
 
     @classmethod
     def leaving(cls, mechanism: Mechanism | None) -> str:
