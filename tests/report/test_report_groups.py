@@ -110,6 +110,17 @@ def test_a_record_from_before_there_was_a_choice_of_steps_is_of_fixed_ones(tmp_p
     assert sorted(group.label for group in groups) == ["ReSCENE+", "ReSCENE+ fixed steps"]
 
 
+def test_a_record_from_before_a_method_had_a_choice_is_of_what_it_did_then(tmp_path: Path) -> None:
+    summed, averaged = (config("fedlwf", 0) for _ in range(2))
+    summed["method"]["kd_reduction"], averaged["method"]["kd_reduction"] = "sum", "mean"
+    made = {"older": config("fedlwf", 0), "summed": summed, "averaged": averaged}
+    groups = group_runs([make(tmp_path, "fedlwf", 0, tag, config=each) for tag, each in made.items()])
+    assert sorted((group.label, len(group.repeats)) for group in groups) == [
+        ("FedLwF kd_reduction=mean", 0),
+        ("FedLwF kd_reduction=sum", 1),
+    ]
+
+
 def test_rows_are_ordered_best_first_and_unfinished_last(tmp_path: Path) -> None:
     runs = [load_run(write_running(tmp_path / "going")), make(tmp_path, "fedavg", 0), make(tmp_path, "refed", 0)]
     rows = comparison_rows(runs)

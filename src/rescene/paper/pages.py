@@ -175,6 +175,7 @@ AUGMENTED = {
 WEIGHTED = {"by images trained on": ("method.weighting=size",), "equally": ("method.weighting=uniform",)}
 TESTED_AND_AUGMENTED = {
     "the last fifth, none": ("data.held_out=last", "train.augment=false"),
+    "the same, no small last batches": ("data.held_out=last", "train.augment=false", "train.smallest_batch=16"),
     "the last fifth, new images": ("data.held_out=last", "train.augment=new"),
     "drawn at random, none": ("data.held_out=drawn", "train.augment=false"),
     "drawn at random, new images": ("data.held_out=drawn", "train.augment=new"),

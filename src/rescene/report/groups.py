@@ -27,11 +27,9 @@ from rescene.report.load import RunRecord
 SERVER_EPOCHS = "train.server_epochs"
 _ACROSS = ("federation.beta", SERVER_EPOCHS)  # named on every row they act on, if rows differ in them
 # keys that recipes got later, and what every run had before; a method's own keys say nothing of other methods
-BEFORE = {
-    f"{section}.{key}": value
-    for (section, key), value in NEWER.items()
-    if section != "method" and not isinstance(value, dict)
-}
+_FORMER = {f"{section}.{key}": value for (section, key), value in NEWER.items() if not isinstance(value, dict)}
+BEFORE = {key: value for key, value in _FORMER.items() if not key.startswith("method.")}
+OF_METHODS = {key: value for key, value in _FORMER.items() if key.startswith("method.")}
 METRICS = ("aa", "aia", "old", "recent", "forgetting")
 
 
@@ -180,6 +178,9 @@ def _without_idle_privacy(flat: Flat) -> Flat:
 def _variants(method: str, runs: Sequence[RunRecord], always: Sequence[str]) -> list[RunGroup]:
     """The groups of one method; each label names what sets it apart, within the method and, of ``always``, beyond it."""
     flats = [_setting(run) for run in runs]
+    known = {key for flat in flats for key in flat}
+    former = {key: value for key, value in OF_METHODS.items() if key in known}
+    flats = [flat | former | flat for flat in flats]  # the keys of a record stay first
     apart = setting_apart(flats)
     cells: dict[str, tuple[Row, list[RunRecord]]] = {}
     for run, flat in zip(runs, flats, strict=True):
