@@ -305,10 +305,11 @@ def summary_grid(store: Store) -> TableGrid:
 
 
 def _is_summed(line: Line) -> bool:
-    """The reading taken, and where sites keep images the other choices of what is augmented; one row for each E_srv printed."""
+    """The reading taken, and where sites keep images the other choices of what is augmented, and the code of a method's authors;
+    one row for each E_srv printed."""
     told = line.reading in ("", "server augmentation, n // 2 surrogates")
     if KEPT_TOO in readings(line.cell.method):
-        told = told or line.reading in (KEPT_TOO, "no augmentation")
+        told = told or line.reading in (KEPT_TOO, "no augmentation", "as in its authors' code")
     other = line.other_epochs or line.cell.setting or style_of(line.cell.method).reference
     return told and line.cell.data == SHOWN[0] and not other
 
