@@ -216,8 +216,8 @@ def test_a_queue_in_the_background_can_stop_its_runs(tmp_path):
 
 def test_what_is_stored_is_not_missing(tmp_path):
     before = missing_cells(Store([tmp_path]))
-    assert before[0].group.startswith("a.") and before[0].name == "main:cifar10/0.5/fedcbdr, as in its authors' code"
-    assert [group["group"][0] for group in _queue()] == ["a", "b", "c", "e", "d", "f", "g", "h", "i"]
+    assert before[0].group.startswith("a.") and before[0].name == "main:cifar10/0.5/fedcbdr, equal weights"
+    assert [group["group"][0] for group in _queue()] == ["a", "b", "c", "e", "j", "d", "f", "g", "h", "i"]
     assert len({(one.cell.experiment, one.seed) for one in before}) == len(before)
     write_run(tmp_path, cell_of(MAIN, "cifar10/0.5/rescene").fast)
     after = missing_cells(Store([tmp_path]))
