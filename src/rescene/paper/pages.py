@@ -300,7 +300,7 @@ def summary_grid(store: Store) -> TableGrid:
     """README's table of CIFAR-10: the paper's methods where it prints a figure to hold them against, then ours, with n and spread."""
     rows = [_summed(line, "") for line in lines_with_runs(store) if _is_summed(line)]
     rows += [_summed(line, OURS) for line in our_lines(store) if (line.cell.data, line.cell.beta) == SHOWN]
-    columns = ("method", "beta", "reading", "n", "AA / AIA", "paper AA / AIA", "near-copies among uploads")
+    columns = ("method", "beta", "reading", "n", "AA / AIA", "paper AA / AIA", "near-copies among uploads", "where")
     return TableGrid("", columns, tuple(rows))
 
 
@@ -317,7 +317,7 @@ def _is_summed(line: Line) -> bool:
 def _summed(line: Line, mark: str) -> tuple[TableEntry, ...]:
     epochs = line.cell.resolve().recipe.train.server_epochs if _server_trains(line) else ""
     reading = ", ".join(filter(None, (f"E_srv={epochs}" if epochs else "", line.reading or line.cell.setting or TAKEN)))
-    name, figures = style_of(line.cell.method).label, (_pair(line), _papers_pair(line), copies(line))
+    name, figures = style_of(line.cell.method).label, (_pair(line), _papers_pair(line), copies(line), folders(line))
     return (f"{name}{mark}", line.cell.beta, reading, str(len(line.runs)), *figures)
 
 
