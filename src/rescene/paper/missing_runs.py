@@ -25,6 +25,16 @@ SLOWER = {1: 1.0, 2: 1.6, 3: 2.25, 4: 2.95}
 AT_A_TIME = "at-a-time.json"
 
 
+def slower(at_a_time: int) -> float:
+    """How many times as long a run takes with so many at a time. More than four share the card in proportion.
+
+    >>> slower(1), slower(4), slower(8)
+    (1.0, 2.95, 5.9)
+    """
+    known = min(max(at_a_time, 1), max(SLOWER))
+    return SLOWER[known] * max(at_a_time, 1) / known
+
+
 @dataclass(frozen=True)
 class Missing:
     """A run that no stored folder holds yet."""
@@ -151,7 +161,7 @@ def _pace(runs: Sequence[_Timed]) -> float:
     >>> _pace([made(30.0, None), made(20.0, None)]), _pace([made(30.0, None), made(16.0, 2), made(45.0, 3), made(59.0, 4)])
     (20.0, 20.0)
     """
-    alone = [one.seconds / slower / one.work for one in runs if (slower := SLOWER.get(one.at_a_time or 0))]
+    alone = [one.seconds / slower(one.at_a_time) / one.work for one in runs if one.at_a_time]
     return statistics.median(alone) if alone else min(one.seconds / one.work for one in runs)
 
 

@@ -26,7 +26,7 @@ from rescene.core.json_files import json_object
 from rescene.core.results import read_status, results_row
 from rescene.core.run_state import runs_root, state_of
 from rescene.engine.checkpoint import write_json
-from rescene.paper.missing_runs import SLOWER, Missing, Predict
+from rescene.paper.missing_runs import Missing, Predict, slower
 from rescene.paper.store import Store
 
 KEPT = ("results.json", "config.yaml", "env.json", "timing.json", "metrics.jsonl", "command.txt", "origin.json")
@@ -92,8 +92,7 @@ class Queue:
     ) -> None:
         self.work, self.results, self.parallel, self.command, self.tell = work, results, parallel, command, tell
         self.least, self.minutes, self.end = least, minutes, time.monotonic() + 60 * minutes
-        slower = SLOWER[min(parallel, max(SLOWER))] * max(1.0, parallel / max(SLOWER))
-        self.waiting = [(one, self._row(one, predict(one), slower)) for one in wanted]
+        self.waiting = [(one, self._row(one, predict(one), slower(parallel))) for one in wanted]
         self.rows = [row for _, row in self.waiting]
         for one, row in self.waiting:
             if state_of(work / one.folder) == "running":
@@ -149,9 +148,9 @@ class Queue:
             if row.state == ELSEWHERE and _is_whole(self.work / row.folder):
                 row.state = "done"
 
-    def _row(self, one: Missing, alone: float | None, slower: float) -> QueueRow:
+    def _row(self, one: Missing, alone: float | None, factor: float) -> QueueRow:
         left = 1 - _share_done(self.work / one.folder)
-        predicted = None if alone is None else round(alone * slower * left, 2)
+        predicted = None if alone is None else round(alone * factor * left, 2)
         return QueueRow(one.name, one.seed, one.group, str(one.folder), predicted=predicted)
 
     def _fill(self) -> bool:
