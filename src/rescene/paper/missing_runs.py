@@ -20,19 +20,19 @@ from rescene.paper.numbers import packaged
 from rescene.paper.recipes import FAST_LABEL, PaperCell, matches, paper_recipe
 from rescene.paper.store import FAMILY, Store, Stored
 
-# several runs on one GPU: how much longer each takes than alone (results/bench/README.md); more than four gain nothing
+# several runs on one GPU: how much longer each takes than alone (results/bench/README.md)
 SLOWER = {1: 1.0, 2: 1.6, 3: 2.25, 4: 2.95}
 AT_A_TIME = "at-a-time.json"
 
 
 def slower(at_a_time: int) -> float:
-    """How many times as long a run takes with so many at a time. More than four share the card in proportion.
+    """How many times as long a run takes with so many at a time. More than four gain nothing: they share the card in proportion.
 
     >>> slower(1), slower(4), slower(8)
     (1.0, 2.95, 5.9)
     """
-    known = min(max(at_a_time, 1), max(SLOWER))
-    return SLOWER[known] * max(at_a_time, 1) / known
+    known = min(at_a_time, max(SLOWER))
+    return SLOWER[known] * at_a_time / known
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def _at_a_time(run: Path, timing: Mapping[str, Any]) -> int | None:
     for place in run.parents if told is None else ():
         if (listed := place / AT_A_TIME).is_file():
             told = json_object(listed, []).get(run.relative_to(place).as_posix())
-    return told if isinstance(told, int) else None
+    return told if isinstance(told, int) and told > 0 else None
 
 
 def _norm_statistics(method: Mapping[str, Any]) -> str:
